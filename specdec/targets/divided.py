@@ -348,8 +348,9 @@ def require_same(target: DividedTarget, k: int, plain: Tensor) -> None:
     off = distance(state_after(target, k), plain)
     require(
         off <= (SHARP if exact else ROUGH),
-        f"{target.title} computes something else when transformers divides its layers, or when it "
-        f"has fewer of them (off by {off:.1g}): leave out target.tensor_parallel",
+        f"{target.title}: its first layers compute something else when transformers divides them, "
+        f"or when the model is loaded with these layers alone (off by {off:.1g}): leave out "
+        "target.tensor_parallel",
     )
 
 

@@ -227,9 +227,9 @@ def _divided(
         target = DividedTarget(model, tokenizer, name, cfg.revision)
     except UserError as error:
         raise UserError(
-            f"target.path={cfg.path!r} cannot be read with only its first {k} layers, or with "
-            f"divided ones, which are compared to them ({first_line(error)}): leave out "
-            "target.tensor_parallel"
+            f"target.path={cfg.path!r}: its divided layers cannot be compared with its first {k} "
+            "layers in one piece, since one of the two cannot be loaded or read "
+            f"({first_line(error)}): leave out target.tensor_parallel"
         ) from error
     require_same(target, k, expected)
     require(
@@ -335,9 +335,10 @@ def quiet() -> Iterator[None]:
 
 def _in_one_piece(cfg: TargetConfig) -> Parts:
     raise UserError(
-        f"target.path={cfg.path!r}: a draft reads its layers' weights, which its files hold under "
-        "other names, and target.tensor_parallel never loads them in one piece: give a draft that "
-        "starts afresh (drafter.start=…), or leave target.tensor_parallel out"
+        f"target.path={cfg.path!r}: the draft needs the weights of the target's layers, whose "
+        "files have other names for them, and target.tensor_parallel never loads them in one "
+        "piece: give a draft that starts afresh (drafter.start=…), or leave "
+        "target.tensor_parallel out"
     )
 
 
@@ -379,8 +380,8 @@ def _model(
 ) -> Any:
     """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
     class `kind` (None: the config's own). With `rules` (see `rules_of`) it is this process's part
-    of the model. Raises UserError if it cannot be loaded, or if the
-    checkpoint does not hold all of its weights."""
+    of the model. Raises UserError if it cannot be loaded, or if the checkpoint does not hold all of
+    its weights."""
     kind = kind or auto_class(config)
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     # quantised layers are made on their device, and some cannot be moved later

@@ -235,8 +235,20 @@ class Parts:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Rows [..., D] of the embedding table as it is stored. Some models scale what they read of
-        it (Gemma 3), but engines share the table itself with a draft."""
+        it (Gemma 3), but engines share the table itself with a draft. Raises UserError as
+        `require_one_width` does."""
+        self.require_one_width()
         return nn.functional.embedding(ids, self.embedding.weight)
+
+    def require_one_width(self) -> None:
+        """Raise UserError if the head reads wider states than an embedding is, as Reformer's does:
+        there, two streams pass through the layers."""
+        width = self.embedding.weight.shape[1]
+        require(
+            width == self.width,
+            f"{self.title} has embeddings of width {width}, but its head reads a width of "
+            f"{self.width}: give a drafter that reads only the target's final state",
+        )
 
     def own_head(self, vocab_S: Tensor | None = None) -> Tensor:
         """The weights [S, D] with which a draft's own linear head gives the target's logits over

@@ -283,6 +283,10 @@ class Seq2SeqTarget(Target):
             self.tokenizer.chat_template = TEMPLATE % {"eos": tokenizer.eos_token, "start": start}
         check_encoder_decoder(self, self.seq2seq.start, self.seq2seq.twice)
 
+    @property
+    def depth(self) -> int:
+        return len(self.layers)
+
     def prompt(self, text: str) -> list[int]:
         """The tokens that `decode` continues: the encoder's, then the decoder's start token."""
         ids: list[int] = self.tokenizer(text).input_ids + [self.seq2seq.start]

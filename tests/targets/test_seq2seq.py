@@ -179,6 +179,13 @@ def test_speculation_is_greedy_decoding(kind: str, name: str, shape: Shape) -> N
         assert sum(r.accepted for g in alone for r in g.rounds) > 0
 
 
+def test_its_depth_is_that_of_its_decoder() -> None:
+    """BART's config has other numbers of layers: 12 by default, and those of the encoder."""
+    for kind in CONFIGS:
+        target = make_target(kind)
+        assert target.depth == len(target.layers) == target.config.num_hidden_layers
+
+
 def test_only_the_decoders_own_tokens_take_its_positions() -> None:
     """BART has 128 for either side: an encoder's 121 leave 127 new ones after the start token."""
     target = make_target("bart")

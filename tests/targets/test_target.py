@@ -13,12 +13,15 @@ from torch import nn
 from transformers import GptOssConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import FeatureSpec
+from specdec.context import Context, FeatureSpec
+from specdec.drafters import DRAFTERS
+from specdec.drafters.models.adapters import adapted_layers
 from specdec.drafters.models.lm import LM
+from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.targets.attention import grouped_attention, stacked
 from specdec.targets.loading import TargetConfig, load_target
-from tests.tiny import architectures, make_tokenizer
+from tests.tiny import architectures, make_tokenizer, random_target
 
 TOKENIZER = make_tokenizer()
 
@@ -142,3 +145,17 @@ def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path,
                 ctx.layers_BTF[b, part], alone.layers_BTF[0], atol=1e-4, rtol=1e-4
             )
     assert final[1, 3:].abs().max() == ctx.layers_BTF[1, 3:].abs().max() == 0
+
+
+@pytest.mark.parametrize("family", ["falcon", "hydra", "eagle"])
+def test_drafts_that_read_embeddings_need_them_as_wide_as_the_states(family: str) -> None:
+    """As Reformer's are not, through whose layers two streams pass."""
+    target = random_target(architectures(64, layers=2)["llama"])
+    target.embedding = torch.nn.Embedding(64, 16)
+    ctx = Context(torch.arange(8)[None], None, torch.randn(1, 8, 32))
+    told = "width 16, but its head reads a width of 32: give"
+    kind: Any = DRAFTERS[family]
+    with pytest.raises(UserError, match=told):
+        kind.build(kind.Config(), target).hidden(ctx, torch.tensor([[3]]), torch.tensor([[[1]]]))
+    with pytest.raises(UserError, match=told):
+        adapted_layers(target, 2, LoraOptions())

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 class Ahead(Generic[T]):
     """The conversations of a source, each with what `use` makes of it, or the reason why it is
-    unusable. `room` says how many may be read, and used together, before the first of them is
-    asked for. They are counted in `tally` when it is their turn, and an error is raised then, so
-    that whoever reads them does not notice. `source` makes the stream, which counts in the tally
+    unusable. `room` says how many conversations are read and used in one go. Each is counted in
+    `tally` only when the caller reaches it, and an error is raised only then, so the caller does
+    not notice the reading ahead. `source` makes the stream, which counts in the tally
     that it is passed."""
 
     def __init__(

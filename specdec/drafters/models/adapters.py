@@ -64,8 +64,10 @@ class Adapters(nn.Module):
 
 def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
     """The linear layers that get adapters, all within the target's first `layers` layers. Raises
-    UserError if their weights are stored quantised: adapters could not be added to them."""
+    UserError if their weights are stored quantised, since adapters could not be added to them, and
+    for a target with two streams (`Parts.require_one_width`)."""
     assert isinstance(target, Target)
+    target.require_one_width()
     require(
         not lora.rank or target.quantisation is None,
         f"{lora.key}: {target.title} is quantised ({target.quantisation}), so adapters cannot be "

@@ -116,6 +116,7 @@ class Hydra(Heads, Solves):
                 linear.bias.zero_()
 
     def attach(self, target: Parts) -> None:
+        target.require_one_width()
         self._embedding = Frozen(target.embedding)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
