@@ -138,10 +138,10 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
 
 
 def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
-    """A record as at most one system turn, then user and assistant turns in alternation, with the
-    results of tools after their calls. No turn is blank, and there is no white space around any
-    text but the results of tools: a space before an answer would become part of the answer's first
-    token. `name` is its id if it has none of its own. Raises Unusable."""
+    """A record as user and assistant turns in alternation, with the results of tools after their
+    calls, and with system turns before, between and after them. No turn is blank, and there is no
+    white space around any text but the results of tools: a space before an answer would become part
+    of the answer's first token. `name` is its id if it has none of its own. Raises Unusable."""
     record, changes = _unwrapped(record), list[str]()
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}
@@ -154,20 +154,20 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     roles = tuple(m.role for m in messages)
     if not roles:
         raise Unusable("no turns")
-    if "system" in roles[1:]:
-        raise Unusable("a system turn that is not the first")
     if "user" not in roles:
         raise Unusable("no user turn")
-    system = [m for m in messages[:1] if m.role == "system"]
     first = roles.index("user")
+    system = [m for m in messages[:first] if m.role == "system"]
     if first > len(system):
         changes.append("answers before the first prompt left out")
     kept: list[Message] = []
     for message in messages[first:]:
+        if message.blank and message.role == "system":
+            continue
         if message.blank:
             changes.append("cut at a blank turn")
             break
-        if kept and kept[-1].role == message.role != "tool":
+        if kept and kept[-1].role == message.role not in ("tool", "system"):
             message = joined(kept.pop(), message)
             changes.append("turns of one role in a row joined")
         kept.append(message)
@@ -176,7 +176,7 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     system = [m for m in system if m.content]
     texts = (plain(record[key]) for key in SYSTEM if not absent(record.get(key)))
     above = {text.removeprefix("SYSTEM:").strip() for text in texts} - {""}
-    if len(above | {m.content for m in system}) > 1:
+    if len(above) > 1 or (system and above - {m.content for m in system}):
         raise Unusable("two different system prompts")
     system = system or [Message("system", text) for text in above]
     tools = tools_of(record)

@@ -226,13 +226,17 @@ class Answers:
         return bool(after.strip()) and "tool_calls" not in self.messages[i].beside
 
     def _ended(self, i: int, end: int, closed: bool) -> int:
-        """The end of an answer, with the token that ends it."""
+        """The end of an answer, with the token that ends it. That is not the token with which a
+        system turn begins, since a target asked for an answer never writes it."""
         if closed:
             return end
         rest = self.text[end:]
         if not rest.strip():  # the text ends with this answer: see how the chat would go on
             rest = self._continued(i, end) or rest
         ending = self.writer.ending(rest)
+        if i < self.last and self.messages[i + 1].role == "system":
+            usual = self.writer.ending(self._continued(i, end))  # before a turn of the user
+            ending = ending if ending == usual else ""
         if not ending:
             self.notes["answers that this template ends without a token"] = None
         elif not self.text[end:].strip():

@@ -202,18 +202,18 @@ class Chat:
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The longest beginning of a conversation that a server would be asked to answer, and that
         has at most `most` tokens (None: any number), including the generation prompt: it ends with
-        a user turn, or with the results of all tools that were called together. Unusable if there
-        is none."""
+        a user turn, or with the results of all tools that were called together, and with the system
+        turns after these. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
         _require_no_control(_texts(messages, tools), self.writer.control)
-        best, last, text, question = None, 0, "", 0
+        best, last, text, question, asks = None, 0, "", 0, False
         for i, message in enumerate(messages, 1):
             answer = next(iter(messages[i:]), None)
             if message.role == "user":
                 question = i - 1
-            elif message.role != "tool":
-                continue
-            if answer is not None and answer.role != "assistant":
+            if message.role != "system":
+                asks = message.role != "assistant"
+            if not (asks if answer is None else answer.role == "assistant"):
                 continue
             thinking = self._asked(conversation, answer)
             written, _ = self.writer.render(messages[:i], tools, True, thinking)

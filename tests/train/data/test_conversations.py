@@ -100,6 +100,10 @@ CASES = [
     ([("human", "a"), ("gpt", "b"), ("human", " \n"), ("gpt", "c")], "a|b", "blank"),
     ([("human", "a"), ("gpt", ""), ("human", "b"), ("gpt", "c")], "a", "blank"),
     ([("human", " a\n"), ("gpt", "\n b ")], "a|b", None),
+    ([("human", "a"), ("system", "s"), ("gpt", "b")], "a|s|b", None),
+    ([("system", "s"), ("developer", "t"), ("human", "a"), ("gpt", "b")], "s|t|a|b", None),
+    ([("human", "a"), ("system", " "), ("gpt", "b")], "a|b", None),
+    ([("human", "a"), ("gpt", "b"), ("system", "s"), ("gpt", "c")], "a|b|s|c", None),
 ]
 
 
@@ -119,7 +123,6 @@ BAD = [
     (sharegpt(("gpt", "a")), "no user turn"),
     (sharegpt(("system", "a")), "no user turn"),
     (sharegpt(("human", " "), ("gpt", "b")), "blank first prompt"),
-    (sharegpt(("human", "a"), ("system", "s"), ("gpt", "b")), "not the first"),
     (sharegpt(("human", None)), "a turn without content"),
     (sharegpt(("human", 5)), "not text"),
     (sharegpt(("human", "a"), ("gpt", "\ud83d")), "not Unicode"),

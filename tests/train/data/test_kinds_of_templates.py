@@ -180,11 +180,18 @@ def calling() -> Conversation:
 
 PLAIN = talk("How tall is it?", "Forty metres.", "And wide?", "Two.\n\nReally.", "r", "r")
 SYSTEM = talk("How tall is it?", "Forty metres.", "And wide?", "Two.", system="Be polite.")
+LATER = Conversation(
+    "x",
+    (*SYSTEM.messages[:3], Message("system", "Be brief."), *SYSTEM.messages[3:])
+    + (Message("system", "Say more."), Message("assistant", "Two or three.")),
+    SYSTEM.opening,
+)
 THINK = thoughtful(("How tall?", "The map.|Forty."), ("Wide?", "The book.\n\nSee.|Two."))
 MIXED = thoughtful(("How tall?", "Forty."), ("Wide?", "The book.|Two."))
 CASES = [
     *((name, "template", PLAIN) for name in KINDS if name != "OPENS_A_THOUGHT"),
     *((name, "template", SYSTEM) for name in KINDS if name != "OPENS_A_THOUGHT"),
+    *((name, "template", LATER) for name in ("EMPTY_THOUGHT", "NEXT_TURN", "QWEN", "CHANNELS")),
     *((name, "off", PLAIN) for name in ("EMPTY_THOUGHT", "NEXT_TURN", "OPENS_A_THOUGHT")),
     *((name, "data", MIXED) for name in ("NEXT_TURN", "OPENS_A_THOUGHT", "CHANNELS")),
     *((name, "template", THINK) for name in ("NEXT_TURN", "OPENS_A_THOUGHT", "CHANNELS")),
@@ -221,7 +228,8 @@ def answers(document: Document) -> list[tuple[list[int], list[int]]]:
 def test_a_row_is_what_a_server_reads_and_then_the_answer(
     name: str, thinking: str, chat: Conversation
 ) -> None:
-    """Each answer is trained on once, after exactly the tokens of the server's prompt for it."""
+    """Each answer is trained on once, after exactly the tokens of the server's prompt for it, and
+    up to a stop token; without one, if its text has the beginning of a system turn there."""
     tokenizer = tokenizer_for(KINDS[name])
     documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_answer=1))
     expected = {}
@@ -230,14 +238,16 @@ def test_a_row_is_what_a_server_reads_and_then_the_answer(
             reasons = "reasoning_content" in m.beside
             asked = {"off": False, "data": reasons}.get(thinking)
             prompt = served(tokenizer, chat, turn, asked)
-            expected[tuple(tokenizer(prompt, add_special_tokens=False).input_ids)] = m
+            next_role = next((x.role for x in chat.messages[turn + 1 :]), "user")
+            stops = name != "NEXT_TURN" or next_role != "system"
+            expected[tuple(tokenizer(prompt, add_special_tokens=False).input_ids)] = m, stops
     found = [pair for document in documents for pair in answers(document)]
     assert {tuple(before) for before, _ in found} == set(expected)
     assert len(found) == len(expected)
     for before, ids in found:
-        said, message = tokenizer.decode(ids), expected[tuple(before)]
+        said, (message, stops) = tokenizer.decode(ids), expected[tuple(before)]
         assert message.content in said and message.beside.get("reasoning_content", "") in said
-        assert tokenizer.decode(ids[-1:]) in STOPS, said
+        assert tokenizer.decode(ids[-1:]) in STOPS if stops else said.endswith(message.content)
 
 
 def test_a_call_and_the_answer_after_it_share_a_row() -> None:
@@ -263,6 +273,7 @@ USER, CALL, RESULT, ANSWER = (
     ("assistant", "Rather."),
 )
 PARALLEL, OTHER = ("assistant", "calls"), ("tool", "nine")
+RULE = ("system", "Be brief.")
 
 
 @pytest.mark.parametrize(
@@ -276,6 +287,12 @@ PARALLEL, OTHER = ("assistant", "calls"), ("tool", "nine")
         ([USER, CALL, RESULT, ANSWER, USER], 5),
         ([USER, CALL, RESULT, USER], 4),  # as Anthropic's turns with results and a question
         ([USER, CALL], 1),
+        ([USER, RULE], 2),
+        ([USER, RULE, RULE, ANSWER], 3),
+        ([USER, ANSWER, RULE], 1),  # nobody asked after that
+        ([USER, ANSWER, RULE, ANSWER], 3),
+        ([USER, CALL, RESULT, RULE], 4),
+        ([USER, RULE, USER, ANSWER, RULE, USER], 6),
     ],
 )
 def test_a_prompt_is_what_an_agent_s_server_is_asked(
@@ -297,7 +314,11 @@ def test_a_prompt_is_what_an_agent_s_server_is_asked(
     places = [n for n in range(1, len(turns)) if turns[n][0] == "assistant"]
     for most in range(len(tokens(1)), len(prompt.ids)):
         fitting = [n for n in places if len(tokens(n)) <= most]
-        assert Chat(tokenizer).prompt(chat, most).ids.tolist() == tokens(fitting[-1])
+        if fitting:
+            assert Chat(tokenizer).prompt(chat, most).ids.tolist() == tokens(fitting[-1])
+        else:
+            with pytest.raises(Unusable, match="no prompt of at most"):
+                Chat(tokenizer).prompt(chat, most)
 
 
 RESULTS = [
