@@ -11,15 +11,12 @@ With -n 2, as in scripts/test, the workers share out the drafters (see conftest.
 import json
 import os
 import shutil
-import signal
-import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -355,33 +352,15 @@ def test_vllm_accepts_what_our_decoder_accepts(
 @contextmanager
 def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     """The address of vLLM, started by scripts/serve with float32 and these arguments."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = str(one.getsockname()[1])
-    command = [sys.executable, "scripts/serve", "target.dtype=float32", "--port", port]
-    command += [f"target.cache={ROOT / 'cache/targets'}", "--states", str(folder / "states")]
-    with (folder / "vllm.log").open("w") as log:
-        server = subprocess.Popen(
-            [*command, *arguments, "--", "--max-model-len", "1024"],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}/v1"
+    from benches.serving import VLLM
+
+    usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
+    server = VLLM(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
     try:
-        for _ in range(600):
-            with suppress(OSError):
-                urllib.request.urlopen(f"{url}/models").close()
-                break
-            assert server.poll() is None, (folder / "vllm.log").read_text()[-2000:]
-            time.sleep(0.5)
-        yield url
+        server.start()
+        yield server.url
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.kill()
 
 
 @pytest.mark.serving

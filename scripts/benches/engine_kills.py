@@ -1,0 +1,148 @@
+"""vLLM and the run that it answers for, killed again and again at random moments."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated
+
+from benches.launching import ROOT
+from benches.serving import VLLM
+from benches.turns import show
+
+from specdec.errors import UserError, require
+from specdec.progress import console
+
+ENDS = 900  # seconds that a run may take
+DELAY = 2.0  # seconds after the first answer of a life within which the kill comes
+VICTIMS = (("vLLM",), ("run",), ("vLLM", "run"))
+
+
+def engine_kills(
+    *,
+    count: Annotated[int, "SIGKILLs of vLLM, of the run, or of both"] = 10,
+    conversations: Annotated[int, "that vLLM answers"] = 120,
+    seed: Annotated[int, "of the moments and of who is killed"] = 1,
+) -> None:
+    """SIGKILLs of vLLM, of a run with `features.from`, and of both, at random moments.
+
+    After each kill, what was killed is started again. No life of the run may ask for more answers
+    than were missing. At the end, the run must have one answer to each prompt, must have trained,
+    and must have left no file of states behind. Its answers are compared with those of a run that
+    nobody killed.
+    """
+    draw, rows = random.Random(seed), list[list[str]]()
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        server = VLLM(folder, "drafter=eagle3_small", "target.dtype=float32")
+        try:
+            server.start()
+            whole = Run(folder / "whole", server.url, conversations)
+            whole.start()
+            whole.ended()
+            killed = Run(folder / "killed", server.url, conversations)
+            while len(rows) < count:
+                server.start()
+                known, asked = len(killed.answers()), server.answers
+                killed.start()
+                while killed.running and server.answers == asked:
+                    time.sleep(0.01)
+                delay = draw.uniform(0, DELAY)
+                time.sleep(delay)
+                victims = draw.choice(VICTIMS)
+                too_late = f"the run ended after {len(rows)} kills: give more --conversations"
+                require(killed.running, too_late)
+                if "run" in victims:
+                    killed.kill()
+                if "vLLM" in victims:
+                    server.kill()
+                    killed.stopped()
+                require_missing(len(whole.answers()) - known, server.answers - asked)
+                rows.append([f"{delay:.2f}", " and ".join(victims), str(len(killed.answers()))])
+                console.print(*rows[-1], sep=" | ")
+            server.start()
+            known, asked = len(killed.answers()), server.answers
+            killed.start()
+            killed.ended()
+            require_missing(len(whole.answers()) - known, server.answers - asked)
+            left = list((folder / "states").iterdir())
+            require(not left, f"{len(left)} files of states were left behind")
+        finally:
+            server.kill()
+        mine, theirs = killed.answers(), whole.answers()
+        require(mine.keys() == theirs.keys(), "the two runs have answers to other prompts")
+        same = sum(mine[name] == theirs[name] for name in mine)
+    show(["seconds after the first answer", "killed", "answers that were kept"], rows)
+    console.print(
+        f"{len(rows)} kills: {len(mine)} prompts have one answer each, {same} of them as in the "
+        "run that nobody killed; no life asked for more answers than were missing"
+    )
+
+
+def require_missing(missing: int, asked: int) -> None:
+    require(asked <= missing, f"{asked} answers were asked for, of which {missing} were missing")
+
+
+class Run:
+    """A run of train.py whose answers and features come from an engine, in a folder of its own."""
+
+    def __init__(self, folder: Path, url: str, conversations: int) -> None:
+        folder.mkdir()
+        self.folder = folder
+        overrides = f"""
+            experiment=quickstart budget.minutes=null also=null decode.prompts=0 track=none
+            target.dtype=float32 loop.epochs=1 answers.max_new_tokens=48 features.from={url}
+            data.limit={conversations} hydra.run.dir={folder / "run"}
+            answers.root={folder / "answers"} features.root={folder / "features"}
+        """
+        self.command = [sys.executable, "train.py", *overrides.split()]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if not self.running:
+            with (self.folder / "log").open("a") as log:
+                self.process = subprocess.Popen(
+                    self.command,
+                    cwd=ROOT,
+                    env=os.environ | {"PYTHONPATH": str(ROOT)},
+                    stdout=log,
+                    stderr=log,
+                )
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    def stopped(self) -> None:
+        """Wait until it stops by itself, as it should where no engine answers any more."""
+        if self.process is not None and self.process.wait(ENDS) not in (2, -signal.SIGKILL):
+            raise UserError(f"the run ended with {self.process.returncode}: {self._said()}")
+
+    def ended(self) -> None:
+        """Wait until it has ended well."""
+        if self.process is not None and self.process.wait(ENDS):
+            raise UserError(f"the run ended with {self.process.returncode}: {self._said()}")
+        require((self.folder / "run" / "export").is_dir(), f"no draft: {self._said()}")
+
+    def answers(self) -> dict[str, Sequence[int]]:
+        """The answers that are kept, by the name of the prompt. Raises UserError for two to one."""
+        lines = [x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open()]
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
+        found = {entry["prompt"]: entry["ids"] for entry in entries}
+        require(len(found) == len(entries), "a prompt has two answers")
+        return found
+
+    def _said(self) -> str:
+        return (self.folder / "log").read_text(errors="replace")[-2000:]

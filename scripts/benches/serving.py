@@ -1,0 +1,69 @@
+"""vLLM's HTTP server, started by `scripts/serve`."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from benches.launching import ROOT
+
+from specdec.errors import UserError, require
+
+STARTS = 600  # seconds that it may take to start
+ASKED = '"POST /v1/completions HTTP/1.1" 200'  # in its log, after each answer
+
+
+class VLLM:
+    """vLLM at an address of this machine, with these arguments of `scripts/serve`, and with
+    `theirs` of its own. Its log and its hidden states are in a folder. It can be killed and started
+    again."""
+
+    def __init__(self, folder: Path, *ours: str, theirs: Sequence[str] = ()) -> None:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = str(one.getsockname()[1])
+        self.url, self.log = f"http://127.0.0.1:{port}/v1", folder / "vllm.log"
+        self.command = [sys.executable, "scripts/serve", *ours, "--port", port]
+        self.command += ["--states", str(folder / "states"), "--", *theirs]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start vLLM, unless it runs, and wait until it answers. Raises UserError if it ends."""
+        if self.process is not None:
+            return
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        begun = time.monotonic()
+        while time.monotonic() - begun < STARTS:
+            with suppress(OSError):
+                urllib.request.urlopen(f"{self.url}/models").close()
+                return
+            require(self.process.poll() is None, f"vLLM ended: {self.log.read_text()[-2000:]}")
+            time.sleep(0.5)
+        raise UserError(f"vLLM did not answer within {STARTS} seconds: {self.log}")
+
+    def kill(self) -> None:
+        """Kill vLLM and its workers."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    @property
+    def answers(self) -> int:
+        """How many requests were answered, in all its lives."""
+        return self.log.read_text(errors="replace").count(ASKED)
