@@ -20,7 +20,7 @@ from specdec.errors import UserError, require
 from specdec.progress import console
 
 ENDS = 900  # seconds that a run may take
-DELAY = 2.0  # seconds after the first answer of a life within which the kill comes
+DELAY = 0.5  # seconds after the last answer that is waited for within which the kill comes
 VICTIMS = (("vLLM",), ("run",), ("vLLM", "run"))
 
 
@@ -51,10 +51,10 @@ def engine_kills(
                 server.start()
                 known, asked = len(killed.answers()), server.answers
                 killed.start()
-                while killed.running and server.answers == asked:
+                wanted = draw.randint(1, max(1, conversations // (2 * count)))
+                while killed.running and server.answers < asked + wanted:
                     time.sleep(0.01)
-                delay = draw.uniform(0, DELAY)
-                time.sleep(delay)
+                time.sleep(draw.uniform(0, DELAY))
                 victims = draw.choice(VICTIMS)
                 too_late = f"the run ended after {len(rows)} kills: give more --conversations"
                 require(killed.running, too_late)
@@ -64,7 +64,8 @@ def engine_kills(
                     server.kill()
                     killed.stopped()
                 require_missing(len(whole.answers()) - known, server.answers - asked)
-                rows.append([f"{delay:.2f}", " and ".join(victims), str(len(killed.answers()))])
+                kept = len(killed.answers())
+                rows.append([" and ".join(victims), *map(str, (server.answers - asked, kept))])
                 console.print(*rows[-1], sep=" | ")
             server.start()
             known, asked = len(killed.answers()), server.answers
@@ -78,7 +79,7 @@ def engine_kills(
         mine, theirs = killed.answers(), whole.answers()
         require(mine.keys() == theirs.keys(), "the two runs have answers to other prompts")
         same = sum(mine[name] == theirs[name] for name in mine)
-    show(["seconds after the first answer", "killed", "answers that were kept"], rows)
+    show(["killed", "answers of this life", "answers kept so far"], rows)
     console.print(
         f"{len(rows)} kills: {len(mine)} prompts have one answer each, {same} of them as in the "
         "run that nobody killed; no life asked for more answers than were missing"
