@@ -1,13 +1,18 @@
 """`scripts/bench kills`: when it kills whom. What it does then is tested with forks, in
-tests/train/test_continued.py; the bench itself starts some thirty launchers.
+tests/train/test_continued.py; the bench itself starts some thirty launchers. And what
+`scripts/bench engine_kills` finds in a run's folder; tests/train/test_engine_kills.py kills a small
+engine, and the bench vLLM.
 
 Run alone: python -m pytest tests/scripts/test_kills.py
 """
 
+import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from specdec.errors import UserError
 from tests.kills import PLACES, Death
 
 
@@ -35,3 +40,26 @@ def test_the_kills_come_in_every_phase_of_every_kind_of_run(seed: int) -> None:
         assert death.place in PLACES and death.delay > 0
         assert death.at == 0 or death.place not in ONLY_MAIN
     assert planned(20, seed) == runs != planned(20, seed + 1)
+
+
+def test_two_answers_to_one_prompt_are_found(tmp_path: Path) -> None:
+    from benches.engine_kills import Run
+
+    run, folder = Run(tmp_path / "run", "", 4), tmp_path / "run" / "answers" / "key"
+    folder.mkdir(parents=True)
+    assert run.answers() == {}
+    for name, prompt in (("a", "x"), ("b", "y")):
+        line = json.dumps({"prompt": prompt, "ids": [1, 2]})
+        (folder / f"{name}.jsonl").write_text(f"{line}\n{line[:9]}")  # the last write was cut
+    assert run.answers() == {"x": [1, 2], "y": [1, 2]}
+    (folder / "c.jsonl").write_text(f"{line}\n")
+    with pytest.raises(UserError, match="two answers"):
+        run.answers()
+
+
+def test_an_engine_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:
+    from benches.serving import VLLM
+
+    with pytest.raises(UserError, match="vLLM ended: ") as told:
+        VLLM(tmp_path, "--gamma", "many").start()
+    assert "--gamma" in str(told.value)
