@@ -33,7 +33,7 @@ from train.data.packing import pack
 from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.forecast import SHARES
-from train.plan import SAID, Plan, Speeds, Work, fitted, minutes
+from train.plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
 from train.processes import from_main, ranks_of
 from train.stages import StageConfig, starting
 
@@ -88,7 +88,8 @@ def planned(
     ranks = ranks_of(accelerator, target)
     speeds, regresses = here() if ranks.team is None else ranks.first(here)
     regresses = regresses and cfg.stage.draft is None
-    work = work_of(cfg, len(held_out), accelerator.num_processes, regresses)
+    asked = statistics.mean(len(t.ids) for t in held_out) if held_out else 0.0
+    work = work_of(cfg, len(held_out), asked, accelerator.num_processes, regresses)
     used = cfg.budget.spent + time.monotonic() - started
     left = PLANNED * (60 * cfg.budget.minutes - used)
     lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
@@ -113,10 +114,15 @@ def planned(
     return plan.conversations, plan.prompts
 
 
-def work_of(cfg: Config, held_out: int, processes: int, regresses: bool) -> Work:
-    """The work of a run that holds out so many conversations; `regresses` says whether it solves
-    for its start."""
+def work_of(cfg: Config, held_out: int, length: float, processes: int, regresses: bool) -> Work:
+    """The work of a run that holds out so many conversations of `length` tokens on average, before
+    the target answers them; `regresses` says whether it solves for its start."""
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
+    ways = 2 + cfg.decode.fastest + (cfg.also is not None)
+    asked = min(length, cfg.data.max_prompt)
+    # α is measured along the drafted answer and, above T = 0, along the plain one, which differs
+    along = (asked + cfg.decode.max_new_tokens) * ALONG
+    alongs = sum(1 + (t > 0) for t in cfg.decode.temperatures)
     calibrating = min(CALIBRATING, max(0, held_out - cfg.decode.prompts))
     gamma = cfg.decode.gamma or cfg.drafter.depth
     rows = cfg.loop.rows * cfg.loop.accumulate * processes
@@ -129,10 +135,12 @@ def work_of(cfg: Config, held_out: int, processes: int, regresses: bool) -> Work
         prompts=min(cfg.decode.prompts, held_out),
         timed=cfg.decode.timed_prompts,
         repeats=cfg.decode.repeats,
-        decoded=(2 + cfg.decode.fastest + (cfg.also is not None)) * drafted,
+        decoded=ways * drafted,
         # for the oracle, the calibration and the choice of a shape
         learned=(LEARNING + -(-calibrating // AT_ONCE)) * drafted
         + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma) * len(cfg.decode.temperatures),
+        read=ways * len(cfg.decode.temperatures) * asked + alongs * along,
+        read_once=calibrating * len(cfg.decode.temperatures) * (asked + along),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
         looks=len(SHARES) if cfg.loop.eval_every else 0,
         regresses=regresses,

@@ -16,9 +16,10 @@ FORWARD = 1 / 3  # share of a training step that a forward pass takes, or solvin
 KEEPING = 1.15  # answering takes this many times as long if features are kept (docs/notebook)
 BESIDE = 1.3  # a run's steps take this many times as long as the timed ones (1.0 to 1.35 seen)
 IN_TURN = 1.15  # the same for the final evaluation, where plain and drafted decoding take turns
-COUNTING = 1.5  # a token counted costs as many times one of a batched plain answer
+COUNTING = 2.8  # a token counted costs as many times one of a batched plain answer
+ALONG = 1.7  # as many times a text's reading, drafts at all of its tokens take
 AFTER = 30.0  # seconds for imports, measuring costs, checkpoints, report and export
-COUNTED = 0.15  # share of the time that counting may take before it drops prompts
+COUNTED = 0.2  # share of the time that counting may take before it drops prompts
 MEASURED = 0.4  # share of the time that the final evaluation may take before it drops prompts
 FEWEST = 12  # prompts of the final evaluation, however slow the machine
 
@@ -66,6 +67,8 @@ class Work:
     watched: float  # held-out evaluations per training token
     looks: int = 0  # further ones
     repeats: int = 1  # how often a prompt is timed
+    read: float = 0.0  # tokens that the target reads for each prompt of the final evaluation
+    read_once: float = 0.0  # and in it for others, however many prompts are measured
     regresses: bool = False  # whether the start is solved for
 
 
@@ -161,13 +164,16 @@ def of_size(
 
 def measuring(prompts: int, speeds: Speeds, work: Work) -> float:
     """Seconds of the final evaluation: some prompts are timed, and the others counted."""
-    tokens = work.learned + min(prompts, work.timed) * work.decoded * work.repeats
-    return AFTER + tokens * speeds.step * IN_TURN + counting(prompts, speeds, work)
+    timed = min(prompts, work.timed)
+    tokens = work.learned + timed * work.decoded * work.repeats
+    reading = (work.read_once + timed * work.read) * speeds.read
+    return AFTER + reading + tokens * speeds.step * IN_TURN + counting(prompts, speeds, work)
 
 
 def counting(prompts: int, speeds: Speeds, work: Work) -> float:
     """Seconds of the final evaluation for the prompts that are not timed."""
-    return max(0, prompts - work.timed) * work.decoded * speeds.answered * COUNTING
+    each = work.decoded * speeds.answered * COUNTING + work.read * speeds.read
+    return max(0, prompts - work.timed) * each
 
 
 def minutes(seconds: float) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from specdec.decoding.answers import Generation
 from specdec.decoding.decode import decode
@@ -17,11 +18,13 @@ from specdec.errors import UserError
 from specdec.files import read_record
 from specdec.targets.base import Target
 from tests.runs import as_before
-from tests.tiny import Tiny, architectures, random_target
+from tests.tiny import Tiny, architectures, compose, random_target
 from train import budget
 from train.budget import timed
+from train.data.split import split_documents, split_prompts
 from train.plan import (
     AFTER,
+    ALONG,
     BESIDE,
     COUNTED,
     COUNTING,
@@ -97,6 +100,14 @@ def test_a_slow_machine_measures_fewer_prompts() -> None:
     assert plan(1.0, work=fewer).prompts == FEWEST - 1, "no more than there are"
     saved = plan(room - 1e-6, work=more).measuring - plan(room + 1e-6, work=more).measuring
     assert saved == pytest.approx(-each)
+
+
+def test_what_measuring_reads_takes_time() -> None:
+    """The prompts before each way of answering, and the texts along which α is measured."""
+    reading = dataclasses.replace(WORK, prompts=30, read=100, read_once=7)
+    plain = dataclasses.replace(WORK, prompts=30)
+    more = plan(math.inf, work=reading).measuring - plan(math.inf, work=plain).measuring
+    assert more == pytest.approx((30 * 100 + 7) * 0.001)
 
 
 def test_longer_conversations_fill_a_budget_sooner() -> None:
@@ -195,7 +206,14 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     # of 5 prompts 2 are measured in two ways, and 6 times a prompt is read for the oracle; the
     # other 3 are calibrated on, in one batch; 8 tokens at T = 0 and at T = 1 each time
     steps = (2 * 2 + 6 + 1) * 16
-    assert plan.measuring == pytest.approx(steps * plan.speeds.step * IN_TURN + AFTER)
+    data = compose(tiny.overrides("eagle3", *small)).data
+    split = split_documents if answers == "data" else split_prompts
+    texts = split(data, AutoTokenizer.from_pretrained(tiny.target)).held_out
+    asked = min(sum(len(t.ids) for t in texts) / 5, data.max_prompt)
+    along = (asked + 8) * ALONG
+    read = 2 * (2 * 2 * asked + 3 * along) + 3 * 2 * (asked + along)
+    decoding = steps * plan.speeds.step * IN_TURN
+    assert plan.measuring == pytest.approx(decoding + read * plan.speeds.read + AFTER)
     assert plan.conversations == 5
     kept = dataclasses.asdict(plan)
     del kept["prompts"]  # as in plans from before it was there, and there were no checksums

@@ -236,7 +236,7 @@ def _time_and_disk(
     share = cfg.data.held_out if cfg.data.held_out is not None else SHARE
     n, held = amount.conversations, max(1, round(amount.conversations * share))
     sides = (n, amount.tokens), (held, round(amount.tokens * held / n))
-    work = work_of(cfg, held, cfg.planning.devices, regresses)
+    work = work_of(cfg, held, amount.tokens / n, cfg.planning.devices, regresses)
     if cfg.answering.engines:  # this process reads the answers, and its time does not tell theirs
         work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
