@@ -115,8 +115,9 @@ def planned(
 
 
 def work_of(cfg: Config, held_out: int, length: float, processes: int, regresses: bool) -> Work:
-    """The work of a run that holds out so many conversations of `length` tokens on average, before
-    the target answers them; `regresses` says whether it solves for its start."""
+    """The work of a run that holds out `held_out` conversations. `length` is the mean number of
+    their tokens, without the answers that the target will write; `regresses` says whether the run
+    solves for its start."""
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     ways = 2 + cfg.decode.fastest + (cfg.also is not None)
     asked = min(length, cfg.data.max_prompt)

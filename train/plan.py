@@ -16,8 +16,8 @@ FORWARD = 1 / 3  # share of a training step that a forward pass takes, or solvin
 KEEPING = 1.15  # answering takes this many times as long if features are kept (docs/notebook)
 BESIDE = 1.3  # a run's steps take this many times as long as the timed ones (1.0 to 1.35 seen)
 IN_TURN = 1.15  # the same for the final evaluation, where plain and drafted decoding take turns
-COUNTING = 2.8  # a token counted costs as many times one of a batched plain answer
-ALONG = 1.7  # as many times a text's reading, drafts at all of its tokens take
+COUNTING = 2.8  # a token of a prompt not timed costs as many times one of a plain answer
+ALONG = 1.7  # reading a text and drafting at each token takes as many times only reading it
 AFTER = 30.0  # seconds for imports, measuring costs, checkpoints, report and export
 COUNTED = 0.2  # share of the time that counting may take before it drops prompts
 MEASURED = 0.4  # share of the time that the final evaluation may take before it drops prompts
@@ -68,7 +68,7 @@ class Work:
     looks: int = 0  # further ones
     repeats: int = 1  # how often a prompt is timed
     read: float = 0.0  # tokens that the target reads for each prompt of the final evaluation
-    read_once: float = 0.0  # and in it for others, however many prompts are measured
+    read_once: float = 0.0  # tokens that it reads there for prompts of the calibration
     regresses: bool = False  # whether the start is solved for
 
 

@@ -20,7 +20,7 @@ from specdec.errors import UserError, require
 from specdec.progress import console
 
 ENDS = 900  # seconds that a run may take
-DELAY = 0.5  # seconds after the last answer that is waited for within which the kill comes
+DELAY = 0.5  # the kill comes at most so many seconds after the last awaited answer
 AT_ONCE = 8  # requests of the run
 VICTIMS = (("vLLM",), ("run",), ("vLLM", "run"))
 
@@ -33,20 +33,19 @@ def engine_kills(
 ) -> None:
     """SIGKILLs of vLLM, of a run with `features.from`, and of both, at random moments.
 
-    After each kill, what was killed is started again. No life of the run may ask for more answers
-    than were missing. At the end, the run must have one answer to each prompt and must have
-    trained. Its answers are compared with those of a run that nobody killed.
+    After each kill, what was killed is started again. No start of the run may request more
+    answers than were missing then. At the end, the run must have one answer to each prompt and must
+    have trained. Its answers are compared with those of a run that is never killed.
     """
     draw, rows = random.Random(seed), list[list[str]]()
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         server = VLLM(folder, "drafter=eagle3_small", "target.dtype=float32")
+        whole, killed = (Run(folder / x, server.url, conversations) for x in ("whole", "killed"))
         try:
             server.start()
-            whole = Run(folder / "whole", server.url, conversations)
             whole.start()
             whole.ended()
-            killed = Run(folder / "killed", server.url, conversations)
             while len(rows) < count:
                 server.start()
                 known, asked = len(killed.answers()), server.answers
@@ -74,20 +73,21 @@ def engine_kills(
             require_missing(len(whole.answers()) - known, server.answers - asked)
             left = len(list((folder / "states").iterdir()))
         finally:
-            server.kill()
+            for one in (whole, killed, server):
+                one.kill()
         mine, theirs = killed.answers(), whole.answers()
-        require(mine.keys() == theirs.keys(), "the two runs have answers to other prompts")
+        require(mine.keys() == theirs.keys(), "the two runs answered different prompts")
         same = sum(mine[name] == theirs[name] for name in mine)
-    show(["killed", "answers of this life", "answers kept so far"], rows)
+    show(["killed", "answers since its start", "answers kept so far"], rows)
     console.print(
         f"{len(rows)} kills: {len(mine)} prompts have one answer each, {same} of them as in the "
-        "run that nobody killed; no life asked for more than were missing; killed runs left "
+        "run that was never killed; no start requested more than were missing; killed runs left "
         f"{left} files of states, which the next start of scripts/serve removes"
     )
 
 
 def require_missing(missing: int, asked: int) -> None:
-    require(asked <= missing, f"{asked} answers were asked for, of which {missing} were missing")
+    require(asked <= missing, f"{asked} answers were requested, but only {missing} were missing")
 
 
 class Run:
@@ -138,7 +138,7 @@ class Run:
         require((self.folder / "run" / "export").is_dir(), f"no draft: {self._said()}")
 
     def answers(self) -> dict[str, Sequence[int]]:
-        """The answers that are kept, by the name of the prompt. Raises UserError for two to one."""
+        """The answers that are kept, by the name of the prompt. Raises UserError if one has two."""
         lines = [x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open()]
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         found = {entry["prompt"]: entry["ids"] for entry in entries}

@@ -1,7 +1,7 @@
 """`scripts/bench kills`: when it kills whom. What it does then is tested with forks, in
-tests/train/test_continued.py; the bench itself starts some thirty launchers. And what
-`scripts/bench engine_kills` finds in a run's folder; tests/train/test_engine_kills.py kills a small
-engine, and the bench vLLM.
+tests/train/test_continued.py; the bench itself starts some thirty launchers. Also
+tested here: what `scripts/bench engine_kills` finds in a run's folder. The kills themselves are
+elsewhere: tests/train/test_engine_kills.py kills a small engine, and the bench kills vLLM.
 
 Run alone: python -m pytest tests/scripts/test_kills.py
 """

@@ -226,8 +226,8 @@ class Answers:
         return bool(after.strip()) and "tool_calls" not in self.messages[i].beside
 
     def _ended(self, i: int, end: int, closed: bool) -> int:
-        """The end of an answer, with the token that ends it. That is not the token with which a
-        system turn begins, since a target asked for an answer never writes it."""
+        """The end of an answer, including the token that ends it. A token that begins a system turn
+        does not count as that token: a target never writes it when it is asked for an answer."""
         if closed:
             return end
         rest = self.text[end:]

@@ -202,8 +202,8 @@ class Chat:
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
         """The longest beginning of a conversation that a server would be asked to answer, and that
         has at most `most` tokens (None: any number), including the generation prompt: it ends with
-        a user turn, or with the results of all tools that were called together, and with the system
-        turns after these. Unusable if there is none."""
+        a user turn, or with the results of all tools that were called together, and includes any
+        system turns that follow directly. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
         _require_no_control(_texts(messages, tools), self.writer.control)
         best, last, text, question, asks = None, 0, "", 0, False

@@ -228,8 +228,8 @@ def answers(document: Document) -> list[tuple[list[int], list[int]]]:
 def test_a_row_is_what_a_server_reads_and_then_the_answer(
     name: str, thinking: str, chat: Conversation
 ) -> None:
-    """Each answer is trained on once, after exactly the tokens of the server's prompt for it, and
-    up to a stop token; without one, if its text has the beginning of a system turn there."""
+    """Each answer is trained on once, after exactly the tokens of the server's prompt for it. It
+    ends with its stop token, unless the text has the beginning of a system turn in its place."""
     tokenizer = tokenizer_for(KINDS[name])
     documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_answer=1))
     expected = {}
