@@ -352,8 +352,9 @@ def test_vllm_accepts_what_our_decoder_accepts(
 @contextmanager
 def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     """The address of vLLM, started by scripts/serve with float32 and these arguments."""
-    from benches.serving import VLLM
-
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "scripts"))
+        from benches.serving import VLLM
     usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
     server = VLLM(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
     try:
