@@ -1,7 +1,6 @@
 """vLLM and the run that it answers for, killed again and again at random moments."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
 
-from benches.launching import ROOT
+from benches.launching import started
 from benches.serving import VLLM
 from benches.turns import show
 
@@ -52,7 +51,7 @@ def engine_kills(
                 killed.start()
                 wanted = draw.randint(1, max(1, conversations // count))
                 while killed.running and server.answers < asked + wanted:
-                    time.sleep(0.01)
+                    time.sleep(0.05)
                 time.sleep(draw.uniform(0, DELAY))
                 victims = draw.choice(VICTIMS)
                 too_late = f"the run ended after {len(rows)} kills: give more --conversations"
@@ -112,14 +111,7 @@ class Run:
     def start(self) -> None:
         """Start it, unless it runs."""
         if not self.running:
-            with (self.folder / "log").open("a") as log:
-                self.process = subprocess.Popen(
-                    self.command,
-                    cwd=ROOT,
-                    env=os.environ | {"PYTHONPATH": str(ROOT)},
-                    stdout=log,
-                    stderr=log,
-                )
+            self.process = started(self.command, self.folder / "log")
 
     def kill(self) -> None:
         if self.process is not None:

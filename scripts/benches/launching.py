@@ -39,6 +39,20 @@ def launched(
         return subprocess.CompletedProcess(full, code, log.read_text())
 
 
+def started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    """A command in the project's folder, as the leader of a process group of its own. What it says
+    is added to a log."""
+    with log.open("a") as file:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
 def require_done(done: "subprocess.CompletedProcess[str]", what: str) -> None:
     require(
         done.returncode == 0, f"{what} ended with code {done.returncode}: {done.stdout[-2000:]}"

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from benches.launching import ROOT
+from benches.launching import started
 
 from specdec.errors import UserError, require
 
@@ -37,15 +37,7 @@ class VLLM:
         """Start vLLM, unless it runs, and wait until it answers. Raises UserError if it ends."""
         if self.process is not None:
             return
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.command,
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self.process = started(self.command, self.log)
         begun = time.monotonic()
         while time.monotonic() - begun < STARTS:
             with suppress(OSError):

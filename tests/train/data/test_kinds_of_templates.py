@@ -191,7 +191,7 @@ MIXED = thoughtful(("How tall?", "Forty."), ("Wide?", "The book.|Two."))
 CASES = [
     *((name, "template", PLAIN) for name in KINDS if name != "OPENS_A_THOUGHT"),
     *((name, "template", SYSTEM) for name in KINDS if name != "OPENS_A_THOUGHT"),
-    *((name, "template", LATER) for name in ("EMPTY_THOUGHT", "NEXT_TURN", "QWEN", "CHANNELS")),
+    *((name, "template", LATER) for name in KINDS if name != "OPENS_A_THOUGHT"),
     *((name, "off", PLAIN) for name in ("EMPTY_THOUGHT", "NEXT_TURN", "OPENS_A_THOUGHT")),
     *((name, "data", MIXED) for name in ("NEXT_TURN", "OPENS_A_THOUGHT", "CHANNELS")),
     *((name, "template", THINK) for name in ("NEXT_TURN", "OPENS_A_THOUGHT", "CHANNELS")),
