@@ -134,7 +134,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
         here = f", dequantised on {target.device}" if dequantised else ""
         reasons.append(f"the checkpoint is quantised: {target.quantisation}{here}")
     reason = "; ".join(filter(None, reasons))
-    _, after = target.turn_ends
+    after = target.turn_ends.after
     endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
     kind, layers = type(target.model).__name__, target.depth
     whole = not is_spread(target.model) and not cfg.tensor_parallel

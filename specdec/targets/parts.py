@@ -16,7 +16,7 @@ from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
 from specdec.targets.heads import flat, transform_of
 from specdec.targets.spread import is_spread, tensors
-from specdec.targets.turns import turn_ends
+from specdec.targets.turns import TurnEnds, turn_ends
 
 NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # before the head
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
@@ -29,7 +29,7 @@ class Parts:
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
-    _turn_ends: tuple[Any, tuple[set[int], str | None]] | None = None  # and their template
+    _turn_ends: tuple[Any, TurnEnds] | None = None  # and their template
     head_factor: float  # by which the head's logits are multiplied, where that is all
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
     transform: nn.Module | None = None  # from the last hidden state to the head's input
@@ -146,18 +146,31 @@ class Parts:
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end an answer: those of the model's own generation config, the tokenizer's
-        eos, and what ends a turn of the assistant in its chat template. Any of them may be missing
-        from the others, and an answer that runs on past its end would be trained on."""
-        ends, _ = self.turn_ends
-        ids = dict.fromkeys([*self.declared_eos, *sorted(ends)])
+        """The ids that end a response: those of the model's own generation config and the
+        tokenizer's eos. What closes a response in the chat template ends it only if none of these
+        does so in that template: a response that runs on past its end would be trained on."""
+        ids = dict.fromkeys([*self.declared_eos, *self.turn_ends.beyond(self.declared_eos)])
         return tuple(i for i in ids if i < self.vocab_size)
 
     @property
+    def response_end(self) -> int | None:
+        """The id of `eos` that the chat template writes after the last response of a chat, or after
+        an earlier one; without such a template, the first of `eos`. None if nothing ends a
+        response."""
+        marks = (self.turn_ends.last, self.turn_ends.earlier)
+        return next((mark for mark in marks if mark in self.eos), next(iter(self.eos), None))
+
+    @property
     def declared_eos(self) -> tuple[int, ...]:
-        """The ids that end an answer as engines know them, who do not look at the chat template."""
-        own = None if self.tokenizer is None else self.tokenizer.eos_token_id
-        return tuple(dict.fromkeys([*self.generation_eos, *([] if own is None else [own])]))
+        """The ids that end a response as engines know them, which do not look at the chat template:
+        those of the generation config and the tokenizer's eos. A tokenizer's eos that the template
+        writes within a response, after its reasoning, ends none."""
+        ids, own = self.generation_eos, None
+        if self.tokenizer is not None:
+            own = self.tokenizer.eos_token_id
+        if own is not None and own not in ids and own not in self.turn_ends.within:
+            ids = (*ids, own)
+        return tuple(dict.fromkeys(ids))
 
     @property
     def generation_eos(self) -> tuple[int, ...]:
@@ -168,7 +181,7 @@ class Parts:
         return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)
 
     @property
-    def turn_ends(self) -> tuple[set[int], str | None]:
+    def turn_ends(self) -> TurnEnds:
         """See `specdec.targets.turns`; worked out once for a chat template."""
         template = getattr(self.tokenizer, "chat_template", None)
         if self._turn_ends is None or self._turn_ends[0] != template:

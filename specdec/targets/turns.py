@@ -1,30 +1,80 @@
-"""Where a turn of the assistant ends, as a tokenizer's chat template writes it."""
+"""Where a response ends, as a tokenizer's chat template writes it."""
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-USER, ANSWER = "Yak", "Zebra"  # words that no template writes of itself
+USER, ANSWER, THOUGHT = "Yak", "Zebra", "Quail"  # words that no template writes of itself
+REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates know
 
 
-def turn_ends(tokenizer: Any) -> tuple[set[int], str | None]:
-    """The tokens that end an answer in the chat template, whether or not another turn follows it;
-    and the text that follows an answer if that text is not a token of its own, so that nothing
-    would end an answer written in that template (else None). Without a template, or if it renders
-    no conversation of two turns, the result is an empty set and None."""
+@dataclass(frozen=True)
+class TurnEnds:
+    """The tokens that a chat template writes after a response. `last` closes the last response of
+    a chat, `earlier` one that another turn follows; None if there is no such token. `within` are
+    the tokens between the reasoning and the text of one response: they close a message (harmony's
+    <|end|>), not the response. `after` is the text after a response if neither `last` nor `earlier`
+    is a token, so that nothing would end a response in that template."""
+
+    last: int | None = None
+    earlier: int | None = None
+    within: frozenset[int] = frozenset()
+    after: str | None = None
+
+    def beyond(self, declared: Collection[int]) -> tuple[int, ...]:
+        """The tokens that end a response beside those that the model's files declare: none if one
+        of the declared tokens closes a response in the template. Otherwise the generation config
+        knows nothing of the template, and the tokens of the template end responses."""
+        marks = [mark for mark in (self.last, self.earlier) if mark is not None]
+        if {*marks} & {*declared}:
+            return ()
+        return tuple(dict.fromkeys(mark for mark in marks if mark not in self.within))
+
+
+def turn_ends(tokenizer: Any) -> TurnEnds:
+    """The tokens that end a response in the tokenizer's chat template. Without a template, or if it
+    renders no conversation of two turns, there are none."""
     if not getattr(tokenizer, "chat_template", None):
-        return set(), None
-    chat = [("user", USER), ("assistant", ANSWER), ("user", USER)]
-    messages = [{"role": role, "content": content} for role, content in chat]
-    tokens = {t.content: i for i, t in tokenizer.added_tokens_decoder.items()}
-    ends, after = set[int](), None
-    for turns in (messages, messages[:2]):
+        return TurnEnds()
+    tokens = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.content}
+    asked, said = {"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}
+    more = _after(tokenizer, [asked, said, asked])
+    last = _after(tokenizer, [asked, said])
+    closes, between = (None if text is None else _first(text, tokens) for text in (last, more))
+    after = None
+    if closes is None and between is None:
+        rest = more if more is not None else last
+        after = None if rest is None else rest.split(USER)[0][:20]
+    reasoned = said | dict.fromkeys(REASONING, THOUGHT)
+    written = _rendered(tokenizer, [asked, reasoned]) or ""
+    _, thought, rest = written.partition(THOUGHT)
+    rest, answer, _ = rest.partition(ANSWER)
+    inside = rest if thought and answer else ""
+    within = frozenset(i for token, i in tokens.items() if token in inside)
+    return TurnEnds(closes, between, within, after)
+
+
+def _after(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
+    """What a template writes after the answer; None if it does not write the answer."""
+    _, answer, tail = (_rendered(tokenizer, messages) or "").rpartition(ANSWER)
+    return tail if answer else None
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
+    """What a template writes, given texts or, if it does not write these, lists of parts; None if
+    it rejects the chat."""
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    for turns in (messages, parts):
         try:
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception:  # a template may raise anything, and refuse what it does not know
             continue
-        _, answer, tail = text.rpartition(ANSWER)
-        begins = [t for t in tokens if t and tail.lstrip().startswith(t)]
-        if begins:
-            ends.add(tokens[max(begins, key=len)])
-        elif answer and after is None:
-            after = tail.split(USER)[0][:20]
-    return ends, None if ends else after
+        if ANSWER in text:
+            return text
+    return None
+
+
+def _first(text: str, tokens: Mapping[str, int]) -> int | None:
+    """The token with which a text begins, white space aside."""
+    begins = [token for token in tokens if text.lstrip().startswith(token)]
+    return tokens[max(begins, key=len)] if begins else None

@@ -1,18 +1,23 @@
-"""What ends an answer: the generation config, the tokenizer and the chat template together.
+"""What ends a response: the generation config, the tokenizer and the chat template together.
 
 Run alone: python -m pytest tests/targets/test_turns.py (under 10 s)
 """
 
 import json
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from specdec.decoding.decode import decode
+from specdec.formats.export import _stops
+from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
-from specdec.targets.turns import turn_ends
-from tests.tiny import SPECIAL, TEMPLATE, make_tokenizer, save_target
+from specdec.targets.turns import TurnEnds, turn_ends
+from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
 from train.data.answer_files import AnswersConfig, key_of
 
 END, START, TEXT_END = (SPECIAL.index(x) for x in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
@@ -26,24 +31,29 @@ LAST_ALONE = (
 )
 WORDS = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}\n{% endfor %}"
 STRICT = "{{ raise_exception('no') }}"
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }} {% for p in m['content'] %}{{ p['text'] }}{% endfor %}"
+    "<|im_end|>{% endfor %}"
+)
 STRIPPED = "{% for m in messages %}{{ m['content'] | trim }} \n<|im_end|>{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("template", "ends", "after"),
+    ("template", "ends"),
     [
-        (TEMPLATE, {END}, None),
-        (BY_NEXT_ROLE, {START}, None),
-        (LAST_ALONE, {TEXT_END}, None),
-        (STRIPPED, {END}, None),
-        (WORDS, set(), "\nuser "),
-        (STRICT, set(), None),
-        ("{% for m in", set(), None),
-        (None, set(), None),
+        (TEMPLATE, TurnEnds(END, END)),
+        (BY_NEXT_ROLE, TurnEnds(None, START)),
+        (LAST_ALONE, TurnEnds(TEXT_END, None)),
+        (STRIPPED, TurnEnds(END, END)),
+        (PARTS, TurnEnds(END, END)),
+        (WORDS, TurnEnds(after="\nuser ")),
+        (STRICT, TurnEnds()),
+        ("{% for m in", TurnEnds()),
+        (None, TurnEnds()),
     ],
 )
-def test_the_end_of_a_turn(template: str | None, ends: set[int], after: str | None) -> None:
-    assert turn_ends(make_tokenizer(template)) == (ends, after)
+def test_the_end_of_a_turn(template: str | None, ends: TurnEnds) -> None:
+    assert turn_ends(make_tokenizer(template)) == ends
 
 
 def target_with(
@@ -96,3 +106,81 @@ def test_a_template_that_ends_nowhere_is_said(tmp_path: Path, template: str, war
     line = opening(load_target(cfg), cfg)
     assert ("answers may run on: its chat template ends them with" in line) == warned
     assert "\n" not in line
+
+
+CASES = REPOSITORY / "tests" / "train" / "data" / "cases"
+HARMONY = (CASES / "template_message_end_is_not_response_end.jinja").read_text()
+MARKS = ("<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|final|>")
+
+
+def harmony(folder: Path, declared: Sequence[str], eos: str, template: str = HARMONY) -> Target:
+    """A target with gpt-oss's kind of template, whose files declare these tokens as ends."""
+    tokenizer = make_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+    tokenizer.eos_token = eos
+    model = AutoModelForCausalLM.from_config(architectures(len(tokenizer), layers=1)["llama"])
+    ids = tokenizer.convert_tokens_to_ids(list(declared))
+    model.generation_config.eos_token_id = ids or None
+    model.generation_config.pad_token_id = TEXT_END
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return load_target(TargetConfig(str(folder), "float32", "cpu"))
+
+
+def names(target: Target, ids: Sequence[int]) -> list[str]:
+    return [str(x) for x in target.tokenizer.convert_ids_to_tokens(list(ids))]
+
+
+# what the files declare, the tokenizer's eos, a template → all that ends a response, and its end
+SAME_END = HARMONY.replace("'<|return|>' if loop.last else '<|end|>'", "'<|end|>'")
+DECLARED: list[tuple[Sequence[str], str, str, list[str], str]] = [
+    (["<|return|>", "<|call|>"], "<|return|>", HARMONY, ["<|return|>", "<|call|>"], "<|return|>"),
+    # no generation config: the tokenizer's eos
+    ([], "<|return|>", HARMONY, ["<|return|>"], "<|return|>"),
+    # the mark of a message, as the tokenizer's eos, within a response
+    (["<|return|>"], "<|end|>", HARMONY, ["<|return|>"], "<|return|>"),
+    # the template never writes what is declared, but closes messages within a response
+    (["<|return|>"], "<|return|>", SAME_END, ["<|return|>"], "<|return|>"),
+    # nothing that is declared closes a response in the template
+    (["<|call|>"], "<|call|>", HARMONY, ["<|call|>", "<|return|>"], "<|return|>"),
+    (["<|call|>"], "<|call|>", TEMPLATE, ["<|call|>", "<|im_end|>"], "<|im_end|>"),
+]
+
+
+@pytest.mark.parametrize(("declared", "eos", "template", "ends", "end"), DECLARED)
+def test_the_mark_of_a_message_does_not_end_a_response(
+    tmp_path: Path, declared: Sequence[str], eos: str, template: str, ends: list[str], end: str
+) -> None:
+    target = harmony(tmp_path, declared, eos, template)
+    assert names(target, target.eos) == ends
+    assert target.response_end is not None and names(target, [target.response_end]) == [end]
+    # an engine, which knows the files alone, is told what they leave out
+    unknown = set(ends) - {*declared, eos}
+    assert [x in _stops(target) for x in ends] == [False] * len(ends)
+    assert bool(_stops(target)) == bool(unknown)
+
+
+def test_a_harmony_response_runs_to_its_declared_end_as_with_transformers(tmp_path: Path) -> None:
+    """A target that writes <|channel|>a<|end|><|final|>cat<|return|>, one token after another."""
+    target = harmony(tmp_path, ["<|return|>", "<|call|>"], "<|return|>")
+    text = "<|start|>assistant<|channel|>a<|end|><|final|>cat<|return|>a"
+    ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
+    chain = dict(pairwise(ids))
+
+    embedding = target.embedding.weight
+    with torch.no_grad():  # each token's state is its own row of the identity; no layer changes it
+        width = embedding.shape[1]
+        embedding.zero_()
+        for n, before in enumerate(chain):
+            embedding[before, n] = 1
+        for layer in target.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        head = torch.zeros(target.vocab_size, width)
+        for n, after in enumerate(chain.values()):
+            head[after, n] = 1
+        target.model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    target = type(target)(target.model, target.tokenizer, target.name)
+    (answer,) = decode(target, [ids[:2]], max_new_tokens=20)
+    theirs = target.model.generate(torch.tensor([ids[:2]]), max_new_tokens=20, do_sample=False)
+    assert [*ids[:2], *answer.ids] == theirs[0].tolist() == ids[:-1]

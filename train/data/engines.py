@@ -166,9 +166,8 @@ def _of_text(text: str, prompt: Sequence[int], target: Parts, reason: str) -> li
             "with the prompt's"
         )
     ids: list[int] = whole[len(prompt) :]
-    ends, _ = target.turn_ends
-    if reason == "stop" and not {*ids} & {*target.eos}:
-        ids += sorted(ends)[:1] or list(target.eos[:1])
+    if reason == "stop" and not {*ids} & {*target.eos} and target.response_end is not None:
+        ids.append(target.response_end)
     return ids
 
 
