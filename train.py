@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from specdec.signals import prepare_process
 from train.launcher import end_with_launcher, last_work
 
+INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through to `command`
-end_with_launcher()  # before the imports, which take seconds
+prepare_process(INTERRUPTED)  # before the imports, which take seconds
+end_with_launcher()
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -28,7 +31,6 @@ from train.config import composed, folder_of_hydra, of_hydra, quoted, register, 
 from train.loop import Diverged
 from train.sweep import Trial, best_of
 
-INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
 TRIALS: list[Trial] = []  # of the sweep that this process runs
 
 
@@ -90,5 +92,6 @@ def start(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     register()
+    console.outlives_reader = True
     with last_work(), quiet_libraries():
         command(lambda: start(sys.argv[1:]), INTERRUPTED)

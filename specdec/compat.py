@@ -6,12 +6,14 @@ elsewhere.
 
 import copy
 import csv
+import ctypes
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,3 +213,22 @@ def csv_rows(lines: Iterable[str], longest: int) -> Iterator[list[str]]:
         if row is None:
             return
         yield row
+
+
+# the C library
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's <fcntl.h> and <linux/fs.h>
+RENAME_SWAP = 2  # of macOS's <sys/stdio.h>
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two files or folders in one step, so that at any moment both names
+    exist. False, and nothing has happened, if the system or the file system cannot. Python's `os`
+    has no function for it."""
+    library, a, b = ctypes.CDLL(None), os.fsencode(one), os.fsencode(other)
+    try:
+        if sys.platform == "darwin":
+            return bool(library.renamex_np(a, b, RENAME_SWAP) == 0)
+        return bool(library.renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0)
+    except AttributeError:  # an older C library
+        return False

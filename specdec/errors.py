@@ -14,14 +14,40 @@ from typing import TypeVar
 
 from safetensors import SafetensorError
 
+from specdec import signals
+from specdec.signals import Terminated
 from specdec.terminal import one_line
 
 T = TypeVar("T")
 GRACE, PATIENCE = 30.0, 5.0  # seconds in which another process may report; see `command`
-OF_FILES = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG),
-)
+MAKE_ROOM = "make room, or give another place"
+PERMISSION = "give this user permission to read and write it, or give another place"
+ANOTHER_NAME = "move what is in the way, or give another place"
+FAILING = "check the disk or the network file system"
+REMEDIES = {  # errors of files that a user can do something about
+    errno.ENOSPC: MAKE_ROOM,
+    errno.EDQUOT: MAKE_ROOM,
+    errno.EFBIG: MAKE_ROOM,
+    errno.EROFS: "give another place",
+    errno.EACCES: PERMISSION,
+    errno.EPERM: PERMISSION,
+    errno.ENOTDIR: ANOTHER_NAME,
+    errno.EISDIR: ANOTHER_NAME,
+    errno.EEXIST: ANOTHER_NAME,
+    errno.ENOTEMPTY: ANOTHER_NAME,
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ELOOP: "remove the symbolic link that leads back to itself, or give another place",
+    errno.EIO: FAILING,
+    errno.ESTALE: FAILING,
+    errno.ENXIO: FAILING,
+    errno.ENODEV: FAILING,
+    errno.EREMOTEIO: FAILING,
+    errno.ETIMEDOUT: FAILING,
+    errno.EBUSY: "wait until no other program uses it",
+    errno.ETXTBSY: "wait until no other program uses it",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "close other programs, or raise the system's limit of open files",
+}
 
 
 class UserError(Exception):
@@ -108,23 +134,44 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
-def of_files(error: OSError | SafetensorError) -> UserError:
-    """The UserError for a full disk, a place that cannot be written or a file that is gone; raises
-    any other error."""
-    code = getattr(error, "errno", None)
+@contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Note a path in any error of files from this block that names none: a full disk, for example,
+    is reported by a write, which knows no name."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if getattr(error, "filename", None) is None:
+            error.filename = str(path)  # type: ignore[union-attr]
+        raise
+
+
+def errno_of(error: BaseException) -> int | None:
+    """The system's number of an error of files: that of OSError, or the one in the message of
+    safetensors. None if there is none."""
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
-        code = int(match[1])
+        return int(match[1])
+    code = getattr(error, "errno", None)
+    return code if isinstance(code, int) else None
+
+
+def of_files(error: OSError | SafetensorError) -> UserError:
+    """The UserError for an error of files that a user can do something about, such as a full disk,
+    a missing permission, or a file that is gone; raises any other error."""
+    code = errno_of(error)
     where = getattr(error, "filename", None) or "a file"
+    if isinstance(where, bytes):
+        where = os.fsdecode(where)
     if code == errno.ENOENT:
         return UserError(
             f"{where} is gone: it was moved or deleted while this command ran; start the command "
             "again, which makes what is missing"
         )
-    if code not in OF_FILES:
+    if code not in REMEDIES:
         raise error
     return UserError(
-        f"{where} cannot be written ({os.strerror(code)}): make room, or give another place; what "
-        "was saved before is complete, and the same command continues from it"
+        f"{where}: {os.strerror(code)}: {REMEDIES[code]}; what was saved before is complete, and "
+        "the same command continues from it"
     )
 
 
@@ -132,23 +179,28 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2. If a
     launcher started several processes and all meet the same mistake, only the first of them prints
     the line."""
+    signals.open_standard_streams()
+    signals.print_any_character()
     try:
         try:
-            result = main()
-            sys.stdout.flush()
+            with signals.handled():
+                result = main()
+                sys.stdout.flush()
             return result
         except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush fails
             sys.exit(128 + signal.SIGPIPE)
-        except (OSError, SafetensorError) as error:
-            raise of_files(error) from error
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise UserError(
-                f"memory ran out ({first_line(error)[:120]}): give a smaller batch, shorter texts "
-                "or a smaller dtype; what was saved before is complete"
-            ) from error
+        except Exception as error:
+            if signals.interrupted():  # a library has made this of KeyboardInterrupt
+                raise KeyboardInterrupt from error
+            if isinstance(error, OSError | SafetensorError):
+                raise of_files(error) from error
+            if is_out_of_memory(error):
+                raise UserError(
+                    f"memory ran out ({first_line(error)[:120]}): give a smaller batch, shorter "
+                    "texts or a smaller dtype; what was saved before is complete"
+                ) from error
+            raise
     except Elsewhere:
         time.sleep(GRACE)  # a launcher ends all at the first exit, so the other prints first
         sys.exit(2)
@@ -157,6 +209,6 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
             time.sleep(PATIENCE)  # usually the first process prints the same line and all end
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
-        sys.exit(130)
+    except (KeyboardInterrupt, Terminated) as end:
+        print(signals.message(end, interrupted), file=sys.stderr)
+        sys.exit(signals.TERMINATED if isinstance(end, Terminated) else signals.INTERRUPTED)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import time
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
-from specdec.errors import UserError, located, nearest, require
+from specdec.compat import exchange
+from specdec.errors import UserError, located, naming, nearest, require
 from specdec.integrity import Damaged, sealed, unsealed
 
 T = TypeVar("T")
@@ -51,8 +53,14 @@ def folder_for(folder: Path) -> Iterator[Path]:
 def write_whole(path: Path, text: str) -> None:
     """Write a file so that a reader always finds the complete old text or the complete new one."""
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
-    partial.write_text(text)
-    partial.replace(path)
+    try:
+        with naming(path):
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 @contextmanager
@@ -69,20 +77,25 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     make_folder(partial)
     mode = partial.stat().st_mode & 0o666  # a new folder shows the umask without setting it
+    old = partial.with_suffix(".old")
     try:
-        yield partial
-        for file in partial.rglob("*"):
-            if file.is_file():
-                file.chmod(mode)
-        if ours is not None and folder.exists():
-            _keep(folder, partial, tuple(ours))
+        with naming(folder):
+            yield partial
+            for file in partial.rglob("*"):
+                if file.is_file():
+                    file.chmod(mode)
+            if ours is not None and folder.exists():
+                _keep(folder, partial, tuple(ours))
+            if not folder.exists():
+                os.rename(partial, folder)
+            elif exchange(partial, folder):  # a reader finds one of the two at any moment
+                os.rename(partial, old)
+            else:
+                os.rename(folder, old)
+                os.rename(partial, folder)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    old = partial.with_suffix(".old")
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(partial, folder)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -93,6 +106,20 @@ def require_elsewhere(folder: Path) -> None:
         folder.resolve() not in (working, *working.parents),
         f"{folder} is the current folder or holds it: name another folder",
     )
+
+
+def wait_for_replacement(path: Path) -> bool:
+    """Whether a path exists, now or within a second. Where the file system cannot exchange two
+    folders, `replaced` takes one away for a moment before the other has its name."""
+    left = re.compile(rf"\.{re.escape(path.parent.name)}\.[0-9a-f]{{32}}\.old")
+    for _ in range(20):
+        if path.exists():
+            return True
+        place = path.parent.absolute().parent
+        if not place.is_dir() or not any(left.fullmatch(x) for x in os.listdir(place)):
+            break
+        time.sleep(0.05)
+    return path.exists()
 
 
 def recover(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Progress for people: bars in a terminal, occasional lines in a file."""
 
+import os
 import sys
 import time
 from functools import cache
@@ -25,8 +26,19 @@ class Terminal(Console):
     """A console that prints text as it is: brackets are no markup, and control characters are
     shown, not obeyed."""
 
+    outlives_reader = False  # whether this command goes on when the reader of stdout has gone
+
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False, **options)
+
+    def on_broken_pipe(self) -> None:
+        """What rich calls when the reader of stdout, such as `head`, has closed it. rich itself
+        would end the process here, silently, with exit code 1."""
+        if not self.outlives_reader:
+            raise  # the BrokenPipeError that rich is handling
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        tell("the reader of stdout has closed it: this command goes on without further output")
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(plain(text), **options)

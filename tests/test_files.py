@@ -4,12 +4,15 @@ Run alone: pytest tests/test_files.py
 """
 
 import os
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from specdec import files
 from specdec.errors import UserError
 from specdec.files import replaced, write_whole
 
@@ -131,3 +134,33 @@ def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
         write_whole(tmp_path / "state.json", text)
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
     assert (tmp_path / "state.json").read_text() == "two"
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_reader_finds_a_folder_at_any_moment_of_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
+) -> None:
+    """Looked for before each rename: with an exchange of names it is always there; without one, a
+    reader waits for it."""
+    if not exchanges:
+        monkeypatch.setattr(files, "exchange", lambda *_: False)
+    path, seen, rename = tmp_path / "draft" / "x", list[bool](), os.rename
+    for n in range(2):
+        with files.replaced(path.parent) as partial:
+            (partial / "x").write_text(str(n))
+
+    def looking(*names: Any) -> None:
+        seen.append(path.exists())
+        if not path.exists():
+            threading.Timer(0.1, lambda: rename(*names)).start()
+            assert files.wait_for_replacement(path)
+        else:
+            rename(*names)
+
+    monkeypatch.setattr(os, "rename", looking)
+    with files.replaced(path.parent) as partial:
+        (partial / "x").write_text("2")
+    assert path.read_text() == "2"
+    assert seen == ([True] if exchanges else [True, False])
+    assert not files.wait_for_replacement(tmp_path / "other" / "x")
+    assert [p.name for p in tmp_path.iterdir()] == ["draft"]

@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor, nn
 
+from specdec import signals
 from specdec.context import Moment
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require, require_known, require_within
@@ -27,6 +28,7 @@ from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.measure.results import Training
 from specdec.progress import tell
+from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import Parts
 from train import checkpoint, optim
 from train.checkpoint import Best, State
@@ -145,6 +147,13 @@ class Learner:
         self.save_draft(folder)
         self.accelerator.wait_for_everyone()
 
+    def save_checkpoint(self) -> None:
+        """Write a checkpoint of this state. All processes call this."""
+        self.state.statistics = self.statistics.tolist()
+        main = self.accelerator.is_main_process
+        checkpoint.save(self.folder / "checkpoints", self.model, self.optimizers, self.state, main)
+        self.accelerator.wait_for_everyone()
+
     def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
         """Write the draft as it is now to a folder. All processes call this."""
         whole, prefix = checkpoint.weights(self.model), "drafter."
@@ -179,6 +188,8 @@ def begin(
     from_main(accelerator, partial(_require_best, folder, state, ended=False))
     tracker.rewind(state.step, state.metrics)
     statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
+    if state.statistics:
+        statistics += torch.tensor(state.statistics, device=accelerator.device)
     stopped = cfg.patience is not None and state.waited >= cfg.patience
     return Learner(
         forcing=forcing,
@@ -194,6 +205,7 @@ def begin(
     )
 
 
+@checkpoint_first()
 def train(
     learner: Learner,
     source: Source,
@@ -209,10 +221,11 @@ def train(
 
     The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
     before the update if the loss or the gradient is not finite, and UserError if the rows do not
-    fill a step, or if the checkpoint's steps read other rows; what was saved stays.
+    fill a step, or if the checkpoint's steps read other rows; what was saved stays. On SIGTERM, it
+    writes a checkpoint after the step and raises `Terminated`.
     """
     model, accelerator, state = learner.model, learner.accelerator, learner.state
-    forcing, portion, folder = learner.forcing, learner.portion, learner.folder
+    forcing, portion = learner.forcing, learner.portion
     world, rank = accelerator.num_processes, accelerator.process_index
     parameters = [p for p in model.parameters() if p.requires_grad]
     lengths = [len(row.ids) for row in source.rows]
@@ -229,6 +242,10 @@ def train(
             if step * portion < state.rows:  # the checkpoint has read these
                 learner.passed += sum(lengths[i] for i in chosen)
                 _require_same_rows(learner)
+                if state.owed and learner.step * portion >= state.rows:
+                    _evaluate_draft(learner, held_out, cfg, tracker)
+                    state.metrics = tracker.checksum()
+                    learner.save_checkpoint()
                 continue
             started, waited = time.perf_counter(), source.waited
 
@@ -288,28 +305,21 @@ def train(
             final = step + 1 == learner.steps
 
             # once in a while: log, evaluate, save
+            every = cfg.eval_every and (step + 1) % cfg.eval_every == 0
+            due = final or every or step + 1 in looks(learner.steps, cfg.eval_every)
             saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
             if saving or (step + 1) % cfg.log_every == 0:
                 tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
                 learner.statistics.zero_()
-            due = cfg.eval_every and (step + 1) % cfg.eval_every == 0
-            if final or due or step + 1 in looks(learner.steps, cfg.eval_every):
-                figures = evaluate(model, held_out, cfg.rows, accelerator)
-                state.evaluated.append((step + 1, figures.tau_greedy))
-                ahead = {"forecast": {"tau_greedy": x}} if (x := learner.look_ahead()) else {}
-                tracker.log(step + 1, {"held_out": asdict(figures), **ahead})
-                value = getattr(figures, cfg.objective)
-                state.waited += 1
-                if state.best is None or value > state.best.value:
-                    state.best, state.waited = Best(value, step + 1, figures), 0
-                    notes = {"step": step + 1, "held_out": asdict(figures), "run": state.run}
-                    learner.save_draft(folder / "best", notes)
-                learner.stopped = cfg.patience is not None and state.waited >= cfg.patience
+            if _terminated(accelerator):
+                state.owed, state.metrics = bool(due), tracker.checksum()
+                learner.save_checkpoint()
+                raise Terminated
+            if due:
+                _evaluate_draft(learner, held_out, cfg, tracker)
             if saving or learner.stopped:
                 state.metrics = tracker.checksum()
-                main = accelerator.is_main_process
-                checkpoint.save(folder / "checkpoints", model, learner.optimizers, state, main)
-                accelerator.wait_for_everyone()
+                learner.save_checkpoint()
         if learner.stopped or (cfg.max_tokens is not None and learner.ended):
             break
     source.expect([])
@@ -349,6 +359,42 @@ def steps_of(
     order = torch.randperm(len(lengths), generator=generator).tolist()
     taken = range(min(per_epoch, steps - step))
     return [order[n * portion : (n + 1) * portion] for n in taken], steps
+
+
+def _evaluate_draft(learner: Learner, held_out: Source, cfg: LoopConfig, tracker: Tracker) -> None:
+    """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
+    far. One process alone ends this at once on SIGTERM, once it has saved a checkpoint from which a
+    continued run evaluates first."""
+    state, accelerator = learner.state, learner.accelerator
+    alone = accelerator.num_processes == 1
+    try:
+        with no_checkpoint_first() if alone else nullcontext():
+            figures = evaluate(learner.model, held_out, cfg.rows, accelerator)
+    except Terminated:
+        if alone:
+            state.owed, state.metrics = True, tracker.checksum()
+            learner.save_checkpoint()
+        raise
+    state.owed = False
+    state.evaluated.append((state.step, figures.tau_greedy))
+    ahead = {"forecast": {"tau_greedy": x}} if (x := learner.look_ahead()) else {}
+    tracker.log(state.step, {"held_out": asdict(figures), **ahead})
+    value = getattr(figures, cfg.objective)
+    state.waited += 1
+    if state.best is None or value > state.best.value:
+        state.best, state.waited = Best(value, state.step, figures), 0
+        notes = {"step": state.step, "held_out": asdict(figures), "run": state.run}
+        learner.save_draft(learner.folder / "best", notes)
+    learner.stopped = cfg.patience is not None and state.waited >= cfg.patience
+
+
+def _terminated(accelerator: Accelerator) -> bool:
+    """Whether SIGTERM has arrived in any process: all leave after the same step."""
+    here = signals.terminated()
+    if accelerator.num_processes == 1:
+        return here
+    count = accelerator.reduce(torch.tensor(float(here), device=accelerator.device), "sum")
+    return bool(count > 0)
 
 
 def _micro_batch(

@@ -25,7 +25,14 @@ from specdec.drafters.capabilities import Adapts, Calibrated, Combines, Copies, 
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter, starts_of
 from specdec.errors import UserError, located, require
-from specdec.files import read_record, record, replaced, require_file, write_json
+from specdec.files import (
+    read_record,
+    record,
+    replaced,
+    require_file,
+    wait_for_replacement,
+    write_json,
+)
 from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.packed import is_packed, pack
 from specdec.sampling.confidence import Calibrations
@@ -214,7 +221,7 @@ def read_card(folder: Path | str) -> Card:
     and, naming file and key, for a value that has the wrong type or is out of range."""
     path = Path(folder) / CARD
     require(
-        path.is_file(),
+        wait_for_replacement(path) and path.is_file(),
         f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, such "
         "as runs/NAME/best",
     )

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import math
+import os
 import shutil
 from collections import namedtuple
 from dataclasses import astuple
@@ -260,10 +261,13 @@ def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path
 
 def test_a_disk_that_fails_is_told_in_one_line() -> None:
     full = OSError(errno.ENOSPC, "No space left on device", "runs/x")
-    assert "runs/x cannot be written (No space left on device)" in str(of_files(full))
+    assert str(of_files(full)).startswith("runs/x: No space left on device: make room")
     text = "Error while serializing: I/O error: File too large (os error 27)"
     assert "File too large" in str(of_files(SafetensorError(text)))
     assert "x is gone" in str(of_files(FileNotFoundError(errno.ENOENT, "no such file", "x")))
+    for code in (errno.EIO, errno.ESTALE, errno.ELOOP, errno.EMFILE, errno.EACCES):
+        said = str(of_files(OSError(code, os.strerror(code), "x")))
+        assert said.startswith(f"x: {os.strerror(code)}: ") and "room" not in said
     for bug in (OSError(errno.EBADF, "bad descriptor"), SafetensorError("bad header")):
         with pytest.raises(type(bug)):
             of_files(bug)

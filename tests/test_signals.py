@@ -1,0 +1,206 @@
+"""Signals, closed or narrow output streams, and exit codes of commands.
+
+Run alone: python -m pytest tests/test_signals.py
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import signals
+from specdec.errors import command
+from specdec.signals import Terminated
+from tests.processes import environment
+from tests.runs import require_same_run
+from tests.tiny import REPOSITORY, Tiny
+from train import loop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OFTEN = ("loop.save_every=4", "loop.eval_every=3", "loop.log_every=4")  # of 12 steps
+
+
+def _terminating(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """A function whose n-th call is followed by SIGTERM."""
+    calls: list[None] = []
+
+    def wrapped(*args: Any, **more: Any) -> Any:
+        result = function(*args, **more)
+        calls.append(None)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    return wrapped
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: Tiny) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("train.pipeline.finished", lambda *_: None)
+        tiny.job(tiny.root / "whole", "medusa", *OFTEN)
+    return tiny.root / "whole"
+
+
+@pytest.mark.usefixtures("training_alone")
+@pytest.mark.parametrize(
+    ("place", "call", "saved"),
+    [
+        ("train.optim.learning_rate", 2, 2),  # between two records
+        ("train.optim.learning_rate", 6, 6),  # an evaluation is due, and done by the next life
+        ("train.optim.learning_rate", 12, 12),  # after the last step
+        ("train.held_out.answers", 1, 3),  # in the middle of an evaluation
+    ],
+)
+def test_sigterm_saves_a_checkpoint_and_the_continued_run_is_bit_identical(
+    tiny: Tiny, tmp_path: Path, whole: Path, place: str, call: int, saved: int
+) -> None:
+    module, name = place.rsplit(".", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        original = getattr(sys.modules[module], name)
+        patch.setattr(place, _terminating(original, call))
+        with signals.handled(), pytest.raises(Terminated):
+            tiny.job(tmp_path / "run", "medusa", *OFTEN)
+    newest = max(p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert newest == f"step-{saved:07d}"
+    tiny.job(tmp_path / "run", "medusa", *OFTEN)
+    require_same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.usefixtures("training_alone")
+def test_a_step_that_outlasts_the_stated_time_ends_without_its_checkpoint(
+    tiny: Tiny, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The alarm, set to fire at once, stands for a step of minutes."""
+    monkeypatch.setattr(signals, "SECONDS", 1e-6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop.optim, "learning_rate", _terminating(loop.optim.learning_rate, 6))
+        with signals.handled(), pytest.raises(Terminated):
+            tiny.job(tmp_path / "run", "medusa", *OFTEN)
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-0000004"]
+    tiny.job(tmp_path / "run", "medusa", *OFTEN)
+    require_same_run(tmp_path / "run", whole)
+
+
+def _python(code: str, **more: Any) -> subprocess.Popen[str]:
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env=environment() | more.pop("env", {}),
+        **(pipe | more),
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGINT, 130, "interrupted: continue"),
+        (signal.SIGTERM, 143, "terminated by SIGTERM: continue"),
+    ],
+)
+@pytest.mark.parametrize("when", ["importing", "running", "within a library"])
+def test_a_signal_ends_a_command_with_one_line_and_its_exit_code(
+    number: int, code: int, said: str, when: str
+) -> None:
+    """A library, here, makes an error of its own of an interrupted import."""
+    job = "print('ready', flush=True); import time; time.sleep(60)"
+    if when == "importing":
+        program = "from specdec.signals import prepare_process\n"
+        program += f"prepare_process('interrupted: continue')\n{job}"
+    else:
+        program = f"from specdec.errors import command\ndef main():\n  try:\n    {job}\n"
+        caught = "KeyboardInterrupt" if when == "within a library" else "ValueError"
+        program += f"  except {caught}:\n    raise ImportError('half a module')\n"
+        program += "command(main, 'interrupted: continue')"
+    running = _python(program)
+    assert running.stdout is not None and running.stdout.readline() == "ready\n"
+    running.send_signal(number)
+    _, errors = running.communicate(timeout=30)
+    assert (running.returncode, errors.strip()) == (code, said)
+
+
+def test_a_handler_of_the_launcher_stays() -> None:
+    """Slurm's launcher of Hydra, submitit, handles SIGTERM itself."""
+    theirs, before = (lambda *_: None), signal.getsignal(signal.SIGTERM)
+    try:
+        signal.signal(signal.SIGTERM, theirs)
+        assert command(lambda: signal.getsignal(signal.SIGTERM)) is theirs
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert command(lambda: signal.getsignal(signal.SIGTERM)) is signals._terminate
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+PRINTS = """
+from specdec.errors import command
+from specdec.progress import console
+def main():
+    for n in range({lines}):
+        console.print(f"τ {{n}}")
+    open({path!r}, "w").write("done")
+console.outlives_reader = {outlives}
+command(main)
+"""
+
+
+@pytest.mark.parametrize(("outlives", "code"), [(True, 0), (False, 128 + signal.SIGPIPE)])
+def test_a_reader_that_leaves_does_not_end_a_job(tmp_path: Path, outlives: bool, code: int) -> None:
+    """As `train.py … | head -1`; a command that only prints ends as others do."""
+    path = tmp_path / "end"
+    running = _python(PRINTS.format(lines=40_000, path=str(path), outlives=outlives))
+    assert running.stdout is not None and running.stderr is not None
+    assert running.stdout.readline() == "τ 0\n"
+    running.stdout.close()
+    errors = running.stderr.read()
+    assert running.wait(timeout=60) == code
+    assert path.exists() == outlives
+    assert ("goes on without further output" in errors) == outlives
+    assert "Traceback" not in errors
+
+
+def test_closed_standard_streams(tmp_path: Path) -> None:
+    """As `train.py … >&- 2>&-`: else the first file that is opened becomes stdout."""
+    program = PRINTS.format(lines=3, path=str(tmp_path / "end"), outlives=True)
+    line = f"exec {sys.executable} -c '{program.replace(chr(39), chr(34))}' <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", line], cwd=REPOSITORY, env=environment(), timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "end").read_text() == "done"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_in_an_encoding_without_greek(tmp_path: Path, encoding: str) -> None:
+    program = PRINTS.format(lines=1, path=str(tmp_path / "end"), outlives=True)
+    running = _python(program, env={"PYTHONIOENCODING": encoding})
+    output, errors = running.communicate(timeout=60)
+    assert (running.returncode, output, errors) == (0, "\\u03c4 0\n", "")
+
+
+@pytest.mark.slow
+def test_train_py_is_terminated_while_it_trains(tiny: Tiny, tmp_path: Path) -> None:
+    """The command itself: a checkpoint, one line, and exit code 143."""
+    more = ("loop.save_every=0", "loop.eval_every=0", "loop.epochs=200", "decode.prompts=1")
+    running = subprocess.Popen(
+        [sys.executable, *tiny.command(tmp_path / "run", "medusa", *more)],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    while not metrics.exists() and running.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.terminate()
+    _, errors = running.communicate(timeout=60)
+    assert running.returncode == 143, errors
+    assert "saving a checkpoint; this process ends within 20 seconds" in errors
+    assert "terminated by SIGTERM: run the same command again" in errors
+    assert "Traceback" not in errors
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
