@@ -27,6 +27,7 @@ NAMES |= {bool: "true or false", list: "a list", tuple: "a list", dict: "an obje
 
 def make_folder(folder: Path) -> Path:
     """Make a folder and its parents unless they exist. Raises UserError if that fails."""
+    require_utf8(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
@@ -164,8 +165,21 @@ def require_file(path: Path) -> None:
     require(path.is_file(), f"{path} cannot be read: it does not exist, or is not a file")
 
 
+def require_utf8(path: Path) -> None:
+    """Raise UserError for a path with bytes that are not UTF-8, such as a name in Latin-1: JSON and
+    safetensors cannot hold or open it."""
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{path} has bytes that are not UTF-8 in its name: rename it, or name another"
+        ) from error
+
+
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with these keys in JSON lines that a run wrote; damaged lines are left out."""
+    """The records with these keys in JSON lines that a run wrote; damaged lines are left out.
+    Raises UserError unless there is a regular file."""
+    require_file(path)
     records = []
     for line in path.read_bytes().splitlines():
         try:
@@ -181,7 +195,9 @@ def sealed_lines(
     path: Path, keys: Sequence[str], context: str = ""
 ) -> tuple[list[dict[str, Any]], int]:
     """The records with these keys in JSON lines that were sealed one by one, and the number of
-    lines that are damaged: they are not JSON, lack a key, or do not fit their checksum."""
+    lines that are damaged: they are not JSON, lack a key, or do not fit their checksum. Raises
+    UserError unless there is a regular file."""
+    require_file(path)
     records, damaged = [], 0
     for line in path.read_bytes().splitlines():
         try:

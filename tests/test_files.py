@@ -3,6 +3,7 @@
 Run alone: pytest tests/test_files.py
 """
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from specdec import files
-from specdec.errors import UserError
+from specdec.errors import UserError, of_files
 from specdec.files import replaced, write_whole
 
 
@@ -164,3 +166,29 @@ def test_a_reader_finds_a_folder_at_any_moment_of_its_replacement(
     assert seen == ([True] if exchanges else [True, False])
     assert not files.wait_for_replacement(tmp_path / "other" / "x")
     assert [p.name for p in tmp_path.iterdir()] == ["draft"]
+
+
+def test_a_name_that_is_not_utf8_is_rejected_before_the_work(tmp_path: Path) -> None:
+    """JSON and safetensors cannot hold it: a run would train to its end, and then not save."""
+    with pytest.raises(UserError, match="not UTF-8"):
+        files.make_folder(Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9")))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_told_with_the_name_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write knows no name, and neither does safetensors."""
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        with pytest.raises(OSError) as text:
+            write_whole(tmp_path / "a.json", "text")
+    with pytest.raises(SafetensorError) as tensors, replaced(tmp_path / "draft"):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+    for error, name in ((text, "a.json"), (tensors, "draft")):
+        assert str(of_files(error.value)).startswith(f"{tmp_path / name}: No space left on device")
+    assert not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
-from specdec.files import folder_for, read_json, record, write_json, write_whole
+from specdec.files import folder_for, read_json, record, require_file, write_json, write_whole
 from specdec.formats import draft as drafts
 from specdec.formats.draft import upgraded
 from specdec.integrity import of_value
@@ -53,6 +53,8 @@ def locked(folder: Path) -> Iterator[None]:
     lock = folder / ".lock"
     with folder_for(folder):
         before = {lock} & {*folder.iterdir()}
+        if before:
+            require_file(lock)
         with lock.open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -173,8 +173,20 @@ def _written(folder: Path) -> list[str]:
     """The names of an export's own files, or patterns of them if an earlier version wrote it."""
     if not (folder / MARK).is_file():
         return []
-    files = read_json(folder / MARK).get("files", PATTERNS)
+    files = read_mark(folder).get("files", PATTERNS)
     return files if isinstance(files, list) and all(isinstance(x, str) for x in files) else PATTERNS
+
+
+def read_mark(folder: Path) -> dict[str, Any]:
+    """What the mark of an export says. Raises UserError if it is missing or damaged."""
+    path, remedy = folder / MARK, f"delete {folder}, and the same command exports again"
+    try:
+        mark = read_json(path)
+    except UserError as error:
+        raise UserError(f"{error}; {remedy}") from error
+    if not isinstance(mark, dict):
+        raise UserError(f"{path} is damaged: it holds no object; {remedy}")
+    return mark
 
 
 def require_free(folder: Path) -> None:

@@ -93,6 +93,15 @@ def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path, li
     assert json.loads((out / export.MARK).read_text())["drafter"] == "mlp"
 
 
+@pytest.mark.parametrize("text", ["[]", '{"drafter": "mt', "null"])
+def test_a_damaged_mark_is_told_with_its_remedy(target: Target, tmp_path: Path, text: str) -> None:
+    out, drafter = tmp_path / "out", random_drafter(MTPConfig(depth=2), target, 0.1)
+    export.write(out, drafter, target)
+    (out / export.MARK).write_text(text)
+    with pytest.raises(UserError, match=f"damaged.*; delete {out}, and the same command"):
+        export.write(out, drafter, target)
+
+
 @pytest.mark.parametrize(
     ("to", "with_target"), [("s2", "{}/s2"), ("tt/draft", "tt"), ("tt", "tt/x"), ("a/../b", "b")]
 )

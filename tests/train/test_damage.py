@@ -7,6 +7,7 @@ All 150: python -m pytest tests/train/test_damage.py -m slow
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -189,6 +190,26 @@ def test_damage_is_refused_or_told(runs: Runs, tmp_path: Path) -> None:
 def test_150_damages_are_refused_or_told(runs: Runs, tmp_path: Path) -> None:
     counts = require_found(runs, range(1000, 1150), tmp_path)
     print(counts)
+
+
+@pytest.mark.parametrize("what", ["metrics.jsonl", ".lock", "config.json", "answers", "features"])
+def test_a_named_pipe_in_the_place_of_a_file_does_not_hang(
+    runs: Runs, tmp_path: Path, what: str
+) -> None:
+    """An alarm would kill the process that waits for somebody to write into the pipe."""
+    runs.again()
+    cached = [p for p in runs.caches if what in p.parts and p.suffix != ".json"]
+    path = cached[0] if cached else runs.run / what
+    path.unlink()
+    os.mkfifo(path)
+
+    def work() -> None:
+        signal.alarm(60)
+        runs.job(runs.run)
+
+    ended = apart(work, tmp_path / "ended")
+    assert "crashed" not in ended and "traceback" not in ended, ended
+    assert str(path) in ended.get("refused", ended["said"])
 
 
 # One by one
