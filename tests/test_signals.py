@@ -17,7 +17,7 @@ import pytest
 from specdec import signals
 from specdec.errors import command
 from specdec.signals import Terminated
-from tests.processes import environment
+from tests.processes import environment, launched
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny
 from train import loop
@@ -203,4 +203,24 @@ def test_train_py_is_terminated_while_it_trains(tiny: Tiny, tmp_path: Path) -> N
     assert "saving a checkpoint; this process ends within 20 seconds" in errors
     assert "terminated by SIGTERM: run the same command again" in errors
     assert "Traceback" not in errors
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_ends_both_after_the_same_step(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Whoever launches processes sends it to all, at moments that differ."""
+    more = ("loop.save_every=0", "loop.eval_every=0", "loop.epochs=200", "decode.prompts=1")
+    arguments = tiny.command(tmp_path / "run", "medusa", *more, "loop.accumulate=1")
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    with launched(arguments, 2, tmp_path / "said") as children:
+        while not metrics.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        children[1].terminate()
+        for child in children:
+            child.join(60)
+        said = [(tmp_path / "said" / f"{rank}.err").read_text() for rank in range(2)]
+        assert [child.exitcode for child in children] == [143, 143], said
+    assert not any("Traceback" in text for text in said), said
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
