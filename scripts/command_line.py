@@ -153,7 +153,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 def add_thinking(parser: argparse.ArgumentParser) -> None:
     """Add --thinking, which chat templates read."""
-    words = "ask for reasoning, or for none; default: as the chat template has it"
+    words = "ask for reasoning, or for none; default: as in the draft's run (data.thinking)"
     parser.add_argument("--thinking", choices=("on", "off"), help=words)
 
 

@@ -170,6 +170,14 @@ def data_of_run(folder: Path) -> DataConfig:
         ) from error
 
 
+def known_data_of_run(folder: Path) -> DataConfig | None:
+    """`data_of_run`, or None if the folder holds no run."""
+    try:
+        return data_of_run(folder)
+    except UserError:
+        return None
+
+
 def origin_of_prompts(folder: Path, tokenizer: Any, openings: Sequence[str]) -> str:
     """What prompts of a user's own are, in words, for the draft of this run: how many of them it
     was trained on, by their opening prompts, as far as the folder and the data let one know."""

@@ -22,8 +22,9 @@ from tests.tiny import (
     write_jsonl,
 )
 from tests.train.data.chats import talk
+from train.data.conversations import DataConfig
+from train.data.reader import whole_prompts
 from train.data.rendering import Template
-from train.data.template import whole_prompts
 
 PROMPT = "{% if enable_thinking is true %}all {% elif enable_thinking is false %}any {% endif %}"
 ASKS = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n" + PROMPT + "{% endif %}")
@@ -77,7 +78,9 @@ def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
 
 def test_prompts_of_a_file_ask_for_reasoning() -> None:
     for thinking, end in (("on", "all "), ("off", "any "), ("template", "assistant\n")):
-        (prompt,) = whole_prompts([talk("a cat")], make_tokenizer(ASKS), None, thinking)
+        (prompt,) = whole_prompts(
+            [talk("a cat")], make_tokenizer(ASKS), None, DataConfig(thinking=thinking)
+        )
         assert make_tokenizer(ASKS).decode(prompt.ids).endswith(end)
     with pytest.raises(UserError, match="--thinking on: the target has no chat template"):
-        whole_prompts([talk("a cat")], make_tokenizer(None), None, "on")
+        whole_prompts([talk("a cat")], make_tokenizer(None), None, thinking="on")

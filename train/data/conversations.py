@@ -183,7 +183,8 @@ class Tokens:
 class Conversation:
     """`opening` is the first prompt of the whole chat, even if the file has the chat in pieces and
     this is a later one. `roles` are those of the turns in the record; `tools` describe what the
-    assistant may call. `tokens` are given in place of messages if the record has token ids."""
+    assistant may call. `tokens` are given in place of messages if the record has token ids.
+    `arguments` are the variables that a request sets for the chat template, by name."""
 
     id: str
     messages: tuple[Message, ...]
@@ -192,6 +193,7 @@ class Conversation:
     tools: tuple[Any, ...] = field(default=(), hash=False)
     tokens: Tokens | None = None
     thinking: bool | None = None  # whether the answers were asked for with reasoning, if it is said
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 class Repeated(dict[str, Any]):

@@ -26,6 +26,7 @@ from train.data.conversations import (
     Tally,
     Unusable,
 )
+from train.data.rendering import RENDERED, THINKING
 from train.data.tokenised import is_tokenised, tokens_of
 from train.data.turns import (
     REASONING,
@@ -55,7 +56,8 @@ ANSWERS = ("output", "completion", "response", "answer", "targets", "chosen", "p
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = "answers", "history"  # an answer's calls (xLAM); pairs before the prompt (Alpaca)
 SYSTEM = ("system", "system_prompt")
-ASKED = ("chat_template_kwargs", "enable_thinking", "thinking")  # of a request with reasoning
+EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
+ARGUMENTS = "chat_template_kwargs"  # of a request: variables of the chat template
 
 
 def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
@@ -162,9 +164,7 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
         changes.append("answers before the first prompt left out")
     kept: list[Message] = []
     for message in messages[first:]:
-        if message.blank and message.role == "system":
-            continue
-        if message.blank:
+        if message.blank and message.role != "system":
             changes.append("cut at a blank turn")
             break
         if kept and kept[-1].role == message.role not in ("tool", "system"):
@@ -173,9 +173,10 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
         kept.append(message)
     if not kept:
         raise Unusable("a blank first prompt")
-    system = [m for m in system if m.content]
     texts = (plain(record[key]) for key in SYSTEM if not absent(record.get(key)))
     above = {text.removeprefix("SYSTEM:").strip() for text in texts} - {""}
+    if above and not any(m.content for m in system):
+        system = []
     if len(above) > 1 or (system and above - {m.content for m in system}):
         raise Unusable("two different system prompts")
     system = system or [Message("system", text) for text in above]
@@ -192,26 +193,47 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
         tally.count(tally.changed, change)
     for key in sorted(ignored):
         tally.count(tally.ignored, key)
-    asked = _asked(record)
-    read = [*read, *([] if asked is None else ASKED)]
+    thinking, arguments, named = _arguments(record)
+    read = [*read, *named]
     _count_ignored(record, {*read, *SYSTEM, *TOOLS, "id"}, tally)
-    require_unicode([tools, *(m.beside for m in kept)])
+    require_unicode([tools, arguments, *(m.beside for m in kept)])
     return Conversation(
         _id(record, name),
         (*system, *kept),
         kept[0].content,
         roles,
         tools,
-        thinking=asked,
+        thinking=thinking,
+        arguments=arguments,
     )
 
 
-def _asked(record: Mapping[str, Any]) -> bool | None:
-    """Whether a record says that its answers were asked for with reasoning, as to a server."""
-    more = record.get(ASKED[0])
-    places = (record, more if isinstance(more, dict) else {})
-    said = [place[key] for place in places for key in ASKED if isinstance(place.get(key), bool)]
-    return said[0] if said else None
+def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], list[str]]:
+    """Whether a record says that its answers were asked for with reasoning, as to a server; the
+    other variables that it sets for the chat template; and the keys that say so. Raises Unusable
+    for arguments that contradict each other, or that would change what is rendered."""
+    given, named = record.get(ARGUMENTS), [ARGUMENTS]
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except (ValueError, RecursionError):
+            given = None
+    if not isinstance(given, dict):
+        given, named = {}, []
+    arguments = {str(key): x for key, x in given.items() if not absent(x)}
+    for key in RENDERED.keys() & arguments.keys():
+        if arguments.pop(key) != RENDERED[key]:
+            raise Unusable(f"the template argument {key!r}, which a server sets itself")
+    if isinstance(effort := record.get(EFFORT), str):
+        named.append(EFFORT)
+        if arguments.setdefault(EFFORT, effort) != effort:
+            raise Unusable(f"two different values of {EFFORT!r}")
+    above = [key for key in THINKING if isinstance(record.get(key), bool)]
+    said = [record[key] for key in above]
+    said += [arguments.pop(key) for key in THINKING if isinstance(arguments.get(key), bool)]
+    if any(x != said[0] for x in said):
+        raise Unusable("reasoning that is asked for under one name and not under another")
+    return (said[0] if said else None), arguments, [*named, *above]
 
 
 def _unwrapped(record: Any) -> Any:

@@ -10,11 +10,11 @@ import functools
 import math
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, nodes
+from jinja2 import TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.compat import template_environment
@@ -29,6 +29,9 @@ MORE = 8  # more of them for each character of the chat
 BITS = 1 << 16  # of a number
 REFUSED = "refused by the chat template"
 THINKING = ("enable_thinking", "thinking")  # names of the variable that asks for reasoning
+# arguments that a server sets itself, with the value that changes nothing
+RENDERED: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+RENDERED |= dict.fromkeys(("messages", "conversation", "tools", "chat_template", "tokenize"))
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
@@ -162,9 +165,11 @@ class Template:
             clock or datetime.now()
         ).strftime(format)
         self.environment.bound()
+        self.variables: Set[str] = frozenset()  # that it reads, and does not set
         try:
             self.environment.begin()
             self.compiled = self.environment.from_string(source)
+            self.variables = meta.find_undeclared_variables(self.environment.parse(source))
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{self.name}: the chat template is broken in line {error.lineno}: "
@@ -181,12 +186,14 @@ class Template:
         tools: Sequence[Any] = (),
         prompt: bool = False,
         thinking: bool | None = None,
+        arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
         """The text of a chat, with the generation prompt if asked for, and the places of its
         `{% generation %}` blocks. `thinking` is given to the template under both names that
-        templates know; None leaves it to the template. Raises Unusable if the template refuses the
-        chat; UserError if it does not end."""
-        chosen = {} if thinking is None else dict.fromkeys(THINKING, thinking)
+        templates know; None leaves it to the template. `arguments` are further variables. Raises
+        Unusable if the template refuses the chat; UserError if it does not end."""
+        chosen = {"documents": None, **self.tokens, **(arguments or {})}
+        chosen |= {} if thinking is None else dict.fromkeys(THINKING, thinking)
         written: list[str] = []
         blocks: list[Span] = []
         size = 0
@@ -196,10 +203,8 @@ class Template:
                 for piece in self.compiled.generate(
                     messages=[_plain(message, self.parts) for message in messages],
                     tools=list(tools) or None,
-                    documents=None,
                     add_generation_prompt=prompt,
                     **chosen,
-                    **self.tokens,
                 ):
                     written.append(piece)
                     self.environment.small(size := size + len(piece))

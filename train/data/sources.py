@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from train.data.conversations import (
     Unusable,
 )
 from train.data.encoding import PACKED, TextFile, opened
-from train.data.records import conversation_of, is_record
+from train.data.records import is_record, normal
 
 SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
 NO_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # datasets' own files
@@ -368,23 +369,18 @@ def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[t
 # Files of prompts
 
 
-def read_prompts_file(path: str | Path) -> list[Conversation]:
+def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conversation]:
     """Prompts to evaluate on, from a text file with one prompt per line, or from JSON lines or a
-    JSON array. JSON holds strings, or records with "prompt", "messages" or "turns" (as in
-    Spec-Bench; only the first turn is used, since later ones depend on an answer). Raises UserError
-    naming the line or item that is none of these."""
-    conversations, tally = [], Tally()
+    JSON array. JSON holds strings, or records in any form that data may have (`normal`): their
+    tools, system turns and template arguments are those of the prompt. Of a record with the "turns"
+    of a user alone, as in Spec-Bench, only the first is used, since later ones depend on an answer.
+    Raises UserError naming the line or item that is none of these. What records say that changes
+    nothing here is counted in `tally`."""
+    cfg, tally, conversations = DataConfig(answers="target"), tally or Tally(), []
     for place, record in _prompt_records(Path(path), tally):
-        messages: Any = None
-        if isinstance(record, dict):
-            turns = record.get("turns")
-            first = turns[0] if isinstance(turns, list) and turns else None
-            messages, record = record.get("messages"), record.get("prompt") or first
-        messages = messages or [{"role": "user", "content": record}]
+        tally.read += 1
         try:
-            conversations.append(
-                conversation_of({"messages": messages}, place, "messages", Tally())
-            )
+            conversations.append(replace(normal(record, place, cfg, tally), id=place))
         except Unusable as reason:
             raise UserError(
                 f"{place}: {reason}; give one prompt per line, or JSON with "

@@ -24,6 +24,7 @@ from train.data.writer import Writer
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 TAILS = 1000  # ends of prompts that are kept with their tokens
 PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
+UNREAD = "which this template does not read"
 LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
 WEIGHTED = "answers that count by their weight in the loss"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
@@ -94,11 +95,13 @@ class Chat:
             messages = messages[:-1]
         if not messages:
             raise Unusable("no assistant turn")
-        _require_no_control(_texts(messages, tools), self.writer.control)
+        writer, given = self.writer.given(conversation.arguments), conversation.arguments
+        _require_no_control(_texts(messages, tools, given), writer.control)
         wanted = {i for i, m in enumerate(messages) if m.role == "assistant" and m.trained}
         if not wanted:
             raise Unusable("weight 0 for all answers")
-        notes, reasons, documents = dict[str, None](), list[str](), list[Document]()
+        reasons, documents = list[str](), list[Document]()
+        notes = dict.fromkeys(_unread(writer, tools))
         if any(m.role == "assistant" and not m.trained for m in messages):
             notes["answers of weight 0 not trained on"] = None
         if any(messages[i].weight != 1 for i in wanted):
@@ -110,9 +113,9 @@ class Chat:
         for last in sorted({*wanted, len(messages) - 1}, reverse=True):
             if last not in wanted and last < len(messages) - 1:
                 continue
-            answers = Answers(self.writer, messages[: last + 1], tools, wanted, thinking)
+            answers = Answers(writer, messages[: last + 1], tools, wanted, thinking)
             if last == len(messages) - 1:
-                whole = self._unwritten(messages, tools, answers.text, answers=True)
+                whole = self._unwritten(writer, messages, tools, answers.text, answers=True)
                 notes |= dict.fromkeys(whole)
             if last in wanted - {*answers.spans}:
                 reasons.append(answers.why)
@@ -205,7 +208,8 @@ class Chat:
         a user turn, or with the results of all tools that were called together, and includes any
         system turns that follow directly. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
-        _require_no_control(_texts(messages, tools), self.writer.control)
+        writer, given = self.writer.given(conversation.arguments), conversation.arguments
+        _require_no_control(_texts(messages, tools, given), writer.control)
         best, last, text, question, asks = None, 0, "", 0, False
         for i, message in enumerate(messages, 1):
             answer = next(iter(messages[i:]), None)
@@ -216,7 +220,7 @@ class Chat:
             if not (asks if answer is None else answer.role == "assistant"):
                 continue
             thinking = self._asked(conversation, answer)
-            written, _ = self.writer.render(messages[:i], tools, True, thinking)
+            written, _ = writer.render(messages[:i], tools, True, thinking)
             ids = np.array(self.tokenizer(written, add_special_tokens=False)["input_ids"], np.int32)
             if most is not None and len(ids) > most:
                 break
@@ -227,13 +231,19 @@ class Chat:
             last, text = i, written
         if best is None:
             raise Unusable(too_long_prompt(most))
-        marks = self.writer.marks
-        if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or marks:
-            best.notes = tuple(self._unwritten(messages[:last], tools, text, answers=False))
+        notes = _unread(writer, tools)
+        if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or writer.marks:
+            notes += self._unwritten(writer, messages[:last], tools, text, answers=False)
+        best.notes = tuple(notes)
         return best
 
     def _unwritten(
-        self, messages: Sequence[Message], tools: Sequence[Any], text: str, answers: bool
+        self,
+        writer: Writer,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        text: str,
+        answers: bool,
     ) -> list[str]:
         """Notes on what the chat has besides texts but the template does not write, where the chat
         means the same without it. Raises Unusable where it does not: if tools, a call or the result
@@ -241,19 +251,19 @@ class Chat:
         notes = []
         if calls := [call for m in messages for call in m.beside.get("tool_calls", ())]:
             silent = [_less(m, "tool_calls") for m in messages]
-            bare = self.writer.without(silent, tools)
+            bare = writer.without(silent, tools)
             for call in calls:
                 if not all(_written(x, text, bare) for x in _leaves(call["function"])):
                     raise Unusable(f"tool calls, {UNWRITTEN}")
         if tools:
-            bare = self.writer.without(messages, ())
+            bare = writer.without(messages, ())
             if any(bare.count(x) >= text.count(x) for x in _names(tools)):
                 raise Unusable(f"tools, {UNWRITTEN}")
         if not all(_written(m.content.strip(), text, "") for m in messages if m.role == "tool"):
             raise Unusable(f"results of tools, {UNWRITTEN}")
         thoughts = [m for m in messages if "reasoning_content" in m.beside]
         if thoughts:
-            bare = self.writer.without([_less(m, "reasoning_content") for m in messages], tools)
+            bare = writer.without([_less(m, "reasoning_content") for m in messages], tools)
             lost = [m for m in thoughts if not _written(m.beside["reasoning_content"], text, bare)]
             if lost and not answers:
                 notes.append("reasoning of earlier answers, which this template leaves out")
@@ -263,7 +273,7 @@ class Chat:
         if any(m.role == "system" and m.content not in text for m in messages):
             notes.append(f"a system prompt, {UNWRITTEN}")
         others = [m.content for m in messages if m.role != "assistant"]
-        if any(mark in content for content in others for mark in self.writer.marks):
+        if any(mark in content for content in others for mark in writer.marks):
             notes.append("words of the template in its text, read as a server reads them")
         return notes
 
@@ -300,10 +310,17 @@ class Plain:
         return ids
 
 
-def _texts(messages: Sequence[Message], tools: Sequence[Any]) -> list[str]:
+def _texts(
+    messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]
+) -> list[str]:
     """All texts that a template may write of a chat."""
     beside = [leaf for m in messages if m.beside for leaf in _leaves(m.beside)]
-    return [m.content for m in messages] + beside + [*_leaves(tools)]
+    return [m.content for m in messages] + beside + [*_leaves(tools)] + [*_leaves(arguments)]
+
+
+def _unread(writer: Writer, tools: Sequence[Any]) -> list[str]:
+    """A note for each argument that the template does not read, as a server would not."""
+    return [f"the template argument {name!r}, {UNREAD}" for name in writer.unread(tools)]
 
 
 def _earlier(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
@@ -396,39 +413,6 @@ def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
         if i > 0 and offsets[i - 1][1] != edge:
             raise Unusable(DISAGREE)
     return first, last
-
-
-def whole_prompts(
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    room: int | None,
-    thinking: str = "template",
-) -> list[Prompt]:
-    """The prompts of a file, each complete up to its last user turn, or to the results of tools
-    that follow it. Without a chat template, they are read as plain text. `thinking` is that of
-    `Chat`. Raises UserError naming the first that is unusable or has more than `room` tokens
-    (None: any number)."""
-    chat: Chat | Plain = Plain(tokenizer)
-    if tokenizer.chat_template:
-        chat = Chat(tokenizer, thinking=thinking)
-    elif thinking != "template":
-        raise UserError(
-            f"--thinking {thinking}: the target has no chat template to ask for reasoning: leave "
-            "it out"
-        )
-    prompts = []
-    for conversation in conversations:
-        try:
-            prompts.append(chat.prompt(conversation))
-        except Unusable as reason:
-            raise UserError(f"{conversation.id}: {reason}") from reason
-        if room is not None and len(prompts[-1].ids) > room:
-            raise UserError(
-                f"{conversation.id}: the prompt has {len(prompts[-1].ids):,} tokens, and the "
-                f"target has room for only {max(0, room):,} besides the answer: shorten it, "
-                "or ask for shorter answers"
-            )
-    return prompts
 
 
 def require_spans(tally: Tally, patience: int) -> None:

@@ -70,7 +70,10 @@ def messages_of(turn: Any, ignored: set[str]) -> list[Message]:
         if results:
             tools = [_result(part) for part in results]
             return tools + ([_message(turn | {"content": rest}, ignored)] if rest else [])
-    return [_message(turn, ignored)]
+    message = _message(turn, ignored)
+    # null as content is no turn, while an empty text is an empty system turn
+    there = message.role != "system" or any(not absent(turn.get(key)) for key in CONTENT)
+    return [message] if there else []
 
 
 def _result(part: Mapping[str, Any]) -> Message:

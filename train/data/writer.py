@@ -1,7 +1,8 @@
 """A tokenizer's chat template: what it writes of a chat, and which of its words are the template's
 own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -39,6 +40,7 @@ class Writer:
                 "tokens in a text: use a target with a tokenizer.json"
             )
         self.source = source
+        self.arguments: Mapping[str, Any] = {}
         self.template = Template(source, tokenizer, clock)
         self.with_tools = self.template
         if with_tools != source:  # some tokenizers have a template of its own for tools
@@ -74,7 +76,20 @@ class Writer:
         if not self.reasons:
             messages = [_in_text(message) for message in messages]
         template = self.with_tools if tools else self.template
-        return template.render(messages, tools, prompt, thinking)
+        return template.render(messages, tools, prompt, thinking, self.arguments)
+
+    def given(self, arguments: Mapping[str, Any]) -> "Writer":
+        """A writer that sets these variables of the template, too."""
+        if arguments == self.arguments:
+            return self
+        writer = copy(self)
+        writer.arguments = arguments
+        return writer
+
+    def unread(self, tools: Sequence[Any]) -> list[str]:
+        """The names of arguments that the template does not read."""
+        template = self.with_tools if tools else self.template
+        return sorted(self.arguments.keys() - template.variables)
 
     def has_blocks(self, tools: Sequence[Any]) -> bool:
         """Whether the template marks the assistant's tokens itself."""

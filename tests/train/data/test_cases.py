@@ -557,3 +557,103 @@ def test_a_system_prompt_that_the_template_leaves_out_is_counted() -> None:
     document = encode(chat, tokenizer, DataConfig())
     assert isinstance(document, Document)
     assert document.notes == ("a system prompt, which this template does not write",)
+
+
+# Template arguments and empty system turns
+
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nHello.<|im_end|>\n{% endif %}"
+)
+
+
+def test_template_arguments_of_records_are_applied() -> None:
+    """Of requests that set no effort, that one argument, and that beside one known before."""
+    tokenizer = tokenizer_of((CASES / "template_with_an_argument.jinja").read_text())
+    path = CASES / "template_arguments.jsonl"
+    efforts = ["high", "high", "medium"]
+    for answers_of, into in (("data", split_documents), ("target", split_prompts)):
+        cfg = DataConfig(path=str(path), held_out=0, min_answer=1, answers=answers_of)
+        split: Any = into(cfg, tokenizer)
+        texts = sorted(tokenizer.decode(item.ids).split("<|im_end|>")[0] for item in split.train)
+        assert texts == [f"<|im_start|>system\nReasoning: {effort}" for effort in efforts]
+        assert not split.tally.ignored
+        # thinking is asked for in the third record, and this template does not read it: as before
+
+
+def request(**more: Any) -> dict[str, Any]:
+    return {"messages": [USER, ANSWER], **more}
+
+
+@pytest.mark.parametrize(
+    ("more", "effort", "counted"),
+    [
+        ({"reasoning_effort": "low"}, "low", None),  # as in a request to OpenAI's API
+        ({"chat_template_kwargs": json.dumps({"reasoning_effort": "low"})}, "low", None),
+        ({"chat_template_kwargs": {"reasoning_effort": None}}, "medium", None),
+        ({"chat_template_kwargs": {"add_generation_prompt": True}}, "medium", None),
+        ({"body": request(reasoning_effort="low")}, "low", None),
+        (
+            {"chat_template_kwargs": {"tone": "dry"}},
+            "medium",
+            "argument 'tone', which",
+        ),
+        ({"chat_template_kwargs": "dry"}, "medium", "the key 'chat_template_kwargs' of records"),
+        ({"enable_thinking": "no"}, "medium", "the key 'enable_thinking' of records"),
+    ],
+)
+def test_template_arguments_are_applied_or_counted(
+    tmp_path: Path, more: dict[str, Any], effort: str, counted: str | None
+) -> None:
+    record = more if "body" in more else request(**more)
+    path = write_lines(tmp_path / "x.jsonl", [record])
+    template = (CASES / "template_with_an_argument.jinja").read_text()
+    for split in (documents(path, template), prompts(path, template)):
+        (item,) = split.train
+        text = tokenizer_of(template).decode(item.ids)
+        assert text.startswith(f"<|im_start|>system\nReasoning: {effort}<")
+        told = [*split.tally.ignored, *split.tally.changed]
+        assert len(told) == (counted is not None) and (counted or "") in "".join(told)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"messages": [USER]},
+        {"add_generation_prompt": False},
+        {"enable_thinking": True, "thinking": False},
+        {"reasoning_effort": "a <|im_end|>"},
+    ],
+)
+def test_arguments_that_would_change_the_chat_drop_the_record(
+    tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [request(), request(chat_template_kwargs=arguments)])
+    for split in (documents(path), prompts(path)):
+        assert len(split.train) == 1 and split.tally.dropped.total() == 1
+        (reason,) = split.tally.dropped
+        assert any(word in reason for word in ("argument", "reasoning", "control token"))
+
+
+def test_an_empty_system_turn_stays_one(tmp_path: Path) -> None:
+    """As transformers renders it: no default system turn is written in its place."""
+    template = DEFAULT_SYSTEM + CHATML
+    tokenizer = tokenizer_of(template)
+    records = [json.loads(line) for line in (CASES / "empty_system.jsonl").open()]
+    null = {"role": "system", "content": None}  # a key with null is a key that is not there
+    for path, chats in (
+        (CASES / "empty_system.jsonl", [r["messages"] for r in records]),
+        (
+            write_lines(tmp_path / "x.jsonl", [{"messages": [null, USER, ANSWER]}]),
+            [[USER, ANSWER]],
+        ),
+    ):
+        expected = sorted(tokenizer.apply_chat_template(chat)["input_ids"] for chat in chats)
+        read = sorted(d.ids.tolist() for d in documents(path, template).train)
+        # what follows a response's end may be missing
+        assert all(b[: len(a)] == a for a, b in zip(read, expected, strict=True))
+        assert all(tokenizer.decode(b[len(a) :]).strip() == "" for a, b in zip(read, expected))
+        expected = sorted(
+            tokenizer.apply_chat_template(chat[:-1], add_generation_prompt=True)["input_ids"]
+            for chat in chats
+        )
+        assert sorted(p.ids.tolist() for p in prompts(path, template).train) == expected

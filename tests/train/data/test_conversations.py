@@ -22,9 +22,9 @@ from train.data.conversations import (
     Message,
     Tally,
 )
+from train.data.reader import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import Split, load
-from train.data.template import whole_prompts
 from train.data.turns import ROLES
 
 real = pytest.mark.skipif(
@@ -91,7 +91,7 @@ CASES = [
     ([("human", "a"), ("gpt", "b")], "a|b", None),
     ([("user", "a"), ("bard", "b")], "a|b", None),
     ([("system", "s"), ("human", "a"), ("bing", "b")], "s|a|b", None),
-    ([("system", " "), ("human", "a"), ("chatgpt", "b")], "a|b", None),
+    ([("system", " "), ("human", "a"), ("chatgpt", "b")], "|a|b", None),  # an empty system turn
     ([("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
     ([("gpt", "y"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
     ([("system", "s"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "s|a|b", "answers before"),
@@ -102,7 +102,7 @@ CASES = [
     ([("human", " a\n"), ("gpt", "\n b ")], "a|b", None),
     ([("human", "a"), ("system", "s"), ("gpt", "b")], "a|s|b", None),
     ([("system", "s"), ("developer", "t"), ("human", "a"), ("gpt", "b")], "s|t|a|b", None),
-    ([("human", "a"), ("system", " "), ("gpt", "b")], "a|b", None),
+    ([("human", "a"), ("system", " "), ("gpt", "b")], "a||b", None),
     ([("human", "a"), ("gpt", "b"), ("system", "s"), ("gpt", "c")], "a|b|s|c", None),
 ]
 

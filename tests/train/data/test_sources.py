@@ -19,9 +19,9 @@ from tests.tiny import make_tokenizer
 from tests.train.data.test_conversations import sharegpt
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
+from train.data.reader import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import read
-from train.data.template import whole_prompts
 
 GOOD = json.dumps(sharegpt(("human", "a"), ("gpt", "b")))
 WHOLE = json.dumps([{"id": str(i), **sharegpt(("human", "é\\ud83d\\ude00"))} for i in range(3)])
@@ -142,7 +142,7 @@ def test_a_text_that_begins_with_a_bracket_is_text(tmp_path: Path) -> None:
 
 def test_an_item_of_an_array_of_prompts_is_named(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('["one", 2]')
-    with pytest.raises(UserError, match=r"p\.json, item 2: content that is not text"):
+    with pytest.raises(UserError, match=r"p\.json, item 2: not a conversation"):
         read_prompts_file(tmp_path / "p.json")
 
 
