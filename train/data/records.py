@@ -212,15 +212,15 @@ def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], 
     """Whether a record says that its answers were asked for with reasoning, as to a server; the
     other variables that it sets for the chat template; and the keys that say so. Raises Unusable
     for arguments that contradict each other, or that would change what is rendered."""
-    given, named = record.get(ARGUMENTS), [ARGUMENTS]
-    if isinstance(given, str):
+    asked, named = record.get(ARGUMENTS), [ARGUMENTS]
+    if isinstance(asked, str):
         try:
-            given = json.loads(given)
+            asked = json.loads(asked)
         except (ValueError, RecursionError):
-            given = None
-    if not isinstance(given, dict):
-        given, named = {}, []
-    arguments = {str(key): x for key, x in given.items() if not absent(x)}
+            asked = None
+    if not isinstance(asked, dict):
+        asked, named = {}, []
+    arguments = {str(key): x for key, x in asked.items() if not absent(x)}
     for key in RENDERED.keys() & arguments.keys():
         if arguments.pop(key) != RENDERED[key]:
             raise Unusable(f"the template argument {key!r}, which a server sets itself")

@@ -95,8 +95,8 @@ class Chat:
             messages = messages[:-1]
         if not messages:
             raise Unusable("no assistant turn")
-        writer, given = self.writer.given(conversation.arguments), conversation.arguments
-        _require_no_control(_texts(messages, tools, given), writer.control)
+        writer = self.writer.with_arguments(conversation.arguments)
+        _require_no_control(_texts(messages, tools, conversation.arguments), writer.control)
         wanted = {i for i, m in enumerate(messages) if m.role == "assistant" and m.trained}
         if not wanted:
             raise Unusable("weight 0 for all answers")
@@ -208,8 +208,8 @@ class Chat:
         a user turn, or with the results of all tools that were called together, and includes any
         system turns that follow directly. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
-        writer, given = self.writer.given(conversation.arguments), conversation.arguments
-        _require_no_control(_texts(messages, tools, given), writer.control)
+        writer = self.writer.with_arguments(conversation.arguments)
+        _require_no_control(_texts(messages, tools, conversation.arguments), writer.control)
         best, last, text, question, asks = None, 0, "", 0, False
         for i, message in enumerate(messages, 1):
             answer = next(iter(messages[i:]), None)

@@ -78,7 +78,7 @@ class Writer:
         template = self.with_tools if tools else self.template
         return template.render(messages, tools, prompt, thinking, self.arguments)
 
-    def given(self, arguments: Mapping[str, Any]) -> "Writer":
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "Writer":
         """A writer that sets these variables of the template, too."""
         if arguments == self.arguments:
             return self
