@@ -124,9 +124,10 @@ def answers_of(
 
 
 def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
-    """The ids of an answer, up to the first that ends it. Raises UserError if they cannot be the
-    target's; Refused if the answer came as text and the prompt is no prefix of the whole text's
-    ids; Unavailable if there is no answer in the reply, or one that was broken off."""
+    """The ids of a response, up to and including the first that ends it, also if the engine strips
+    that id. Raises UserError if they cannot be the target's; Refused if the response came as text
+    and the prompt is no prefix of the whole text's ids; Unavailable if there is no response in the
+    reply, or one that was broken off."""
     choice = choice_of(reply)
     ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
     reason, text = choice.get("finish_reason"), choice.get("text")
@@ -140,7 +141,7 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
         "changes prompts: serve the checkpoint of target.path",
     )
     if ids is None:
-        ids = _of_text(str(text), prompt, target, reason)
+        ids = _of_text(str(text), prompt, target)
     rows = target.vocab_size
     sound = isinstance(ids, list) and all(type(i) is int and 0 <= i < rows for i in ids)
     require(
@@ -148,6 +149,9 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
         f"the engine answered with ids outside the target's vocabulary of {rows}: it serves "
         "another model: serve the checkpoint of target.path",
     )
+    if reason == "stop" and not {*ids} & {*target.eos}:  # vLLM says by which id, but for eos
+        stop = choice.get("stop_reason")
+        ids = [*ids, stop if type(stop) is int and stop in target.eos else _end_of(target)]
     ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
     answer: list[int] = ids[: ends[0] if ends else limit]
     if not answer:
@@ -155,8 +159,18 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
     return answer
 
 
-def _of_text(text: str, prompt: Sequence[int], target: Parts, reason: str) -> list[int]:
-    """The ids of an answer that came as text. `reason` says how it ended."""
+def _end_of(target: Parts) -> int:
+    """The id with which a response of the target ends. Raises UserError if nothing says so."""
+    if target.response_end is None:
+        raise UserError(
+            f"the engine ends responses by a token that it does not return, and no file of "
+            f"{target.name} says which: set eos_token_id in its generation_config.json"
+        )
+    return target.response_end
+
+
+def _of_text(text: str, prompt: Sequence[int], target: Parts) -> list[int]:
+    """The ids of a response that came as text, which may lack the id that ends it."""
     tokenizer = target.tokenizer
     before = tokenizer.decode(prompt, skip_special_tokens=False)
     whole = tokenizer(before + text, add_special_tokens=False)["input_ids"]
@@ -166,8 +180,6 @@ def _of_text(text: str, prompt: Sequence[int], target: Parts, reason: str) -> li
             "with the prompt's"
         )
     ids: list[int] = whole[len(prompt) :]
-    if reason == "stop" and not {*ids} & {*target.eos} and target.response_end is not None:
-        ids.append(target.response_end)
     return ids
 
 

@@ -320,6 +320,43 @@ def test_ids_of_texts(target: TargetOnDemand) -> None:
         ids_of({"choices": [{"text": "t", "finish_reason": "stop"}]}, joined, parts, 9)
 
 
+def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
+    answer: Answer,
+    serve: Callable[..., FakeEngine],
+    target: TargetOnDemand,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ids and as text, alone and with several ids that end a response, of which the engine may
+    say which one it was. Responses that are cut at the limit get no end."""
+    monkeypatch.setattr(engines, "require_same_model", lambda *_: None)
+    parts = target.parts
+    (end,) = parts.eos
+    answer_of = parts.tokenizer("may run")["input_ids"]
+
+    def fault(number: int, reply: dict[str, Any]) -> dict[str, Any]:
+        reason = "length" if number % 2 else "stop"
+        return {**reply, "choices": [{"token_ids": answer_of, "finish_reason": reason}]}
+
+    written = [d.ids[d.mask].tolist() for d in answer(serve(fault), batch=1)]
+    assert sorted(written) == sorted([answer_of, [*answer_of, end]] * (PROMPTS // 2))
+
+    def ids(limit: int = 9, **more: Any) -> list[int]:
+        choice = {"token_ids": answer_of, "finish_reason": "stop", **more}
+        return ids_of({"choices": [choice]}, [5], parts, limit)
+
+    assert ids() == [*answer_of, end] and ids(len(answer_of)) == answer_of
+    assert ids(token_ids=[*answer_of, end]) == [*answer_of, end] and ids(token_ids=[]) == [end]
+    config, first = parts.model.generation_config, parts.vocab_size - 1
+    monkeypatch.setattr(config, "eos_token_id", [first, end])
+    assert ids() == [*answer_of, end]  # with which the template ends a response
+    assert ids(stop_reason=first) == [*answer_of, first]
+    assert ids(stop_reason=7) == ids(stop_reason="x") == [*answer_of, end]
+    monkeypatch.setattr(config, "eos_token_id", None)
+    monkeypatch.setattr(parts, "tokenizer", None)
+    with pytest.raises(UserError, match="set eos_token_id in its generation_config"):
+        ids()
+
+
 def test_a_job_reads_the_setting(
     tiny: Tiny, tmp_path: Path, serve: Callable[..., FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
