@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from specdec.targets.on_demand import TargetOnDemand
 from train import optim
 from train.config import Config
 from train.data.packing import pack
+from train.data.split import Split
 from train.data.template import Document, Prompt
 from train.features.source import Online
 from train.forecast import SHARES
@@ -49,8 +51,7 @@ PLANNED = 0.92  # share of the time left that is planned: stages overran their p
 def planned(
     cfg: Config,
     folder: Path,
-    train: Sequence[Document | Prompt],
-    held_out: Sequence[Document | Prompt],
+    split: Split[Any],
     target: TargetOnDemand,
     accelerator: Accelerator,
     started: float,
@@ -58,7 +59,7 @@ def planned(
     """The numbers of training conversations and of final prompts that fit the budget (all, if there
     is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
     to the numbers in its plan.json. `started` is the time.monotonic() at which the run began."""
-    path = folder / "plan.json"
+    train, validation, path = split.train, split.validation, folder / "plan.json"
     remedy = "give another name=, or delete that folder"
     kept = from_main(
         accelerator, lambda: read_record(Plan, path, remedy) if path.exists() else None
@@ -88,11 +89,12 @@ def planned(
     ranks = ranks_of(accelerator, target)
     speeds, regresses = here() if ranks.team is None else ranks.first(here)
     regresses = regresses and cfg.stage.draft is None
-    asked = statistics.mean(len(t.ids) for t in held_out) if held_out else 0.0
-    work = work_of(cfg, len(held_out), asked, accelerator.num_processes, regresses)
+    asked = statistics.mean(len(p.ids) for p in split.prompts) if split.prompts else 0.0
+    of_parts = len(split.prompts), len(split.validation_prompts)
+    work = work_of(cfg, of_parts, asked, accelerator.num_processes, regresses)
     used = cfg.budget.spent + time.monotonic() - started
     left = PLANNED * (60 * cfg.budget.minutes - used)
-    lengths = [[len(t.ids) for t in side] for side in (train, held_out)]
+    lengths = [[len(t.ids) for t in side] for side in (train, validation)]
     plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
     plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
     console.print(str(plan))
@@ -107,24 +109,27 @@ def planned(
     if plan.conversations < POOR:
         console.print(
             f"that is fewer than {POOR} conversations: the figures will be poor; "
-            f"{_for_more(plan, len(held_out), cfg.data.limit)} for better ones"
+            f"{_for_more(plan, len(split.held_out), cfg.data.limit)} for better ones"
         )
     if accelerator.is_main_process:
         write_json(path, asdict(plan))
     return plan.conversations, plan.prompts
 
 
-def work_of(cfg: Config, held_out: int, length: float, processes: int, regresses: bool) -> Work:
-    """The work of a run that holds out `held_out` conversations. `length` is the mean number of
-    their tokens, without the answers that the target will write; `regresses` says whether the run
-    solves for its start."""
+def work_of(
+    cfg: Config, prompts: tuple[int, int], length: float, processes: int, regresses: bool
+) -> Work:
+    """The work of a run with so many held-out `prompts`, of the test part and of the validation
+    part. `length` is the mean number of their tokens; `regresses` says whether the run solves for
+    its start."""
+    measured = min(cfg.decode.prompts, prompts[0])
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     ways = 2 + cfg.decode.fastest + (cfg.also is not None)
     asked = min(length, cfg.data.max_prompt)
     # α is measured along the drafted answer and, above T = 0, along the plain one, which differs
     along = (asked + cfg.decode.max_new_tokens) * ALONG
     alongs = sum(1 + (t > 0) for t in cfg.decode.temperatures)
-    calibrating = min(CALIBRATING, max(0, held_out - cfg.decode.prompts))
+    calibrating = min(CALIBRATING, sum(prompts) - measured)
     gamma = cfg.decode.gamma or cfg.drafter.depth
     rows = cfg.loop.rows * cfg.loop.accumulate * processes
     step = rows * cfg.data.max_length  # tokens, at most
@@ -133,7 +138,7 @@ def work_of(cfg: Config, held_out: int, length: float, processes: int, regresses
         epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
         new=cfg.answers.max_new_tokens if answering else 0,
         kept=answering and cfg.stores_features,
-        prompts=min(cfg.decode.prompts, held_out),
+        prompts=measured,
         timed=cfg.decode.timed_prompts,
         repeats=cfg.decode.repeats,
         decoded=ways * drafted,

@@ -45,7 +45,7 @@ def check_target(cfg: Config, parts: Parts) -> None:
 
 def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> None:
     """Raise UserError for texts that are too long, and for decoding that would fail later."""
-    documents = [*texts.train, *texts.held_out]
+    documents = [*texts.train, *texts.validation]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
     for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):
         require(

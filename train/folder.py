@@ -42,6 +42,8 @@ FREE = {
     "objective": ("chunk",),
     "loop": ("rows", "accumulate"),
 }
+# the setting of runs from before there was a validation part
+WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
 BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
@@ -124,7 +126,8 @@ def describe(
     """Write the run's config.json, unless the folder holds a run of other texts or models: then
     raise UserError. Until here, an error leaves the folder free for another run."""
     of = {"target": fingerprint, "training data": digest(texts.train)}
-    of["held-out data"] = digest(texts.held_out)
+    of["held-out data"] = digest(texts.validation)
+    of["held-out prompts"] = of_value([prompt.ids.tolist() for prompt in texts.prompts])
     if cfg.stage.draft is not None:
         of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
     if cfg.objective.reference is not None:
@@ -135,7 +138,7 @@ def describe(
     described = asdict(cfg) | {"of": of, "records": texts.records, "identity": identity}
     described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
     described["processes"] = portion.processes
-    described["data"] |= {"held_out": texts.share}
+    described["data"] |= {"held_out": texts.share, "validation": texts.validation_share}
     write_json(folder / "config.json", described)
 
 
@@ -158,7 +161,7 @@ def data_of_run(folder: Path) -> DataConfig:
     held-out side stays the same. Raises UserError if the folder holds no run or is damaged."""
     try:
         described = read_json(folder / "config.json")
-        data = dict(described["data"])
+        data = WITHOUT_VALIDATION | dict(described["data"])
         # of shuffled data, these records are not those that the conversations come from
         if (read := described.get("records")) is not None and not data.get("shuffle"):
             data |= {"limit": None, "records": read}
@@ -243,12 +246,15 @@ def with_date(cfg: Config, folder: Path) -> Config:
 
 
 def with_share(cfg: Config, folder: Path) -> Config:
-    """The configuration with the share of the data that the run in this folder holds out, if it
-    began with one and none is given now."""
-    data = config_of(folder).get("data")
-    if cfg.data.held_out is not None or data is None:
+    """The configuration with the shares of the data that the run in this folder holds out and
+    selects on, if it began with any and none are given now."""
+    if (data := config_of(folder).get("data")) is None:
         return cfg
-    return replace(cfg, data=replace(cfg.data, held_out=data.get("held_out", SHARE)))
+    began = {"held_out": SHARE} | WITHOUT_VALIDATION | data
+    kept = {
+        name: began[name] for name in ("held_out", "validation") if getattr(cfg.data, name) is None
+    }
+    return replace(cfg, data=replace(cfg.data, **kept))
 
 
 def note_date(cfg: Config, folder: Path) -> None:
@@ -272,9 +278,10 @@ def digest(documents: Sequence[Document]) -> str:
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
     """A run's config.json, written `when` it was, as today's version would write it. Older ones
     have a `loss` instead of an `objective`, lack `start` for families that had only one start then,
-    and do not say when the run began."""
-    if isinstance(data := written.get("data"), dict) and data.get("date") is None:
-        written = written | {"data": data | {"date": _text(when)}}
+    had no validation part, and do not say when the run began."""
+    if isinstance(data := written.get("data"), dict):
+        data = WITHOUT_VALIDATION | data
+        written = written | {"data": data | {"date": data.get("date") or _text(when)}}
     drafter = written.get("drafter")
     if isinstance(drafter, dict) and "name" in drafter:
         written = written | {"drafter": upgraded(family(drafter["name"]), drafter)}

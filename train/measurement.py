@@ -28,6 +28,7 @@ from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
+from train.data.template import Prompt
 from train.texts import Texts
 from train.tracking import Tracker, curve
 
@@ -80,7 +81,12 @@ def finished(
         )
     if training is not None:
         seen = curve(folder / "metrics.jsonl")
-        results.training = replace(training, curve=seen, trained_on=str(cfg.objective))
+        results.training = replace(
+            training,
+            curve=seen,
+            trained_on=str(cfg.objective),
+            validation=len(texts.validation) if texts.validation_share else 0,
+        )
     results.draft = quote(str(folder / "best"))
     results.also = quote(str(folder / f"with-{cfg.also}")) if cfg.also else ""
     ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
@@ -115,7 +121,8 @@ def _measured(
     progress: Progress,
 ) -> Results:
     """Calibrate the best draft, and measure it with the decoder."""
-    prompts, also = [p.ids.tolist() for p in texts.prompts], None
+    asked, also = [*texts.prompts[: texts.measured], *others_of(texts)], None
+    prompts = [p.ids.tolist() for p in asked]
     others = prompts[texts.measured :][:CALIBRATING]
     if others and isinstance(drafter, Predictor):
         console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
@@ -130,11 +137,17 @@ def _measured(
         prompts,
         replace(cfg.decode, prompts=texts.measured),
         progress,
-        [p.words for p in texts.prompts],
+        [p.words for p in asked],
         ranks=ranks,
-        earlier=[p.earlier for p in texts.prompts],
-        kinds=[p.kind for p in texts.prompts],
+        earlier=[p.earlier for p in asked],
+        kinds=[p.kind for p in asked],
     )
+
+
+def others_of(texts: Texts) -> list[Prompt]:
+    """The held-out prompts that are not measured, for calibration and for choices: those of the
+    validation part first, since a later evaluation may measure more of the test part."""
+    return [*texts.validation_prompts, *texts.prompts[texts.measured :]]
 
 
 def _write(
@@ -193,7 +206,7 @@ def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
         drafts_of.append(folder / f"with-{cfg.also}")
     how = {
         "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.name, texts.measured],
-        "prompts": [prompt.ids.tolist() for prompt in texts.prompts],
+        "prompts": [p.ids.tolist() for p in (*texts.prompts, *texts.validation_prompts)],
         "kinds": [prompt.kind for prompt in texts.prompts],
         "machine": asdict(machine_of(target)),
         "processes": processes,

@@ -111,9 +111,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
         split = split_of(cfg.data, cfg.answers, target.parts, ranks)
-        size, measured = planned(
-            cfg, folder, split.train, split.held_out, target, accelerator, started
-        )
+        size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         features = Features.of(cfg, target, accelerator, progress)
         if cfg.data.answers == "target":
@@ -124,7 +122,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         texts = texts_of(cfg, split, measured, target, features.store, accelerator, progress)
 
         if (share := Share.of("features.shard", cfg.features.shard)) is not None:
-            features.fill_share(share, [texts.train, texts.held_out])
+            features.fill_share(share, [texts.train, texts.validation])
             console.print(f"features: {share} is done; {AFTERWARDS} features.shard")
             return 0.0
 
@@ -173,7 +171,9 @@ def _trained(
         f"drafter {cfg.drafter.name}: {count:,} trainable parameters\nobjective: {cfg.objective}"
     )
     on_policy = rounds.data == "on_policy"  # then every round, the first too, writes its own texts
-    source, held_out = features.sources(drafter, [[] if on_policy else texts.train, texts.held_out])
+    source, validation = features.sources(
+        drafter, [[] if on_policy else texts.train, texts.validation]
+    )
     parts, reference = target.parts, None  # not earlier: the target's layers may be freed now
     if cfg.objective.reference is not None:
         reference = drafts.read(cfg.objective.reference, parts).to(parts.device)
@@ -209,7 +209,7 @@ def _trained(
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             (source,) = features.sources(drafter, [documents])
         epochs = range(number * cfg.loop.epochs, (number + 1) * cfg.loop.epochs)
-        loop.train(learner, source, held_out, whole, cfg.optim, epochs, tracker, progress)
+        loop.train(learner, source, validation, whole, cfg.optim, epochs, tracker, progress)
     training = loop.trained(learner)
     if parts.checksum() != before:
         raise RuntimeError("training changed the target's weights: a bug, please report it")

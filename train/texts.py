@@ -3,6 +3,7 @@ target's own. Of several processes, the first reads the data, all of them render
 all get the same texts."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,16 @@ from train.shares import AFTERWARDS, Share
 
 @dataclass
 class Texts:
-    """What training and evaluation read."""
+    """What training and evaluation read. See `Split`."""
 
     train: list[Document]  # prompts without answers if on-policy rounds need no more
-    held_out: list[Document]
-    prompts: list[Prompt]  # held out, for the decoder
-    measured: int  # how many of these the final evaluation answers
+    validation: list[Document]  # held out, to select the best draft on
+    prompts: list[Prompt]  # the decoder's, of the test part
+    validation_prompts: list[Prompt]  # the decoder's, for calibration and choices; may be empty
+    measured: int  # how many of `prompts` the final evaluation answers
     records: int  # number of records read from the data
     share: float  # of all conversations, held out
+    validation_share: float  # of these, in the validation part; 0: all select and all are reported
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
 
 
@@ -51,9 +54,14 @@ def split_of(data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Rank
         return _split(data, answers, parts, None if alone else share)
 
     split = ranks.led(read, Work(data, parts.tokenizer)) or Split()
-    train, held_out = ranks.handed(lambda: split.train), ranks.handed(lambda: split.held_out)
-    prompts = ranks.handed(lambda: split.prompts)
-    return Split(train, held_out, prompts, *ranks.first(lambda: (split.tally, split.share)))
+    lists = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")
+    tally, shares = ranks.first(lambda: (split.tally, (split.share, split.validation_share)))
+    return Split(
+        **{name: ranks.handed(partial(getattr, split, name)) for name in lists},
+        tally=tally,
+        share=shares[0],
+        validation_share=shares[1],
+    )
 
 
 def texts_of(
@@ -69,15 +77,15 @@ def texts_of(
     If the data's answers are not read, the target answers, and `store` keeps the features that it
     computes meanwhile."""
     parts, ranks = target.parts, ranks_of(accelerator)
-    train, held_out, asked = split.train, split.held_out, list[Prompt]()
+    train, validation, asked = split.train, split.validation, list[Prompt]()
     if cfg.data.answers == "target":
         asked = train
         store = store if cfg.answers_bring_features else None
         if store is not None:
             store.prepare(0)
-        train, held_out = (
+        train, validation = (
             answered(target, some, cfg.answering, accelerator, progress, store)
-            for some in (train if cfg.reads_plain_answers else [], held_out)
+            for some in (train if cfg.reads_plain_answers else [], validation)
         )
         if train:  # engines may leave prompts unanswered
             answered_too = {d.ids[~d.mask].tobytes() for d in train}
@@ -86,12 +94,22 @@ def texts_of(
     if cfg.data.rounds:
         logs = Path(cfg.data.rounds)
         train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, split.prompts))
-    for name, documents in (("train", train), ("held out", held_out)):
+    for name, documents in (("train", train), ("validation", validation)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
-    return Texts(train, held_out, split.prompts, measured, split.tally.read, split.share, asked)
+    return Texts(
+        train=train,
+        validation=validation,
+        prompts=split.prompts,
+        validation_prompts=split.validation_prompts,
+        measured=min(measured, len(split.prompts)),
+        records=split.tally.read,
+        share=split.share,
+        validation_share=split.validation_share,
+        asked=asked,
+    )
 
 
 def _unanswered(prompt: Prompt) -> Document:
@@ -113,7 +131,7 @@ def answer_share(
     if store is not None:
         store.prepare(0)
     keep = store if cfg.answers_bring_features else None
-    for some in (split.train if cfg.reads_plain_answers else [], split.held_out):
+    for some in (split.train if cfg.reads_plain_answers else [], split.validation):
         if some:
             answered(target, some, cfg.answering, accelerator, progress, keep)
     share = Share.of("answers.shard", cfg.answers.shard)
@@ -136,6 +154,20 @@ def _split(
             f"held out, to measure on: {len(split.held_out)} of "
             f"{len(split.held_out) + len(split.train)} conversations (data.held_out= sets "
             "another share)"
+        )
+    if split.validation_share:
+        console.print(
+            f"the best draft is selected on {len(split.validation)} of them (validation), and "
+            f"measured on the other {len(split.test)}"
+        )
+    else:
+        console.print(
+            f"{len(split.held_out)} held-out conversations are too few for a validation part: the "
+            "draft is selected on the prompts that it is measured on, so its figures are slightly "
+            "too high"
+            if data.validation is None
+            else "data.validation=0: the draft is selected on the prompts that it is measured on, "
+            "so its figures are slightly too high"
         )
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         require(bool(side), f"no {name} conversation: give more data or change data.held_out")

@@ -242,6 +242,9 @@ class Training:
     stopped_early: bool = False
     curve: Curve | None = None
     trained_on: str = ""  # the terms of the objective and their weights
+    # documents of the validation part, on which the checkpoint was selected; 0: it was selected on
+    # the held-out conversations that are reported
+    validation: int = 0
 
     @property
     def tokens_per_second(self) -> float:

@@ -4,7 +4,7 @@ Headings of the third level are folded in HTML."""
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec.measure.results import Measured, Results
+from specdec.measure.results import Measured, Results, Training
 from specdec.report import first, theory
 from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
 
@@ -293,4 +293,19 @@ def _training(results: Results) -> list[str]:
         f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
         f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
         f"{held_out.tau_sampled:.3f} (sampled), over {held_out.positions[0]:,} positions.",
+        selection(training),
     ]
+
+
+def selection(training: Training) -> str:
+    """On what the best checkpoint was selected, in a sentence."""
+    if training.validation:
+        return (
+            f"The best checkpoint was selected on {training.validation:,} validation documents. "
+            "None of them is among the prompts that are measured above."
+        )
+    return (
+        "The best checkpoint was selected on the held-out conversations that are measured above, "
+        "so their figures are slightly too high: fewer than 24 conversations are held out, or "
+        "data.validation=0."
+    )

@@ -31,6 +31,7 @@ from specdec.errors import UserError, of_files
 from specdec.files import read_lines
 from specdec.formats import draft as checkpoint
 from specdec.formats import export
+from specdec.measure import evaluate
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.targets.base import Target
@@ -39,7 +40,7 @@ from specdec.targets.on_demand import TargetOnDemand
 from tests.runs import as_before
 from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, records, write_jsonl
-from train import loop, pipeline
+from train import held_out, loop, pipeline
 from train.data import answers
 from train.data.answer_files import AnswersConfig
 from train.data.answers import answered
@@ -47,7 +48,7 @@ from train.data.packing import Row
 from train.data.template import Prompt
 from train.features import store as features
 from train.features.source import Online
-from train.folder import locked
+from train.folder import data_of_run, locked
 from train.tracking import curve
 
 
@@ -180,6 +181,60 @@ def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
     found = Results.read(tmp_path / "all" / "report")
     assert found.calibrated_on == 0 and found.asked[0].confidence
     assert not (tmp_path / "all" / "best" / checkpoint.CALIBRATION).exists()
+
+
+def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 100 chats half are held out: a quarter of these select, the others are measured. Without
+    a validation part, and in runs from before there was one, the report says so."""
+    path = write_jsonl(tmp_path / "chats.jsonl", conversations(100))
+    more = [f"data.path={path}", "data.held_out=0.5", "loop.epochs=1", "decode.prompts=100"]
+    selecting, measured = list[list[int]](), list[list[int]]()
+    evaluated, answered_in_turn = held_out.evaluate, evaluate.answers_in_turn
+
+    def noted(model: Any, source: Any, *rest: Any) -> Any:
+        selecting.extend(row.ids.tolist() for row in source.rows)
+        return evaluated(model, source, *rest)
+
+    def asked(setup: Any, cfg: Any, ways: Any, prompts: Any, *rest: Any) -> Any:
+        measured.extend(prompts)
+        return answered_in_turn(setup, cfg, ways, prompts, *rest)
+
+    monkeypatch.setattr(loop, "evaluate", noted)
+    monkeypatch.setattr(evaluate, "answers_in_turn", asked)
+    objective = tiny.job(tmp_path / "run", "medusa", *more)
+    described = json.loads((tmp_path / "run" / "config.json").read_text())
+    data = data_of_run(tmp_path / "run")
+    assert (data.held_out, data.validation) == (0.5, described["data"]["validation"])
+    found = Results.read(tmp_path / "run" / "report")
+    assert found.training is not None and found.training.objective == objective
+    held = found.prompts + found.training.validation
+    assert found.training.validation == round(held / 4) > 10 < found.prompts
+    assert f"selected on {found.training.validation} of them (validation)" in flat(capsys)
+    page = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert f"selected on {found.training.validation} validation documents" in page
+    read = [" ".join(map(str, row)) for row in selecting]
+    assert read and len(measured) == 2 * found.prompts  # at two temperatures
+    for prompt in measured:
+        assert not any(" ".join(map(str, prompt)) in row for row in read)
+
+    selecting.clear(), measured.clear()
+    tiny.job(tmp_path / "two", "medusa", *more, "data.validation=0")
+    assert "data.validation=0: the draft is selected on the prompts" in flat(capsys)
+    assert "slightly too high" in (tmp_path / "two" / "report" / "report.md").read_text()
+    read = [" ".join(map(str, row)) for row in selecting]
+    for prompt in measured:
+        assert any(" ".join(map(str, prompt)) in row for row in read)
+    described = as_before(tmp_path / "two" / "config.json")
+    del described["data"]["validation"]
+    (tmp_path / "two" / "config.json").write_text(json.dumps(described))
+    assert data_of_run(tmp_path / "two").validation == 0
+    tiny.job(tmp_path / "two", "medusa", *more)  # continues as it began
+
+
+def flat(capsys: pytest.CaptureFixture[str]) -> str:
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_is_one_processes_at_a_time(tiny: Tiny, tmp_path: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     steps = (2 * 2 + 6 + 1) * 16
     data = compose(tiny.overrides("eagle3", *small)).data
     split = split_documents if answers == "data" else split_prompts
-    texts = split(data, AutoTokenizer.from_pretrained(tiny.target)).held_out
+    texts = split(data, AutoTokenizer.from_pretrained(tiny.target)).prompts
     asked = min(sum(len(t.ids) for t in texts) / 5, data.max_prompt)
     along = (asked + 8) * ALONG
     read = 2 * (2 * 2 * asked + 3 * along) + 3 * 2 * (asked + along)

@@ -47,7 +47,10 @@ class DataConfig:
     `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
     or the lines of .txt files, or the key "text" of records. A text's prompt is its first
     `beginning` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
-    small data: enough for 120 conversations, at most a fifth. `rounds` is a file, or a folder of
+    small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of these
+    on which the best draft is selected, and which is not reported; null is a quarter, at least 12
+    conversations, or 0 if fewer than 24 are held out. 0 selects on all that is held out, so that
+    the reported figures are slightly too high. `rounds` is a file, or a folder of
     files, that scripts/generate or scripts/evaluate wrote with --log-rounds. The draft is then
     trained on these rounds of a decoder, and only the held-out side comes from `path`. `thinking`
     leaves it to the chat template whether reasoning is asked for, asks for it always (on) or
@@ -71,6 +74,7 @@ class DataConfig:
     limit: int | None = None  # how many usable conversations are read, from the first on; null: all
     records: int | None = None  # how many records are read, usable or not; null: all
     held_out: float | None = None  # fraction of the conversations; null: chosen
+    validation: float | None = None  # fraction of the held-out conversations; null: chosen
     seed: int = 0  # order of the training conversations
     answers: str = "data"  # data | target: whose answers are trained on
     thinking: str = "template"  # template | on | off | data | mixed: whether reasoning is asked for
@@ -90,6 +94,10 @@ class DataConfig:
         require(
             self.held_out is None or 0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
+        )
+        require(
+            self.validation is None or 0 <= self.validation < 1,
+            f"data.validation={self.validation}: give a fraction that is at least 0 and below 1",
         )
         _ = self.clock
 

@@ -1,4 +1,6 @@
-"""Splits conversations into training and held-out ones, and turns both into what a run reads."""
+"""Splits conversations into training and held-out ones, and the latter into a validation part, on
+which drafts are selected, and a test part, which is reported; and turns them into what a run reads.
+"""
 
 import hashlib
 import math
@@ -14,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
 from train.data.mixture import Ahead, Mixture, shuffled
 from train.data.reader import AT_ONCE, Reader, Share, used
@@ -25,6 +27,8 @@ from train.data.template import PATIENCE, Document, Prompt, require_spans
 SHARE = 0.05  # of the conversations of large data that are held out
 ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrate, to choose a shape
 MOST = 0.2  # of the conversations of small data that are held out
+VALIDATION = 0.25  # of the held-out conversations: they select drafts, and are not reported
+LEAST_PART = 12  # conversations of the validation part, and of the test part
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
@@ -37,14 +41,23 @@ T = TypeVar("T")
 
 @dataclass
 class Split(Generic[T]):
-    """The items of both sides, the held-out prompts for the decoder, and the fraction of all
-    conversations that is held out."""
+    """The items of both sides, and the fraction of all conversations that is held out.
+
+    The held-out side has two parts: on `validation` the best draft is selected, and on `test` it is
+    measured. `validation_share` is the fraction of the held-out conversations in the former;
+    `prompts` and `validation_prompts` are the decoder's prompts of the two. If too little is held
+    out for two parts (`chosen_validation`), the share is 0, both parts are all that is held out,
+    and there are no `validation_prompts`."""
 
     train: list[T] = field(default_factory=list)
     held_out: list[T] = field(default_factory=list)
+    validation: list[T] = field(default_factory=list, repr=False)
+    test: list[T] = field(default_factory=list, repr=False)
     prompts: list[Prompt] = field(default_factory=list, repr=False)
+    validation_prompts: list[Prompt] = field(default_factory=list, repr=False)
     tally: Tally = field(default_factory=Tally, repr=False)
     share: float = SHARE
+    validation_share: float = 0.0
 
 
 def read(
@@ -177,9 +190,10 @@ def load(
     the held-out ones. Both are methods of a `Reader` if several processes `share` the work. The
     side of a conversation depends only on its opening prompt
     (`is_held_out`), so it stays the same when data or a limit is added, unless the share that is
-    held out is left to be chosen (`chosen_share`) and the data was small. Training conversations
-    that nearly duplicate a held-out one are dropped. Raises UserError if the data is missing or
-    holds no usable conversation."""
+    held out is left to be chosen (`chosen_share`) and the data was small. The same is true of its
+    part of the held-out side. Training conversations that nearly duplicate a held-out one are
+    dropped, and so are conversations of the validation part that nearly duplicate one of the test
+    part. Raises UserError if the data is missing or holds no usable conversation."""
     split, train, opened = Split[T](), list[T](), list[str]()
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
     conversation: Conversation | None
@@ -191,21 +205,24 @@ def load(
         opened.append(conversation.opening)
     split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
     openings: dict[bool, list[str]] = {True: [], False: []}
-    asked = list[Conversation]()
+    asked = list[tuple[Conversation, int]]()  # with their places on the held-out side
     for opening, (conversation, item) in zip(opened, kept, strict=True):
         held = is_held_out(opening, split.share)
         (split.held_out if held else train).append(item)
         openings[held].append(opening)
         if held and conversation is not None:
-            asked.append(conversation)
+            asked.append((conversation, len(split.held_out) - 1))
+    tested = _divide(split, openings[True], cfg.validation)
     for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
         assert ask is not None
-        for prompt in used(ask, asked[start : start + AT_ONCE], share):
+        some = asked[start : start + AT_ONCE]
+        prompts = used(ask, [conversation for conversation, _ in some], share)
+        for prompt, (_, place) in zip(prompts, some, strict=True):
             if isinstance(prompt, Unusable):
                 what = f"held out, but not decoded: {prompt}"
                 split.tally.count(split.tally.changed, what)
-            else:
-                split.prompts.append(prompt)
+            elif (test := tested[place]) is not None:
+                (split.prompts if test else split.validation_prompts).append(prompt)
     if not train and not split.held_out:
         require_spans(split.tally, 1)
         raise UserError(f"{cfg.name}: no usable conversation: {split.tally.reasons()}")
@@ -217,12 +234,53 @@ def load(
     return split
 
 
+def _divide(
+    split: Split[Any], openings: Sequence[str], fraction: float | None
+) -> list[bool | None]:
+    """Divide the held-out side of a split, of which these are the opening prompts, into validation
+    and test. Returns for each whether it is in the test part; None: in neither, because it is a
+    validation conversation that nearly duplicates one of the test part."""
+    if fraction is None:
+        fraction = chosen_validation(openings, split.share)
+    tested: list[bool | None] = [not is_validation(x, split.share, fraction) for x in openings]
+    if all(tested):
+        split.test, split.validation = list(split.held_out), list(split.held_out)
+        return tested
+    require(
+        True in tested,
+        f"data.validation={fraction} leaves no held-out conversation to measure on: lower it",
+    )
+    split.validation_share = fraction
+    of_test = [opening for opening, test in zip(openings, tested, strict=True) if test]
+    places = [place for place, test in enumerate(tested) if not test]
+    near = near_duplicates([openings[place] for place in places], of_test)
+    if near and len(places) - len(near) >= LEAST_PART:
+        reason = "held out, but nearly the same as a test prompt: selects no draft"
+        split.tally.changed[reason] = len(near)
+        for n in near:
+            tested[places[n]] = None
+    for item, test in zip(split.held_out, tested, strict=True):
+        if test is not None:
+            (split.test if test else split.validation).append(item)
+    return tested
+
+
 def split_documents(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Document]:
     """The split of `load`, as documents with the data's own answers."""
     reader = Reader(cfg, tokenizer)
     rows = load(cfg, reader.documents, reader.prompt, share)
-    train, held_out = (list(chain.from_iterable(side)) for side in (rows.train, rows.held_out))
-    split = Split(train, held_out, rows.prompts, rows.tally, rows.share)
+    parts = {
+        name: list(chain.from_iterable(getattr(rows, name)))
+        for name in ("train", "held_out", "validation", "test")
+    }
+    split = Split(
+        **parts,
+        prompts=rows.prompts,
+        validation_prompts=rows.validation_prompts,
+        tally=rows.tally,
+        share=rows.share,
+        validation_share=rows.validation_share,
+    )
     if cut := sum(document.truncated for document in split.train + split.held_out):
         split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
     return split
@@ -232,17 +290,41 @@ def split_prompts(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -
     """The split of `load`, as prompts for the target to answer."""
     reader = Reader(cfg, tokenizer)
     split = load(cfg, reader.prompt, share=share)
-    split.prompts = split.held_out
+    split.prompts = split.test
+    split.validation_prompts = split.validation if split.validation_share else []
     return split
 
 
+def measured_prompts(
+    cfg: DataConfig, tokenizer: Any, limit: int, others: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """At most `limit` prompts of the test part, and at most `others` further held-out prompts, for
+    calibration and for choices: those of the validation part before the rest of the test part.
+    Raises UserError as `held_out_prompts` does."""
+    test, validation = list[Prompt](), list[Prompt]()
+    for prompt, tested in _held_out(cfg, tokenizer):
+        (test if tested else validation).append(prompt)
+        enough = 0 if cfg.validation == 0 else others
+        if len(test) >= limit + others - enough and len(validation) >= enough:
+            break
+    return test[:limit], [*validation, *test[limit:]][:others]
+
+
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
-    """The held-out prompts of a split, one by one as they are read. The training side is tokenised
+    """The prompts of the test part, one by one as they are read. The training side is tokenised
     only if the usable conversations of both sides have to be counted. Raises UserError if the
     data is missing or has no conversation in it."""
-    if (share := cfg.held_out) is None:
-        split = split_prompts if cfg.answers == "target" else split_documents
-        yield from split(cfg, tokenizer).prompts
+    return (prompt for prompt, tested in _held_out(cfg, tokenizer) if tested)
+
+
+def _held_out(cfg: DataConfig, tokenizer: Any) -> Iterator[tuple[Prompt, bool]]:
+    """The held-out prompts, each with whether it is in the test part."""
+    share, fraction = cfg.held_out, cfg.validation
+    if share is None or fraction is None:
+        read_split = split_prompts if cfg.answers == "target" else split_documents
+        split: Split[Any] = read_split(cfg, tokenizer)
+        yield from ((prompt, True) for prompt in split.prompts)
+        yield from ((prompt, False) for prompt in split.validation_prompts)
         return
     reader = Reader(cfg, tokenizer)
 
@@ -258,7 +340,8 @@ def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     for conversation, held in read(cfg, Tally(), use):
         if held:
             with suppress(Unusable):
-                yield reader.prompt(conversation)
+                tested = not is_validation(conversation.opening, share, fraction)
+                yield reader.prompt(conversation), tested
 
 
 def trained_openings(
@@ -310,6 +393,43 @@ def chosen_share(openings: Sequence[str]) -> float:
     least, most = places[fitting[-1] - 1] / 2**64, places[fitting[-1]] / 2**64
     shortest = (round((least + most) / 2, digits) for digits in range(2, 20))
     return max(SHARE, next(x for x in shortest if least < x <= most))
+
+
+def is_validation(opening: str, held_out: float, fraction: float) -> bool:
+    """Whether a conversation, if it is held out, is in the validation part: the `fraction` of the
+    held-out side whose hashes are the smallest."""
+    return is_held_out(opening, held_out * fraction)
+
+
+def chosen_validation(openings: Sequence[str], held_out: float) -> float:
+    """The fraction of the held-out side, which has these opening prompts, for the validation part
+    if no other is given: VALIDATION, or of small data what gives both parts LEAST_PART
+    conversations; 0 if they are too few for two parts."""
+    count = len(openings)
+    usual = sum(is_validation(opening, held_out, VALIDATION) for opening in openings)
+    if count > ENOUGH and LEAST_PART <= usual <= count - LEAST_PART:
+        return VALIDATION
+    places = sorted(map(_place, openings))
+    # conversations with the same opening stay together
+    cuts = [n for n in range(LEAST_PART, count - LEAST_PART + 1) if places[n - 1] < places[n]]
+    if not cuts:
+        return 0.0
+    n = min(cuts, key=lambda n: abs(n - VALIDATION * count))
+    for digits in range(2, 20):
+        middle = (places[n - 1] + places[n]) / 2 / 2**64 / held_out
+        fraction = round(middle, digits)
+        if sum(is_validation(x, held_out, fraction) for x in openings) == n:
+            return fraction
+    return 0.0
+
+
+def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
+    """About how many of so many held-out conversations are in the validation and in the test part,
+    as `chosen_validation` divides them if no fraction is given."""
+    validation = round(held_out * (VALIDATION if fraction is None else fraction))
+    if fraction is None:
+        validation = max(validation, LEAST_PART) if held_out >= 2 * LEAST_PART else 0
+    return (validation, held_out - validation) if validation else (held_out, held_out)
 
 
 def _place(opening: str) -> int:

@@ -29,7 +29,7 @@ from train.budget import rehearsal, timed, work_of
 from train.config import Config
 from train.data.conversations import Tally
 from train.data.sources import files_of, records
-from train.data.split import SHARE
+from train.data.split import SHARE, parts_of
 from train.data.template import Document, Prompt
 from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
 from train.planning.demand import (
@@ -235,8 +235,10 @@ def _time_and_disk(
     given, and what it writes."""
     share = cfg.data.held_out if cfg.data.held_out is not None else SHARE
     n, held = amount.conversations, max(1, round(amount.conversations * share))
-    sides = (n, amount.tokens), (held, round(amount.tokens * held / n))
-    work = work_of(cfg, held, amount.tokens / n, cfg.planning.devices, regresses)
+    validation, test = parts_of(held, cfg.data.validation)
+    sides = (n, amount.tokens), (validation, round(amount.tokens * validation / n))
+    prompts = test, held - test
+    work = work_of(cfg, prompts, amount.tokens / n, cfg.planning.devices, regresses)
     if cfg.answering.engines:  # this process reads the answers, and its time does not tell theirs
         work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
@@ -245,7 +247,7 @@ def _time_and_disk(
     else:
         each = [[round(tokens / count)] * count for count, tokens in sides]
         time = fitted(60 * cfg.budget.minutes, cfg.budget.floor, speeds, work, *each)
-    texts = time.conversations + held
+    texts = time.conversations + validation
     tokens = texts * (amount.tokens / n + SAID * work.new)
     return {"time": time, "disk": disk_bytes(cfg, target, draft, tokens)}
 

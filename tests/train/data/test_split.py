@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/train/data/test_split.py (about 10 s, most of 
 
 import random
 from dataclasses import asdict, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from train.data.conversations import DataConfig, Message
 from train.data.split import (
     Split,
     chosen_share,
+    chosen_validation,
     held_out_prompts,
     is_held_out,
+    is_validation,
+    measured_prompts,
     near_duplicates,
     split_documents,
     split_prompts,
@@ -183,7 +187,8 @@ def test_more_of_small_data_is_held_out(tmp_path: Path, count: int, held: int | 
     path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(count)))
     split = split_of(path=path)
     assert held is None or len(split.held_out) == held
-    again = split_of(path=path, held_out=split.share)
+    again = split_of(path=path, held_out=split.share, validation=split.validation_share)
+    assert [c.id for c in again.validation] == [c.id for c in split.validation]
     assert [c.id for c in again.held_out] == [c.id for c in split.held_out]
     assert [c.id for c in again.train] == [c.id for c in split.train]
     assert split.share == 0.05 or held
@@ -218,8 +223,8 @@ def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None)
 
 @pytest.mark.parametrize("answers", ["data", "target"])
 def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -> None:
-    """With a limit, without one, and as a run notes them (the records that it read); the last two
-    tokenise nothing of the training side."""
+    """With a limit, without one, and as a run notes them (the records that it read and both
+    shares); the last tokenises nothing of the training side."""
     records = as_records(random_talks(60))
     records[7] = sharegpt(("human", "q" * 900), ("gpt", "b"))
     path = write_lines(tmp_path / "x.jsonl", records)
@@ -231,12 +236,120 @@ def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -
         )
         expected, read = split.prompts, split.tally.read
         assert len(expected) > 5
-        noted = replace(cfg, limit=None, records=read)
+        noted = replace(cfg, limit=None, records=read, validation=split.validation_share)
         for way in (cfg, noted):
             counting = Counting(tokenizer)
             found = list(held_out_prompts(way, counting))
             assert [p.ids.tolist() for p in found] == [p.ids.tolist() for p in expected]
-        assert len(counting.texts) <= 3 * len(expected) < read
+        assert len(counting.texts) <= 3 * len(split.held_out) < read
+
+
+@pytest.mark.parametrize(
+    ("held", "validation"), [(5, None), (23, None), (24, 12), (40, 12), (60, 15), (120, 30)]
+)
+def test_a_quarter_of_the_held_out_side_selects_and_the_rest_is_reported(
+    held: int, validation: int | None
+) -> None:
+    """At least 12 conversations each; with fewer than 24, all select and all are reported."""
+    openings = [f"a question about {n} things" for n in range(1000)]
+    ours = sorted(openings, key=hash_of)[:held]
+    share = (hash_of(ours[-1]) + 1) / 2**64
+    fraction = chosen_validation(ours, share)
+    assert sum(is_validation(o, share, fraction) for o in ours) == (validation or 0)
+    assert (fraction == 0) == (validation is None)
+
+
+def hash_of(opening: str) -> int:
+    return int.from_bytes(blake2b(opening.encode(), digest_size=8).digest())
+
+
+def test_of_large_data_a_validation_conversation_stays_one_when_data_is_added() -> None:
+    openings = [f"a question about {n} things" for n in range(4000)]
+    held = [o for o in openings if is_held_out(o, 0.05)]
+    assert len(held) > 150
+    assert chosen_validation(held[:150], 0.05) == chosen_validation(held, 0.05) == 0.25
+
+
+def test_a_popular_held_out_opening_leaves_something_to_measure_on() -> None:
+    """150 copies with the smallest hash are 150 validation conversations or 150 test prompts."""
+    openings = sorted((f"a question about {n} things" for n in range(80)), key=hash_of)
+    for popular in (0, 40, 79):
+        many = [*openings, *[openings[popular]] * 150]
+        selecting = sum(is_validation(o, 1.0, chosen_validation(many, 1.0)) for o in many)
+        assert 12 <= selecting <= len(many) - 12
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_the_three_parts_have_no_prompt_in_common(tmp_path: Path, answers: str) -> None:
+    """The training side is what it is without a validation part, in the same order."""
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(300)))
+    make: Any = split_prompts if answers == "target" else split_documents
+    tokenizer = tokenizer_of(CHATML)
+    cfg = DataConfig(path=path, answers=answers)
+    split, two = make(cfg, tokenizer), make(replace(cfg, validation=0.0), tokenizer)
+    ids = {name: [x.id for x in getattr(split, name)] for name in ("train", "validation", "test")}
+    assert ids["train"] == [x.id for x in two.train]
+    assert len(ids["validation"]) == 15 and len(ids["test"]) == 45
+    assert sorted(ids["validation"] + ids["test"]) == sorted(x.id for x in two.held_out)
+    assert not {*ids["train"]} & {x.id for x in two.held_out}
+    assert [x.id for x in two.validation] == [x.id for x in two.test] == [x.id for x in two.prompts]
+    assert [p.id for p in split.prompts] == ids["test"]
+    assert [p.id for p in split.validation_prompts] == ids["validation"]
+    assert two.validation_prompts == []
+
+
+def test_a_validation_conversation_near_a_test_prompt_selects_nothing(tmp_path: Path) -> None:
+    words = [f"w{n}" for n in range(4000)]
+    talks = [" ".join(words[12 * n : 12 * n + 12]) for n in range(200)]
+    path = write_lines(
+        tmp_path / "x.jsonl", as_records([talk(t, "an answer", id=t) for t in talks])
+    )
+    cfg = DataConfig(path=path, held_out=0.5, validation=0.5)
+    split = split_documents(cfg, tokenizer_of(CHATML))
+    reported = [p.words for p in split.prompts]
+    near = next(
+        twin
+        for prompt in reported
+        for n in range(99)
+        if is_validation(twin := f"{prompt} more{n}", 0.5, 0.5)
+    )
+    write_lines(
+        tmp_path / "x.jsonl", as_records([talk(t, "an answer", id=t) for t in (*talks, near)])
+    )
+    again = split_documents(cfg, tokenizer_of(CHATML))
+    assert len(again.held_out) == len(split.held_out) + 1
+    assert [d.id for d in again.validation] == [d.id for d in split.validation]
+    assert [p.words for p in again.prompts] == reported
+    reason = "held out, but nearly the same as a test prompt: selects no draft"
+    assert again.tally.changed[reason] == 1
+
+
+def test_an_evaluation_calibrates_and_chooses_on_validation_prompts(tmp_path: Path) -> None:
+    """So that what a later evaluation measures was not calibrated on. Without a validation part,
+    test prompts that are not measured take their place."""
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(300)))
+    tokenizer = tokenizer_of(CHATML)
+    cfg = DataConfig(path=path)
+    split = split_documents(cfg, tokenizer)
+    noted = replace(cfg, held_out=split.share, validation=split.validation_share)
+    for way in (cfg, noted):
+        asked, others = measured_prompts(way, tokenizer, 40, 10)
+        assert [p.id for p in asked] == [p.id for p in split.prompts[:40]]
+        assert [p.id for p in others] == [p.id for p in split.validation_prompts[:10]]
+    asked, others = measured_prompts(noted, tokenizer, 40, 18)
+    assert [p.id for p in others[15:]] == [p.id for p in split.prompts[40:43]]
+    two = replace(noted, validation=0.0)
+    every = [p.id for p in split_documents(two, tokenizer).prompts]
+    asked, others = measured_prompts(two, tokenizer, 40, 10)
+    assert [p.id for p in (*asked, *others)] == every[:50]
+
+
+def test_a_validation_part_of_everything_is_rejected(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(30)))
+    with pytest.raises(UserError, match="leaves no held-out conversation to measure on"):
+        split_documents(DataConfig(path=path, validation=0.9999), tokenizer_of(CHATML))
+    with pytest.raises(UserError, match=r"data.validation=1: give a fraction"):
+        DataConfig(path=path, validation=1)
 
 
 def test_prompts_that_were_trained_on_are_known(tmp_path: Path) -> None:
