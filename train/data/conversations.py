@@ -190,9 +190,10 @@ class Tokens:
 @dataclass(frozen=True)
 class Conversation:
     """`opening` is the first prompt of the whole chat, even if the file has the chat in pieces and
-    this is a later one. `roles` are those of the turns in the record; `tools` describe what the
-    assistant may call. `tokens` are given in place of messages if the record has token ids.
-    `arguments` are the variables that a request sets for the chat template, by name."""
+    this is a later one; `distinct` then tells that chat from others with the same opening. `roles`
+    are those of the turns in the record; `tools` describe what the assistant may call. `tokens` are
+    given in place of messages if the record has token ids. `arguments` are the variables that a
+    request sets for the chat template, by name."""
 
     id: str
     messages: tuple[Message, ...]
@@ -202,6 +203,7 @@ class Conversation:
     tokens: Tokens | None = None
     thinking: bool | None = None  # whether the answers were asked for with reasoning, if it is said
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    distinct: tuple[str, ...] = ()  # see `distinct_texts`; (): by its own messages
 
 
 class Repeated(dict[str, Any]):

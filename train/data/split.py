@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, count
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -30,6 +30,9 @@ MOST = 0.2  # of the conversations of small data that are held out
 VALIDATION = 0.25  # of the held-out conversations: they select drafts, and are not reported
 LEAST_PART = 12  # conversations of the validation part, and of the test part
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
+SHARED = 0.02, 10  # of all prompts, and prompts: words that more of them share tell none apart
+FEW, PART = 4, 0.25  # conversations of one opening that stay together, or their part of those held
+DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
     '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, '
@@ -154,9 +157,13 @@ def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Con
             if last is None and not wrong:
                 keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
                 wrong.append(f"; the first record: {(keys or repr(record))[:100]}")
+            if last is not None and (skipped := _skipped_piece(last, record)):
+                last = skipped
             continue
         if last is not None and _goes_on(last, conversation):
-            conversation = replace(conversation, opening=last.opening)
+            conversation = replace(
+                conversation, opening=last.opening, distinct=distinct_texts(last)
+            )
         last = conversation
         yield conversation
 
@@ -172,12 +179,32 @@ def require_readable(cfg: DataConfig) -> None:
 def _goes_on(last: Conversation, following: Conversation) -> bool:
     """Whether a record continues the chat of the one before. ShareGPT splits a long chat into
     pieces xyz_0, xyz_11, …: the number counts turns, and a piece that begins with an answer
-    repeats the last answer of the piece before."""
-    name = re.fullmatch(r"(.+)_([0-9]{1,9})", last.id, re.DOTALL)
-    if name is None or last.roles[-1] != "assistant":
+    repeats the last answer of the piece before. After a skipped piece, whose turns are not known
+    (`_skipped_piece`), the next higher number continues the chat."""
+    piece, next_piece = _piece(last.id), _piece(following.id)
+    if piece is None or next_piece is None or next_piece[0] != piece[0]:
         return False
+    if not last.roles:
+        return next_piece[1] > piece[1]
     turns = len(last.roles) - (following.roles[0] == "assistant")
-    return following.id == f"{name[1]}_{int(name[2]) + turns}"
+    return last.roles[-1] == "assistant" and next_piece[1] == piece[1] + turns
+
+
+def _piece(id: str) -> tuple[str, int] | None:
+    """The name of a chat and the number of a piece of it, as an id has them."""
+    name = re.fullmatch(r"(.+)_([0-9]{1,9})", id, re.DOTALL)
+    return None if name is None else (name[1], int(name[2]))
+
+
+def _skipped_piece(last: Conversation, record: Any) -> Conversation | None:
+    """What stands for a record that is skipped but continues the chat of the one before: that
+    conversation, with the id of the record and without roles. None for any other record."""
+    id = record.get("id") if isinstance(record, dict) else None
+    if not isinstance(id, str):
+        return None
+    skipped = replace(last, id=id, roles=(), distinct=distinct_texts(last))
+    begins = (replace(skipped, roles=(role,)) for role in ("user", "assistant"))
+    return skipped if any(_goes_on(last, piece) for piece in begins) else None
 
 
 def load(
@@ -190,19 +217,23 @@ def load(
     the held-out ones. Both are methods of a `Reader` if several processes `share` the work. The
     side of a conversation depends only on its opening prompt
     (`is_held_out`), so it stays the same when data or a limit is added, unless the share that is
-    held out is left to be chosen (`chosen_share`) and the data was small. The same is true of its
-    part of the held-out side. Training conversations that nearly duplicate a held-out one are
-    dropped, and so are conversations of the validation part that nearly duplicate one of the test
-    part. Raises UserError if the data is missing or holds no usable conversation."""
+    held out is left to be chosen (`chosen_share`) and the data was small, or the opening is that of
+    many conversations (`told_apart`). The same is true of its part of the held-out side. Training
+    conversations that nearly duplicate a held-out one are dropped, and so are conversations of the
+    validation part that nearly duplicate one of the test part. Raises UserError if the data is
+    missing or holds no usable conversation."""
     split, train, opened = Split[T](), list[T](), list[str]()
+    distinct: list[tuple[str, ...]] = []
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
     conversation: Conversation | None
     for conversation, item in read(cfg, split.tally, use, share):
         large = len(opened) * SHARE >= ENOUGH  # then no more than SHARE is held out
         most = cfg.held_out if cfg.held_out is not None else SHARE if large else 1.0
-        asks = ask is not None and is_held_out(conversation.opening, most)
+        asks = ask is not None and may_be_held_out(conversation, most)
         kept.append((conversation if asks else None, item))
         opened.append(conversation.opening)
+        distinct.append(distinct_texts(conversation))
+    opened = told_apart(opened, distinct, cfg)
     split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
     openings: dict[bool, list[str]] = {True: [], False: []}
     asked = list[tuple[Conversation, int]]()  # with their places on the held-out side
@@ -226,7 +257,11 @@ def load(
     if not train and not split.held_out:
         require_spans(split.tally, 1)
         raise UserError(f"{cfg.name}: no usable conversation: {split.tally.reasons()}")
-    if near := near_duplicates(openings[False], openings[True]):
+    near = near_duplicates(openings[False], openings[True])
+    if len(near) == len(train) > 0:  # a run needs some to train on
+        split.tally.changed["prompt nearly the same as a held-out one, as all are"] = len(near)
+        near = set()
+    if near:
         split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)
     train = [item for i, item in enumerate(train) if i not in near]
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(cfg.seed))
@@ -312,15 +347,16 @@ def measured_prompts(
 
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
     """The prompts of the test part, one by one as they are read. The training side is tokenised
-    only if the usable conversations of both sides have to be counted. Raises UserError if the
-    data is missing or has no conversation in it."""
+    only if the usable conversations of both sides, or of one opening, have to be counted. Raises
+    UserError if the data is missing or has no conversation in it."""
     return (prompt for prompt, tested in _held_out(cfg, tokenizer) if tested)
 
 
 def _held_out(cfg: DataConfig, tokenizer: Any) -> Iterator[tuple[Prompt, bool]]:
     """The held-out prompts, each with whether it is in the test part."""
     share, fraction = cfg.held_out, cfg.validation
-    if share is None or fraction is None:
+    many = share is not None and any(n > FEW for n in opening_counts(cfg).values())
+    if share is None or fraction is None or many:
         read_split = split_prompts if cfg.answers == "target" else split_documents
         split: Split[Any] = read_split(cfg, tokenizer)
         yield from ((prompt, True) for prompt in split.prompts)
@@ -370,6 +406,94 @@ def trained_openings(
 
     trained = set(list(chain.from_iterable(load(cfg, use).train))[:size])
     return {opening for opening in openings if _key(opening) in trained}
+
+
+def distinct_texts(conversation: Conversation) -> tuple[str, ...]:
+    """What may tell a conversation from others with the same opening: its system prompt, its later
+    turns but the answers, and its answers, each shortened. Pieces of a chat have the texts of the
+    first piece."""
+    if conversation.distinct:
+        return conversation.distinct
+    opened, texts = False, {"system": list[str](), "assistant": [], "user": []}
+    for message in conversation.messages:
+        if message.role == "user" and not opened:
+            opened = True
+        else:
+            texts[message.role if message.role in texts else "user"].append(message.content)
+    if not opened:  # the rows of token ids
+        return ("",)
+    joined = ("\n".join(texts[role]) for role in ("system", "user", "assistant"))
+    return tuple(_shortened(text) for text in joined)
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text and, if it is longer than that, a word that stands for all of it."""
+    if len(text) <= DISTINCT:
+        return text
+    return f"{text[:DISTINCT]} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+
+def told_apart(
+    openings: Sequence[str], distinct: Sequence[tuple[str, ...]], cfg: DataConfig
+) -> list[str]:
+    """The texts by which conversations are split: their openings but, of an opening that many
+    conversations have (more than FEW, and PART of as many as are held out), also what is `distinct`
+    in each of them: the system prompt and, as long as many have the same text, the later turns. The
+    data's answers tell conversations apart last, and not at all if the target answers. Many
+    conversations that nothing tells apart are trained on. Raises UserError if these are all."""
+    whole, texts = len(openings), list(openings)
+    if cfg.held_out == 0:
+        return texts
+    held_out = max(SHARE * whole, min(ENOUGH, MOST * whole))
+    most = max(FEW, PART * (held_out if cfg.held_out is None else cfg.held_out * whole))
+    for level in range(2 if cfg.answers == "target" else 3):
+        members = defaultdict[str, list[int]](list)
+        for i, text in enumerate(texts):
+            members[_key(text)].append(i)
+        for group in members.values():
+            more = [distinct[i][level] if level < len(distinct[i]) else "" for i in group]
+            if len(group) > most and len({*more}) > 1:
+                for i, text in zip(group, more, strict=True):
+                    texts[i] = f"{texts[i]}\n{text}"
+    counts = Counter(map(_key, texts))
+    common = {key for key, n in counts.items() if n > most}
+    if len(counts) == len(common) == 1:
+        raise UserError(
+            f"{cfg.name}: all {len(texts):,} conversations ask the same, so none can be held out "
+            "to measure on: add conversations with other prompts"
+        )
+    while True:
+        share = chosen_share(texts) if cfg.held_out is None else cfg.held_out
+        blocking = {x for x in texts if _key(x) in common and is_held_out(x, share)}
+        held = sum(is_held_out(x, share) for x in texts)
+        small = cfg.held_out is None and SHARE * whole < ENOUGH
+        if not blocking and small and held < (1 - PART) * int(held_out):
+            # the next of them would exceed what is to be held out, so nothing beyond it is
+            blocking = {min((x for x in texts if _key(x) in common), key=_place, default="")}
+        if not any(blocking):
+            return texts
+        trained = {text: _trained(text, max(0.9, share)) for text in blocking}
+        texts = [trained.get(text, text) for text in texts]
+
+
+def _trained(text: str, fraction: float) -> str:
+    """A text with a number after it, so that it is not held out."""
+    numbered = (f"{text} {n}" for n in count())
+    return next(x for x in numbered if not is_held_out(x, fraction))
+
+
+def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
+    """Whether a conversation may be held out, whichever of its texts decides (`told_apart`)."""
+    texts = [conversation.opening]
+    for more in distinct_texts(conversation):
+        texts += [f"{text}\n{more}" for text in texts]
+    return any(is_held_out(text, fraction) for text in texts)
+
+
+def opening_counts(cfg: DataConfig) -> Counter[str]:
+    """How many conversations have each opening prompt, usable or not. Nothing is tokenised."""
+    read_all = read(cfg, Tally(), lambda conversation: _key(conversation.opening))
+    return Counter(key for _, key in read_all)
 
 
 def is_held_out(opening: str, fraction: float) -> bool:
@@ -438,13 +562,38 @@ def _place(opening: str) -> int:
 
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
-    """Indices into `train` of the opening prompts that nearly equal a held-out one: the Jaccard
-    similarity of their word 3-shingles is at least NEAR percent. None is missed: if the shingles of
-    every prompt are sorted in one order, rarest first, then two prompts this similar have a shingle
-    in common among the first n − ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles
-    (prefix filtering, Chaudhuri et al. 2006). So only those are looked up, and each hit is
-    verified."""
-    theirs = list({_shingles(prompt) for prompt in held_out})
+    """Indices into `train` of the prompts that nearly equal a held-out one: the Jaccard similarity
+    of their word 3-shingles is at least NEAR percent. Shingles that many prompts share, as those of
+    an instruction before every request do (`SHARED`), do not count, so prompts are compared by what
+    differs. If nine in ten of `train` are near all the same, shingles that a quarter of the prompts
+    share do not count either. None is missed: if every prompt's shingles are sorted in one order,
+    rarest first, then two prompts this similar have a shingle in common among the first
+    n − ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles (prefix filtering, Chaudhuri et
+    al. 2006). So only those are looked up, and each hit is verified."""
+    together = len(train) + len(held_out)
+    near = _near(train, held_out, max(SHARED[0] * together, SHARED[1]))
+    if 10 * len(near) > 9 * len(train) > 9:
+        near = _near(train, held_out, max(together / 4, 2))
+    return near
+
+
+def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int]:
+    """See `near_duplicates`. Shingles that more than `most` prompts share do not count."""
+    theirs = [_shingles(prompt) for prompt in held_out]
+    shared = Counter(s for shingles in theirs for s in shingles)
+    if len(train) + len(held_out) > most:
+        known = {*shared}
+        for prompt in train:
+            shared.update(_shingles(prompt) & known)
+    common = {s for s, n in shared.items() if n > most}
+
+    def counted(prompt: str, shingles: frozenset[int]) -> frozenset[int]:
+        """The shingles that count; of a prompt that has no others, one for all its words."""
+        if common and shingles & common:
+            return shingles - common or frozenset((zlib.crc32(_key(prompt).encode()),))
+        return shingles
+
+    theirs = list({counted(x, s) for x, s in zip(held_out, theirs, strict=True)})
     frequency = Counter(s for shingles in theirs for s in shingles)
 
     def prefix(shingles: frozenset[int]) -> list[int]:
@@ -457,11 +606,11 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
             index[s].append(j)
     near = set()
     for i, prompt in enumerate(train):
-        ours = _shingles(prompt)
+        ours = counted(prompt, _shingles(prompt))
         candidates = {j for s in prefix(ours) if s in frequency for j in index.get(s, ())}
         for j in candidates:
-            shared = len(ours & theirs[j])
-            if shared * 100 >= NEAR * (len(ours) + len(theirs[j]) - shared):
+            shared_by_both = len(ours & theirs[j])
+            if shared_by_both * 100 >= NEAR * (len(ours) + len(theirs[j]) - shared_by_both):
                 near.add(i)
                 break
     return near

@@ -25,6 +25,7 @@ TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's las
 TAILS = 1000  # ends of prompts that are kept with their tokens
 PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 UNREAD = "which this template does not read"
+SHORT = "answers with a document of their own, shorter than min_answer={}: not trained on"
 LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
 WEIGHTED = "answers that count by their weight in the loss"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
@@ -159,7 +160,7 @@ class Chat:
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         require_short(ids, cfg)
         mask, together, rows = np.zeros(len(ids), np.bool_), -1, dict[int, Document]()
-        weight = np.ones(len(ids), np.float32)
+        weight, short = np.ones(len(ids), np.float32), None
         for turn, span in answers.spans.items():
             try:
                 first, last = _places(offsets, span)
@@ -172,11 +173,24 @@ class Chat:
                 mask[first:last], weight[first:last], together = True, counts, turn
                 continue
             said = np.arange(len(prompt) + last - first) >= len(prompt)
-            text = prompt + ids[first:last]
-            rows[turn] = document_of(conversation.id, text, said, cfg, evenly(len(text), counts))
+            text, weights = prompt + ids[first:last], evenly(len(prompt) + last - first, counts)
+            try:
+                rows[turn] = document_of(conversation.id, text, said, cfg, weights)
+            except Unusable as reason:
+                short = reason
+                answers.notes[SHORT.format(cfg.min_answer)] = None
+        if together < 0 and not rows:
+            raise short or Unusable(DISAGREE)
         if together >= 0:
             end = len(ids) if not rows else len(mask) - int(mask[::-1].argmax())
-            rows[together] = document_of(conversation.id, ids[:end], mask[:end], cfg, weight[:end])
+            try:
+                rows[together] = document_of(
+                    conversation.id, ids[:end], mask[:end], cfg, weight[:end]
+                )
+            except Unusable as reason:
+                if not rows:
+                    raise short or reason from reason
+                answers.notes[SHORT.format(cfg.min_answer)] = None
         return dict(sorted(rows.items()))
 
     def _alone(self, prompt: str, ids: list[int], offsets: Sequence[Span]) -> list[int]:

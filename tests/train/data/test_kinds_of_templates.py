@@ -11,11 +11,11 @@ import pytest
 from tokenizers import AddedToken, pre_tokenizers
 
 from specdec.errors import UserError
-from tests.train.data.chats import talk, tokenizer_of
+from tests.train.data.chats import said, talk, tokenizer_of
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 from train.data.records import normal
 from train.data.spans import OPENED
-from train.data.template import Chat, Document, require_spans
+from train.data.template import SHORT, Chat, Document, require_spans
 from train.data.writer import Writer
 
 # gpt-oss: reasoning is written before calls, unless an answer follows in the text
@@ -372,3 +372,15 @@ def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thoug
 def test_a_template_that_writes_texts_is_given_texts() -> None:
     assert Writer(tokenizer_for(PARTS)).template.parts
     assert not Writer(tokenizer_for(CHANNELS)).template.parts
+
+
+def test_one_short_answer_is_skipped_by_itself() -> None:
+    """Where each answer has a document of its own, as its prompt has other tokens alone."""
+    chat = thoughtful(("Is it far?", "No"), ("How far?", "It is nine miles to the harbour."))
+    cfg = DataConfig(min_answer=4)
+    tokenizer = tokenizer_for(BLANK_LINES)
+    (document,) = Chat(tokenizer).documents(chat, cfg)
+    assert said(document, tokenizer) == "It is nine miles to the harbour.<|end|>"
+    assert document.notes == (SHORT.format(4),)
+    with pytest.raises(Unusable, match="answers shorter than min_answer=4"):
+        Chat(tokenizer).documents(thoughtful(("Is it far?", "No"), ("And now?", "No")), cfg)

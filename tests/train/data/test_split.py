@@ -125,6 +125,94 @@ def test_no_near_duplicate_straddles(tmp_path: Path) -> None:
     assert len(split.train) + len(split.held_out) == 400 - dropped == split.tally.kept
 
 
+CASES = Path(__file__).parent / "cases"
+INSTRUCTION = " ".join(f"word{i}" for i in range(56))
+
+
+def test_requests_that_share_a_long_instruction_are_no_duplicates() -> None:
+    """320 requests whose first 56 words are the same; then 30 of them, where the shared words of
+    all are those of a small file, and 400 beside 8,000 others."""
+    split = split_of(path=str(CASES / "one_long_instruction.jsonl"))
+    assert not split.tally.dropped
+    assert len(split.held_out) == 64 and len(split.train) == 256  # a fifth of 320
+    names = random.Random(2)
+    requests = [" ".join(f"n{names.randrange(10**6)}" for _ in range(10)) for _ in range(30)]
+    few = [f"{INSTRUCTION} {request}" for request in requests]
+    for count in (4, 12, 30):
+        assert not near_duplicates(few[: count - 2], few[count - 2 : count])
+    # what differs still tells: the same request but for one word of 10 (8 of 12 triples)
+    again = few[0].rsplit(" ", 1)[0] + " other"
+    assert near_duplicates([*few[2:], again], few[:2]) == {28}
+
+
+def test_one_question_under_many_system_prompts_is_held_out_by_them() -> None:
+    split = split_of(path=str(CASES / "one_question_many_system_prompts.jsonl"))
+    assert len(split.held_out) == 80 and len(split.train) == 320  # a fifth of 400
+    sides = [{c.messages[0].content for c in side} for side in (split.train, split.held_out)]
+    assert not sides[0] & sides[1]
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("opening", ["hi", "please", "translate", "q", "how are you", "go on"])
+def test_a_popular_opening_does_not_decide_how_much_is_held_out(
+    tmp_path: Path, opening: str, answers: str
+) -> None:
+    """Chats that begin alike are told apart by what follows; the same chats over and over are not,
+    and are trained on. 300 conversations, of which 60 are to be held out."""
+    rng = random.Random(0)
+    other = [c.messages for c in random_talks(150)]
+    for copies in (False, True):
+        popular = [
+            (Message("user", opening), Message("assistant", "yes?"), *c.messages)
+            for c in random_talks(1 if copies else 150, seed=1) * (150 if copies else 1)
+        ]
+        chats = [*other, *popular]
+        rng.shuffle(chats)
+        talks = [talk(*(m.content for m in chat), id=f"c{i}") for i, chat in enumerate(chats)]
+        path = write_lines(tmp_path / "x.jsonl", as_records(talks))
+        cfg = DataConfig(path=path, answers=answers)
+        read = split_prompts if answers == "target" else split_documents
+        split: Split[Any] = read(cfg, tokenizer_of(CHATML))
+        assert len(split.held_out) == 60 and len(split.train) == 240
+        fixed = replace(cfg, held_out=0.1)
+        split = read(fixed, tokenizer_of(CHATML))
+        assert 10 <= len(split.held_out) <= 50  # 300 · .1 = 30 ± 4 σ
+        found = [p.id for p in held_out_prompts(fixed, tokenizer_of(CHATML))]
+        assert found == [p.id for p in split.prompts]
+
+
+def test_one_first_turn_in_all_chats_leaves_both_sides_some_or_says_why(tmp_path: Path) -> None:
+    for n, answers in ((20, ["a", "b"]), (40, ["same"])):
+        talks = [talk("hi", f"{answers[i % len(answers)]} {i}", id=f"c{i}") for i in range(n)]
+        path = write_lines(tmp_path / "x.jsonl", as_records(talks))
+        split = split_of(path=path)  # by their answers alone
+        assert len(split.held_out) == n // 5 and len(split.train) == n - n // 5
+        with pytest.raises(UserError, match=f"all {n} conversations ask the same.*other prompts"):
+            split_of(path=path, answers="target")
+    same = [talk("hi", "a", id=f"c{i}") for i in range(20)]
+    with pytest.raises(UserError, match="all 20 conversations ask the same"):
+        split_of(path=write_lines(tmp_path / "x.jsonl", as_records(same)))
+
+
+def test_a_skipped_piece_does_not_break_the_chain_of_pieces(tmp_path: Path) -> None:
+    """Pieces of 2, 2, 2 and 2 turns, of which one has a role that is not known. A chat with another
+    name that follows a skipped record is no piece."""
+    turns = [("human", f"q{n}") if n % 2 == 0 else ("gpt", f"a{n}") for n in range(8)]
+    for skipped in range(1, 4):
+        pieces = [sharegpt(*turns[n : n + 2], id=f"x_{n}") for n in range(0, 8, 2)]
+        pieces[skipped]["conversations"][0]["from"] = "alien"
+        records = [*pieces, sharegpt(("human", "q"), ("gpt", "a"), id="y_8")]
+        found = split_of(path=write_lines(tmp_path / "x.jsonl", records), held_out=0)
+        openings = {c.id: c.opening for c in found.train}
+        assert openings.pop("y_8") == "q"
+        assert len(openings) == 3 and set(openings.values()) == {"q0"}
+    # a number that does not continue the chat, after a record that is no piece of it
+    other = [pieces[0], sharegpt(("alien", "q"), id="x_7"), pieces[1]]
+    other[2] = sharegpt(("human", "q2"), ("gpt", "a3"), id="x_9")
+    found = split_of(path=write_lines(tmp_path / "x.jsonl", other), held_out=0)
+    assert {c.id: c.opening for c in found.train} == {"x_0": "q0", "x_9": "q2"}
+
+
 @real
 def test_pieces_of_one_chat_stay_on_one_side() -> None:
     split = split_of(held_out=0.3)
