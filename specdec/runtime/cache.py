@@ -49,6 +49,30 @@ class Place(NamedTuple):
         return slot_P <= self.position_BT[..., None]
 
 
+class TokensBefore(Tensor):
+    """How many tokens come before those of a pass, for each row and token [B, T], less 0 to T - 1.
+
+    Llama 4 scales the queries of some layers by their positions. It is told no positions there: it
+    adds 0 to T - 1 to the length of the cache, as if all rows were equally long and no token were a
+    branch. Given this for the length, its sum is the tokens' true positions, and it lays the scales
+    out [B, T, 1, 1], not [1, T, 1, 1]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.view:
+            return args[0].as_subclass(Tensor)[..., None, None]
+        devices = [x.device for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
+        if devices:  # a layer may be on another device than the text
+            args = tuple(_moved(x, devices[0]) if isinstance(x, cls) else x for x in args)
+        return super().__torch_function__(  # type: ignore[no-untyped-call]
+            func, types, args, kwargs or {}
+        )
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.as_subclass(Tensor).to(device).as_subclass(TokensBefore)
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values [B, Hkv, P, Dh] of one layer, written where the cache says."""
 
@@ -163,6 +187,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """See the module. `capacity` fixes the number of slots, for compiled passes."""
 
+    counts_positions = False  # see `TokensBefore`
+
     def __init__(self, layers: int, capacity: int | None = None, chains_only: bool = False) -> None:
         Cache.__init__(self, layers=[SlotLayer(self) for _ in range(layers)])
         self.chains_only = chains_only  # as layers with states do
@@ -176,6 +202,7 @@ class SlotCache(Cache):
         self.offset = 0  # where the current pass starts in the longest row
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
         self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
+        self.before_BT: Tensor | None = None  # what the current pass counts (see `TokensBefore`)
         self.states = States()
 
     @property
@@ -193,6 +220,13 @@ class SlotCache(Cache):
         """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`
         holds the scratch slot that each token follows, -1 for the last committed slot; None
         continues the last scratch slot as a chain."""
+        place = self._place(ids_BT, parents_BT)
+        if self.counts_positions:
+            step_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+            self.before_BT = (place.position_BT - step_T).as_subclass(TokensBefore)
+        return place
+
+    def _place(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Place:
         (B, T), device = ids_BT.shape, ids_BT.device
         if parents_BT is not None and self.chains_only:
             chain_T = torch.arange(self.scratch - 1, self.scratch + T - 1, device=device)
@@ -357,6 +391,8 @@ class SlotCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.before_BT is not None and self.part is None:
+            return self.before_BT  # type: ignore[return-value]
         return max(self.lengths) if self.part is None else self.offset
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -457,7 +493,14 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     of_decoder = getattr(config, "decoder_layers", None) or 0  # BART counts its encoder's first
     layers = max(config.num_hidden_layers, of_decoder)
     kind = _lightning() if config.model_type == "minimax" else SlotCache
-    return kind(layers, capacity, keeps_states(config))
+    made = kind(layers, capacity, keeps_states(config))
+    made.counts_positions = counts_positions(config)
+    return made
+
+
+def counts_positions(config: Any) -> bool:
+    """Whether layers ask the cache for their tokens' positions (see `TokensBefore`)."""
+    return bool(getattr(config, "attn_temperature_tuning", None))
 
 
 @cache

@@ -5,6 +5,9 @@ shapes, or in tensors of a class of its own. They are read through the layers th
 layer applied to the rows of an identity matrix gives its weight, whatever it is stored as.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -91,7 +94,7 @@ def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> 
         if is_linear(part) and not holds_weight(part):
             done.append(path)
             bias = getattr(part, "bias", None)
-            state[f"{name}weight"] = _weight(part, bias, dtype)
+            state[f"{name}weight"] = product_of(part, dtype)
             if isinstance(bias, Tensor):
                 state[f"{name}bias"] = bias.to(dtype)
             continue
@@ -131,16 +134,43 @@ def holds_weight(layer: Any) -> bool:
     return isinstance(weight, Tensor) and plain(weight) and tuple(weight.shape) == shape
 
 
-def _weight(layer: Any, bias: Any, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a linear layer, from its outputs for all unit vectors."""
+@torch.no_grad()
+def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
+    """The matrix [out, in] by which a linear layer multiplies, from its outputs for all unit
+    vectors. They are computed without its bias: a large bias leaves none of a weight's digits in
+    the sum. Raises UserError for a layer whose bias cannot be taken out."""
     device = next(x.device for x in [*layer.parameters(), *layer.buffers()])
+    unit = partial(torch.zeros, dtype=dtype, device=device)
     columns = []
-    for rows in torch.arange(layer.in_features, device=device).split(AT_ONCE):
-        unit = torch.zeros(len(rows), layer.in_features, dtype=dtype, device=device)
-        unit[torch.arange(len(rows), device=device), rows] = 1
-        image = layer(unit)
-        columns.append((image if bias is None else image - bias).to(dtype))
+    with without_bias(layer):
+        require(
+            not bool(layer(unit(1, layer.in_features)).any()),
+            f"a {type(layer).__name__} of the target adds a bias that cannot be taken out, so its "
+            "weights cannot be read as plain numbers: give a drafter.start or drafter.source that "
+            "does not copy the target's layers, or a target that is not quantised",
+        )
+        for rows in torch.arange(layer.in_features, device=device).split(AT_ONCE):
+            unit_ND = unit(len(rows), layer.in_features)
+            unit_ND[torch.arange(len(rows), device=device), rows] = 1
+            columns.append(layer(unit_ND).to(dtype))
     return torch.cat(columns).T.contiguous()
+
+
+@contextmanager
+def without_bias(layer: Any) -> Iterator[None]:
+    """A block in which a bias of zeros takes the place of the layer's own."""
+    bias = getattr(layer, "bias", None)
+    if not isinstance(bias, Tensor):
+        yield
+        return
+    zeros = torch.zeros_like(bias.data)
+    if isinstance(bias, nn.Parameter):
+        zeros = nn.Parameter(zeros, requires_grad=False)
+    layer.bias = zeros
+    try:
+        yield
+    finally:
+        layer.bias = bias
 
 
 def _kind(x: Tensor) -> str:

@@ -61,6 +61,11 @@ class Target(Parts, ABC):
         final = final_BTD if needs.final_hidden else None
         return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
 
+    def position_inputs(self, ids_BT: Tensor) -> dict[str, Tensor]:
+        """What tells the model the positions of a whole text, where its own count differs from that
+        of `generate`: RoBERTa's begins after the padding token's id."""
+        return {}
+
     @abstractmethod
     def _read(
         self,

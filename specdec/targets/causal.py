@@ -1,7 +1,6 @@
 """A causal target: any `AutoModelForCausalLM` whose layers have keys and values, or states."""
 
 import inspect
-from collections.abc import Iterator
 from contextlib import ExitStack
 from enum import Enum
 from functools import cached_property, partial
@@ -28,7 +27,9 @@ from specdec.runtime.states import bring_in, holders
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, understood
+from specdec.targets.documents import document_groups
 from specdec.targets.lean import LeanPass
+from specdec.targets.parts import longrope_lines
 from specdec.targets.spread import is_spread
 
 
@@ -46,9 +47,6 @@ class Reading(Enum):
         "tokens again from the start of their round"
     )
     TEXTS = "has no cache that can be used here, so every pass reads the whole text anew"
-
-
-LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
 
 
 class CausalTarget(Target):
@@ -167,8 +165,6 @@ class CausalTarget(Target):
         return "position_ids" in inspect.signature(type(self.model).forward).parameters
 
     def position_inputs(self, ids_BT: Tensor) -> dict[str, Tensor]:
-        """What tells the model the positions of a whole text, where its own count differs from that
-        of `generate`: RoBERTa's begins after the padding token's id."""
         if not self.counted:
             return {}
         return {"position_ids": torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]}
@@ -270,7 +266,9 @@ class CausalTarget(Target):
         if position_BT is None:
             return self._pass(ids_BT, needs)
         read: list[Tensor | None] = [None, None]  # the layers and the final states of all tokens
-        for slots_NTd, mine_NTd in _documents(position_BT, document_BT):
+        for slots_NTd, mine_NTd in document_groups(
+            position_BT, document_BT, longrope_lines(self.config)
+        ):
             for i, x_NTdD in enumerate(self._pass(ids_BT.flatten()[slots_NTd], needs)):
                 if x_NTdD is not None:
                     if (whole := read[i]) is None:
@@ -321,20 +319,3 @@ class CausalTarget(Target):
 
         self._compiled[needs] = Compiled(run)
         return self._compiled[needs]
-
-
-def _documents(position_BT: Tensor, document_BT: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The documents of packed rows in groups of similar length, longest first: the slots [N, Td] of
-    the batch to read for a group, and which of these each document owns (short ones read on)."""
-    real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
-    begins_BT = (position_BT == 0) & real_BT
-    number_BT = begins_BT.flatten().cumsum(0) - 1
-    length_N, order_N = torch.bincount(number_BT[real_BT.flatten()]).sort()
-    begin_N = begins_BT.flatten().nonzero()[:, 0][order_N]
-    lengths = length_N.tolist()
-    while lengths:
-        group = slice(sum(n < LIKE * lengths[-1] for n in lengths), len(lengths))
-        step_Td = torch.arange(lengths[-1], device=position_BT.device)
-        slots_NTd = begin_N[group, None] + step_Td
-        yield slots_NTd.clamp_max(position_BT.numel() - 1), step_Td < length_N[group, None]
-        del lengths[group]

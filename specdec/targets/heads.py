@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from specdec.compat import twin
+from specdec.runtime.quantised import without_bias
 
 
 @torch.no_grad()
@@ -41,7 +42,9 @@ def flat(head: Any) -> nn.Linear:
     D = head.weight.shape[1]
     with torch.no_grad():
         bias_V = head(head.weight.new_zeros(1, D))[0]
-        weight_VD = (head(torch.eye(D, device=bias_V.device, dtype=head.weight.dtype)) - bias_V).T
+        with without_bias(head):  # a large bias would leave none of a weight's digits in a sum
+            unit_DD = torch.eye(D, device=bias_V.device, dtype=head.weight.dtype)
+            weight_VD = (head(unit_DD) - head(head.weight.new_zeros(1, D))).T
     plain = nn.Linear(D, len(weight_VD), bias=bool(bias_V.any()), device="meta")
     plain.weight = nn.Parameter(weight_VD.to(head.weight.dtype).contiguous(), requires_grad=False)
     if plain.bias is not None:

@@ -115,18 +115,29 @@ class Parts:
     def norm_weight(self) -> Tensor | None:
         """The factors [D] of that norm; None if there is none. Gemma stores each factor minus 1."""
         weight_D = getattr(self.norm, "weight", None)
-        return None if weight_D is None else weight_D + self._stored_less
+        return None if weight_D is None else self._factor(weight_D)
+
+    def _factor(self, weight_D: Tensor) -> Tensor:
+        """The factors of a norm that stores `weight_D`; the sum is rounded in float32, not in the
+        target's dtype."""
+        return weight_D.float() + 1 if self._stored_less else weight_D
 
     @property
     def _stored_less(self) -> int:
         """By how much the weights that norms store are less than their factors: 1 or 0."""
         if self.norm is None:
             return 0
-        weight_D: Any = self.norm.weight
+        # in float32: in 16 bits, 1 is less than a large weight is rounded by
+        state = {name: x.detach().float() for name, x in self.norm.named_parameters()}
+        weight_D = state["weight"]
         unit_D = torch.ones_like(weight_D)
         unit_D[1::2] = -1  # of mean 0 and mean square 1, so that a norm only multiplies it
-        factor_D = (self.norm(unit_D) - self.norm(torch.zeros_like(unit_D))) * unit_D
-        return int(abs(float((factor_D - weight_D).float().mean()) - 1) < 0.1)
+        normed_D, bias_D = (
+            torch.func.functional_call(self.norm, state, (x,))
+            for x in (unit_D, torch.zeros_like(unit_D))
+        )
+        factor_D = (normed_D - bias_D) * unit_D
+        return int(abs(float((factor_D - weight_D).mean()) - 1) < 0.1)
 
     @property
     def positions(self) -> int:
@@ -215,13 +226,8 @@ class Parts:
         """How many positions texts may take while the shortest of them takes `shortest`: all that
         the model has, except with LongRoPE, where texts must not cross the length at which its
         rotary factors change, since a cache or a batch is read with the factors of one side."""
-        room = self.positions
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        for of_kind in (rope, *(x for x in rope.values() if isinstance(x, dict))):
-            line = of_kind.get("original_max_position_embeddings")
-            if of_kind.get("rope_type") == "longrope" and line and shortest < line:
-                room = min(room, line)
-        return room
+        ahead = [line for line in longrope_lines(self.config) if shortest <= line]
+        return min([self.positions, *ahead])
 
     def before_head(self, state: Tensor) -> Tensor:
         """The final hidden state [..., D], which the linear head reads, of the body's last one."""
@@ -306,7 +312,7 @@ class Parts:
         if (before_mlp := tensors.get("pre_feedforward_layernorm.weight")) is not None:
             tensors["post_attention_layernorm.weight"] = before_mlp
         norms = [name for name in tensors if name.endswith("norm.weight")]
-        return tensors | {name: tensors[name] + self._stored_less for name in norms}
+        return tensors | {name: self._factor(tensors[name]) for name in norms}
 
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors that the checkpoint stores as layer L + k, beyond the model's own L layers: a
@@ -396,6 +402,19 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
             yield from _stored({f"{name}.{part}": getattr(inner, part) for part in parts})
         else:
             yield name, inner
+
+
+def longrope_lines(config: Any) -> list[int]:
+    """The lengths beyond which a text has the long rotary factors of LongRoPE, ascending; none for
+    other models. A text of exactly such a length has the short ones."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]
+    lines = {
+        of_kind.get("original_max_position_embeddings")
+        for of_kind in of_kinds
+        if of_kind.get("rope_type") == "longrope"
+    }
+    return sorted(int(line) for line in lines if line)
 
 
 def depth_of(config: Any) -> int:

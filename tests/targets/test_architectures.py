@@ -112,7 +112,97 @@ def test_longrope_across_its_line_is_refused() -> None:
         decode(target, [words(12)], max_new_tokens=13)
     with pytest.raises(UserError, match="do not fit the 24 positions of the target"):
         decode(target, [words(12), words(40)], max_new_tokens=2)
-    assert (target.room(23), target.room(24)) == (24, 128)
+    # as transformers has it, the long factors begin after the line: a text of 24 has short ones
+    assert (target.room(23), target.room(24), target.room(25)) == (24, 24, 128)
+
+
+def test_documents_on_both_sides_of_a_line_are_read_with_their_own_factors() -> None:
+    """23 to 26 tokens are within a tenth of each other. Packed in one row, each has the logits that
+    transformers gives it alone."""
+    target, line = phi3(), 24
+    texts = [words(line + n, 5 + n) for n in (-1, 1, 0, 2)]
+    position = torch.cat([torch.arange(len(ids)) for ids in texts])[None]
+    document = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(texts)])[None]
+    packed = torch.cat([torch.tensor(ids) for ids in texts])[None]
+    _, final = target.features(packed, FeatureSpec(), position_BT=position, document_BT=document)
+    for n, ids in enumerate(texts):
+        made = AutoModelForCausalLM.from_config(target.model.config).eval()
+        made.load_state_dict(target.model.state_dict())
+        with torch.no_grad():
+            theirs = made(torch.tensor([ids])).logits
+        torch.testing.assert_close(
+            target.logits(final[document == n]), theirs[0], atol=1e-4, rtol=1e-4
+        )
+
+
+# --- Scales that grow with the position -----------------------------------------------------------
+
+
+def llama4(**options: Any) -> Target:
+    """Every second layer has no RoPE, and scales its queries anew every 4 tokens."""
+    scales = {"attn_temperature_tuning": True, "floor_scale": 4, "attn_scale": 1.0}
+    experts = {"intermediate_size_mlp": 48, "num_local_experts": 2, "moe_layers": [1, 3]}
+    kinds = {"no_rope_layers": [1, 0, 1, 0], "attention_chunk_size": 16}
+    options = SMALL | {"head_dim": 8} | scales | experts | kinds | options
+    return target_of("llama4_text", **options, max_position_embeddings=256)
+
+
+@torch.no_grad()
+def cache_errors(target: Target) -> list[float]:
+    """By how much logits over a cache are off those of whole texts: for a tree after rows of 9 and
+    5 tokens, for a chain that continues its scratch slots, and for a chain after other rows."""
+    ids = torch.tensor([words(20, 1), words(20, 2)])
+    cache, worst = target.new_cache(), list[float]()
+
+    def logits(some: torch.Tensor, parents: list[int] | None = None) -> torch.Tensor:
+        parents_BT = None if parents is None else torch.tensor([parents] * len(some))
+        return target.logits(
+            target.features(some, FeatureSpec(), cache=cache, parents_BT=parents_BT)[1]
+        )
+
+    def compare(ours: torch.Tensor, text: torch.Tensor) -> None:
+        theirs = target.model(text[None], use_cache=False).logits[0, -len(ours) :]
+        worst.append(float((ours - theirs).abs().max()))
+
+    logits(ids[:, :9])
+    cache.keep([9, 5])
+    tree = logits(ids[:, 9:12], [-1, 0, -1])
+    for b, n in enumerate((9, 5)):
+        for path in ([0, 1], [2]):
+            compare(tree[b, path], torch.cat([ids[b, :n], ids[b, 9:12][path]]))
+    cache.keep([2, 1], torch.tensor([[0, 1], [2, -1]]))
+    cache.select([1, 0])
+    texts = [torch.cat([ids[1, :5], ids[1, 11:12]]), torch.cat([ids[0, :9], ids[0, 9:11]])]
+    first, second = logits(ids[[1, 0], 12:15]), logits(ids[[1, 0], 15:18])
+    for b, (text, row) in enumerate(zip(texts, (1, 0), strict=True)):
+        compare(first[b], torch.cat([text, ids[row, 12:15]]))
+        compare(second[b], torch.cat([text, ids[row, 12:18]]))
+    return worst
+
+
+def test_llama4_scales_the_queries_of_each_row_and_branch_by_their_own_positions() -> None:
+    target = llama4()
+    assert target.reads_trees and max(cache_errors(target)) < 1e-4
+    prompts = [words(30), words(5)]
+    expected = [transformers_ids(target, prompt, 12) for prompt in prompts]
+    drafter = DRAFTERS["ngram"].build(NgramConfig(depth=4, min_ngram=1), target)
+    for way in (Way(), Way(drafter)):
+        made = decode(target, prompts, way, max_new_tokens=12, eos=())
+        assert [row.ids for row in made] == expected
+
+
+@pytest.mark.parametrize("family", ["bigram", "sparse"])
+def test_llama4_drafts_for_itself(family: str) -> None:
+    """A cache that keeps a part of the text has the true positions, too."""
+    target, prompt = llama4(), words(30)
+    config: Any = BigramConfig(depth=2)
+    if family == "sparse":
+        config = SparseConfig(depth=3, budget=64, window=2, refresh=3, sink=1, pool=3)
+    drafter = DRAFTERS[family].build(config, target)
+    made = generate(target, prompt, Way(drafter), max_new_tokens=20, eos=())
+    assert made.ids == transformers_ids(target, prompt, 20)
+    if family == "sparse":  # its budget holds all of the text, so it drafts what the target writes
+        assert all(r.accepted == r.drafted for r in made.rounds[:-1])
 
 
 # --- Layers that share keys and values ----------------------------------------------------------
@@ -432,6 +522,16 @@ def test_norms_are_told_by_what_they_multiply_by(kind: str) -> None:
         (before_mlp, found["post_attention_layernorm.weight"]),
     ):
         torch.testing.assert_close(norm(x), weight * nn.functional.rms_norm(x, (32,), eps=1e-6))
+
+
+def test_a_norm_in_bfloat16_is_told_by_large_weights_too() -> None:
+    """400 + 1 is 400 in bfloat16; and 1 + 2^-9, which Gemma's norm multiplies by, would be 1."""
+    made = target_of("gemma2", **SMALL, head_dim=8)
+    target = CausalTarget(made.model.bfloat16(), None, "gemma2")
+    target.norm.weight.data.fill_(400.0)
+    assert torch.equal(target.norm_weight, torch.full((32,), 401.0))
+    target.norm.weight.data.fill_(2**-9)
+    assert torch.equal(target.norm_weight, torch.full((32,), 1 + 2**-9))
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "peagle", "mtp_heads", "dflash"])

@@ -32,6 +32,7 @@ from specdec.runtime.packed import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
 from specdec.targets import loading
 from specdec.targets.causal import CausalTarget
+from specdec.targets.heads import flat
 from specdec.targets.loading import TargetConfig, load_parts, load_target, opening
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import checksum
@@ -455,6 +456,40 @@ def test_a_layer_gives_its_weight_to_the_rows_of_an_identity(bias: bool) -> None
     assert (found.bias is None) != bias
     x = torch.randn(3, 1500)
     torch.testing.assert_close(found(x), given(x), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_large_bias_leaves_a_quantised_weight_its_digits(dtype: torch.dtype) -> None:
+    """In bfloat16, numbers about 30 are .125 apart: a weight of .01 would be lost in the sum."""
+    layer = nn.Linear(24, 7)
+    nn.init.normal_(layer.weight, std=0.01)
+    nn.init.constant_(layer.bias, 30.0)
+    given = Int8Linear(layer)
+    bias, weight = given.bias, given.weight * given.SCB
+    found = dense_linear(given.to(dtype), dtype)
+    torch.testing.assert_close(found.weight.float(), weight, rtol=2**-7, atol=1e-6)
+    assert given.bias is bias and torch.equal(found.bias, bias)
+
+
+def test_a_bias_that_cannot_be_taken_out_is_told() -> None:
+    class Sealed(Int8Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 30
+
+    with pytest.raises(UserError, match="a Sealed of the target adds a bias"):
+        dense_linear(Sealed(nn.Linear(8, 4)), torch.float32)
+
+
+def test_a_head_of_another_kind_with_a_large_bias_keeps_its_digits() -> None:
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, 2 * self.weight, self.bias)
+
+    head = Head(8, 5)
+    nn.init.normal_(head.weight, std=0.01)
+    nn.init.constant_(head.bias, 30.0)
+    weight = 2 * head.to(torch.bfloat16).weight
+    assert torch.equal(flat(head).weight, weight)
 
 
 def test_what_is_read_of_plain_weights_is_their_state_dict() -> None:

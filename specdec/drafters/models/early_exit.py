@@ -33,7 +33,8 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth
 from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.documents import by_document
+from specdec.targets.parts import Parts, longrope_lines
 
 
 @dataclass
@@ -88,7 +89,12 @@ class EarlyExit(View, Trainable):
         return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
-        return self.step(ids, position_ids=position, use_cache=False)
+        lines = longrope_lines(self.target.config)
+        return by_document(self.over_documents, ids, position, document, lines)
+
+    def over_documents(self, ids_NT: Tensor) -> Tensor:
+        """Hidden states [N, T, D] of texts [N, T]."""
+        return self.step(ids_NT, use_cache=False, **self.target.position_inputs(ids_NT))
 
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
         return new_cache(self.target.config) if self.config.lora.rank else None

@@ -29,8 +29,9 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
 from specdec.targets.attention import group
+from specdec.targets.documents import by_document
 from specdec.targets.loading import load_source
-from specdec.targets.parts import Parts, body_of, head_scaling
+from specdec.targets.parts import Parts, body_of, head_scaling, longrope_lines
 
 LINEAR = (nn.Linear, Conv1D)
 
@@ -166,7 +167,13 @@ class Pretrained(Trainable, Extends):
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """Hidden states [B, T, D] of texts [B, T], packed as for `Target.features`."""
-        return self.step(ids, position_ids=position, use_cache=False)
+
+        def read(ids_NT: Tensor) -> Tensor:
+            position_1T = torch.arange(ids_NT.shape[1], device=ids_NT.device)[None]
+            return self.step(ids_NT, position_ids=position_1T, use_cache=False)
+
+        lines = longrope_lines(self.model.config.get_text_config(decoder=True))
+        return by_document(read, ids, position, document, lines)
 
     @abstractmethod
     def over_cache(

@@ -28,7 +28,13 @@ from specdec.drafters.capabilities import ForLongPrompts
 from specdec.drafters.models.views import View, ViewSizes, viewed_layers, with_weights
 from specdec.drafters.nn.gather import first_tokens, tokens_from
 from specdec.errors import require, require_known, require_within
-from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
+from specdec.runtime.cache import (
+    Place,
+    SlotCache,
+    cache_argument,
+    counts_positions,
+    model_inputs,
+)
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 
@@ -62,9 +68,9 @@ class SparseCache(SlotCache):
         self.seen: list[int] = []
         self.chosen: list[int] = []
 
-    def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
-        """Like `SlotCache.place`, but with the tokens' true positions."""
-        place = super().place(ids_BT, parents_BT)
+    def _place(self, ids_BT: Tensor, parents_BT: Tensor | None) -> Place:
+        """Like `SlotCache`'s, but with the tokens' true positions."""
+        place = super()._place(ids_BT, parents_BT)
         slot_position_BP = place.slot_position_BP
         if slot_position_BP is None:
             slot_position_BP = torch.arange(self.shown, device=ids_BT.device)[None]
@@ -101,7 +107,9 @@ class Sparse(View, ForLongPrompts):
         return target.body
 
     def new_cache(self, capacity: int | None = None) -> SparseCache:
-        return SparseCache(self.sizes.layers)
+        small = SparseCache(self.sizes.layers)
+        small.counts_positions = counts_positions(self.target.config)
+        return small
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """The states that decoding would compute [B, A, K, D]: each anchor is a row with its own

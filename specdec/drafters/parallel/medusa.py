@@ -33,7 +33,8 @@ from specdec.errors import require_within
 from specdec.frozen import Frozen
 from specdec.sampling.trees import Growth
 from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.documents import by_document
+from specdec.targets.parts import Parts, longrope_lines
 
 
 @dataclass
@@ -119,14 +120,21 @@ class Medusa(Heads, Adapts, Separate):
         if self.adapts_target(self.config):
             assert isinstance(target, Target)
             self.body = Frozen(self.adapters.view(target, len(target.layers)))
-            self.before_head = target.before_head
+            self.target = target
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
         if not self.adapts_target(self.config):
             return None
-        out = self.body.held(input_ids=ctx.ids_BT, position_ids=ctx.position_BT, use_cache=False)
+        lines = longrope_lines(self.target.config)
+        final_BTD = by_document(self._read, ctx.ids_BT, ctx.position_BT, ctx.document_BT, lines)
         weight = self.config.adapter.weight * math.sin(math.pi / 2 * progress)
-        return self.before_head(out.last_hidden_state), weight
+        return final_BTD, weight
+
+    def _read(self, ids_NT: Tensor) -> Tensor:
+        """The adapted target's final states [N, T, D] of texts [N, T]."""
+        inputs = self.target.position_inputs(ids_NT)
+        state_NTD = self.body.held(input_ids=ids_NT, use_cache=False, **inputs).last_hidden_state
+        return self.target.before_head(state_NTD)
 
     def settled(self, target: Target) -> "tuple[Medusa, Target]":
         if not self.adapts_target(self.config):

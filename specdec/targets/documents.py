@@ -1,0 +1,54 @@
+"""Packed rows read document by document: right for every architecture, whatever it makes of its
+position ids. Many models mask packed documents from each other, others read on across them, and
+some count positions, windows or rotary factors from the beginning of a row."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+LIKE = 0.9  # documents at least this long, relative to the longest of a batch, join that batch
+
+
+def by_document(
+    read: Callable[[Tensor], Tensor],
+    ids_BT: Tensor,
+    position_BT: Tensor | None,
+    document_BT: Tensor | None,
+    lines: Sequence[int] = (),
+) -> Tensor:
+    """The states [B, T, D] of rows that hold documents, packed as for `Target.features`. `read`
+    gives the states [N, Td, D] of texts [N, Td]. States are 0 at padding. `lines`: see
+    `document_groups`."""
+    if position_BT is None:
+        return read(ids_BT)
+    slots, states = list[Tensor](), list[Tensor]()
+    for slots_NTd, mine_NTd in document_groups(position_BT, document_BT, lines):
+        states.append(read(ids_BT.flatten()[slots_NTd])[mine_NTd])
+        slots.append(slots_NTd[mine_NTd])
+    of_documents_UD = torch.cat(states)
+    whole_ND = of_documents_UD.new_zeros(ids_BT.numel(), of_documents_UD.shape[-1])
+    whole_ND = whole_ND.index_copy(0, torch.cat(slots), of_documents_UD)
+    return whole_ND.view(*ids_BT.shape, -1)
+
+
+def document_groups(
+    position_BT: Tensor, document_BT: Tensor | None, lines: Sequence[int] = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The documents of packed rows in groups of similar length, longest first: the slots [N, Td] of
+    the batch to read for a group, and which of these each document owns (short ones read on). No
+    group has lengths on both sides of one of the `lines`."""
+    real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
+    begins_BT = (position_BT == 0) & real_BT
+    number_BT = begins_BT.flatten().cumsum(0) - 1
+    length_N, order_N = torch.bincount(number_BT[real_BT.flatten()]).sort()
+    begin_N = begins_BT.flatten().nonzero()[:, 0][order_N]
+    lengths = length_N.tolist()
+    while lengths:
+        longest = lengths[-1]
+        least = max([LIKE * longest, *(line + 1 for line in lines if line < longest)])
+        group = slice(sum(n < least for n in lengths), len(lengths))
+        step_Td = torch.arange(longest, device=position_BT.device)
+        slots_NTd = begin_N[group, None] + step_Td
+        yield slots_NTd.clamp_max(position_BT.numel() - 1), step_Td < length_N[group, None]
+        del lengths[group]
