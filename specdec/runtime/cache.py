@@ -493,9 +493,9 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
     of_decoder = getattr(config, "decoder_layers", None) or 0  # BART counts its encoder's first
     layers = max(config.num_hidden_layers, of_decoder)
     kind = _lightning() if config.model_type == "minimax" else SlotCache
-    made = kind(layers, capacity, keeps_states(config))
-    made.counts_positions = counts_positions(config)
-    return made
+    empty = kind(layers, capacity, keeps_states(config))
+    empty.counts_positions = counts_positions(config)
+    return empty
 
 
 def counts_positions(config: Any) -> bool:
