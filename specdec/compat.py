@@ -53,6 +53,13 @@ def packed_sum(x: Tensor, packed: Tensor, bias: Tensor | None, other: Tensor) ->
     return out
 
 
+def onednn_multiplies_bfloat16() -> bool:
+    """Whether oneDNN has products in bfloat16 for this CPU, fast or slow; no public function tells.
+    False where this build of torch lacks the operator that does."""
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    return supported is not None and bool(supported())
+
+
 def packed_operator() -> Any:
     """The operator of `packed_product`, to count its operations by; None if torch lacks it."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)

@@ -208,7 +208,8 @@ def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
         "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.name, texts.measured],
         "prompts": [p.ids.tolist() for p in (*texts.prompts, *texts.validation_prompts)],
         "kinds": [prompt.kind for prompt in texts.prompts],
-        "machine": asdict(machine_of(target)),
+        # without the reason for its dtype, which is words
+        "machine": asdict(replace(machine_of(target), reason="")),
         "processes": processes,
         "drafts": [drafts.digest(path) for path in drafts_of],
         "files": [of_file(path) for path in files if path.exists()],

@@ -2,11 +2,10 @@
 
 import platform
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from specdec.runtime.probes import native_dtype
+from specdec.runtime.probes import native_dtype, processor
 from specdec.targets.base import Target
 
 
@@ -29,18 +28,12 @@ def machine_of(target: Target) -> Machine:
     dtype, device = str(target.dtype).removeprefix("torch."), target.device
     native = native_dtype(device.type)
     reason = native.reason if native.dtype == dtype else f"asked for; {native.reason}"
-    if device.type == "cuda":
-        processor = torch.cuda.get_device_name(device)
-    else:
-        processor = f"{_cpu()} with {torch.backends.cpu.get_cpu_capability()}"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = torch.get_num_threads()
-    return Machine(str(device), processor, threads, dtype, reason, torch.__version__)
+    return Machine(str(device), name, threads, dtype, reason, torch.__version__)
 
 
-def _cpu() -> str:
-    """The processor's name, as far as the system reports it."""
-    info = Path("/proc/cpuinfo")
-    for line in info.read_text().splitlines() if info.exists() else []:
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+def processor_name() -> str:
+    """The CPU as far as the system reports it, and the instruction set that torch uses."""
+    cpu = processor().model or platform.processor() or platform.machine()
+    return f"{cpu} with {torch.backends.cpu.get_cpu_capability()}"

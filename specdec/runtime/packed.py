@@ -2,10 +2,12 @@
 
 For products of a few rows, torch's public operator may rearrange the weight every time. The copy
 saves that work: a step of SmolLM2-135M then takes two thirds of the time in bfloat16 and half in
-float32. Each number of rows is probed once, and the public operator is used unless the copy is
-faster. `torch.compile` packs frozen weights itself; this file is for uncompiled passes.
+float32. `pays` says for which numbers of rows the copy is used. Both ways round differently, so it
+is a rule, and no timing: two processes on one machine compute the same numbers, idle or busy.
+`torch.compile` packs frozen weights itself; this file is for uncompiled passes.
 """
 
+import platform
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,24 +19,22 @@ from torch.nn import functional as F
 from specdec.compat import packed_product as product
 from specdec.compat import packed_sum, packed_weight, version
 from specdec.errors import first_line
-from specdec.runtime.probes import Answer, compare, one_thread
+from specdec.runtime.probes import INTEL, Answer, agreement, processor
 from specdec.runtime.quantised import is_plain, plain
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
 LAYOUT_ROWS = 8  # rows that the layout is chosen for: best from 1 to 16, and no worse beyond
 PROBED = 1 << 20  # the most weights that a probe multiplies by
 WORK = 1 << 24  # the most multiplications in one product of a probe
-COLD = 1 << 25  # bytes of weights read between two uses of one, so that no cache still holds it
-COPIES = 128  # the most copies of one weight in a probe
-TIMINGS = 5  # of the packed product and of the plain one
+MACHINES = ("x86_64", "AMD64")  # whose packed products were measured
 # dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class PackedLinear(nn.Linear):
     """`nn.Linear` with the parameters of `layer`. Outside autograd, autocast and compiled graphs,
-    it multiplies by a packed copy of its weight where a probe found that faster. The copy is made
-    on first use and again after the weight changes; it doubles the layer's memory."""
+    it multiplies by a packed copy of its weight for the numbers of rows for which this `pays`. The
+    copy is made on first use and again after the weight changes; it doubles the layer's memory."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -56,8 +56,8 @@ class PackedLinear(nn.Linear):
         return product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is faster for this many rows. Answers are kept, since every pass asks
-        every layer for one."""
+        """Whether the copy is used for this many rows. Answers are kept, since every forward pass
+        asks every layer for one."""
         key = dtype, rows
         if key not in self._faster:
             size = self.out_features, self.in_features
@@ -77,8 +77,8 @@ class PackedLinear(nn.Linear):
 
 class JointLinear:
     """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
-    multiplies by one packed copy of all their weights where a probe found this faster. It is no
-    module, so that it adds nothing to a model's state."""
+    multiplies by one packed copy of all their weights for the numbers of rows for which this
+    `pays`. It is no module, so that it adds nothing to a model's state."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -117,7 +117,7 @@ class JointLinear:
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
     def faster(self, x: Tensor) -> bool:
-        """Whether the copy is faster for so many rows of this dtype."""
+        """Whether the copy is used for so many rows of this dtype."""
         key = x.dtype, x.numel() // self.width
         if (faster := self._faster.get(key)) is None:
             size = self.out, self.width, x.dtype, bucket(key[1])
@@ -168,34 +168,37 @@ def packed(weight: Tensor) -> Tensor:
     return packed_weight(weight, LAYOUT_ROWS)
 
 
+def pays(dtype: torch.dtype, rows: int) -> bool:
+    """Whether packed products of so many rows are as fast as the public operator's, or faster, on
+    this kind of CPU. The rule holds what `scripts/bench packed` measured (its figures are in
+    docs/notebook/machines.md): only in float32 on an Intel CPU does the public operator, which is
+    MKL's there, keep up, from 65 rows and, with AVX-512, up to 3."""
+    if platform.machine() not in MACHINES:
+        return False
+    if dtype is not torch.float32 or processor().vendor != INTEL:
+        return True
+    least = 1 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 4
+    return least <= rows <= 64
+
+
 def bucket(rows: int) -> int:
-    """The number of rows probed in place of this many. Up to 4 it is the number itself: in
-    float32, one way may take 1.5 times as long for 4 rows as for 3, while the other does not."""
+    """The number of rows tried in place of this many, of which `pays` says the same."""
     return next((n for n in (1, 2, 3, 4, 8, 16, 64) if rows <= n), 256)
 
 
 @cache
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
-    """Whether products of `rows` rows by packed weights [out, width] run here, agree with the
-    public operator's, and are faster. Enough copies of a weight take turns that none is in the
-    processor's caches when it is used, as in a real pass: on a cached weight, the other way may be
-    faster. This takes some 50 ms, since only part of a large weight is probed."""
+    """Whether products of `rows` rows by packed weights [out, width] are used here: they must pay,
+    run, and agree with the public operator's. Only a part of a large weight is tried."""
+    if not pays(dtype, rows):
+        return Answer(False, "they are no faster here")
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
-    with one_thread(), torch.inference_mode():
+    with torch.inference_mode():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(rows, width, generator=generator).to(dtype)
         weight = torch.randn(out, width, generator=generator).to(dtype)
-        count = min(COPIES, COLD // weight.nbytes, 8 * WORK // (rows * weight.numel()))
-        weights = [weight.clone() for _ in range(max(1, count))]
-        try:
-            copies = [packed(weight) for weight in weights]
-        except (AttributeError, RuntimeError) as error:
-            return Answer(False, first_line(error))
-        return compare(
-            lambda: [product(x, copy, None) for copy in copies][-1],
-            lambda: [F.linear(x, weight) for weight in weights][-1],
-            DTYPES[dtype],
-            repeats=TIMINGS,
+        return agreement(
+            lambda: product(x, packed(weight), None), lambda: F.linear(x, weight), DTYPES[dtype]
         )
 
 
@@ -215,9 +218,9 @@ def obstacle(dtype: torch.dtype) -> str | None:
 
 
 def described(module: nn.Module, dtype: torch.dtype) -> str:
-    """Whether the copies make a packed `module` faster, as a clause for the user. Of 1, 4 and 16
-    rows, as in a plain step, in a round and in a batch, those are named that are faster, unless all
-    are."""
+    """Whether a packed `module` uses its copies, as a clause for the user. Of 1, 4 and 16 rows, as
+    in a vanilla decoding step, a speculation step and a batch, those with copies are named, unless
+    all have."""
     if reason := obstacle(dtype):
         return f"weights are not packed: {reason}"
     layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
@@ -228,7 +231,7 @@ def described(module: nn.Module, dtype: torch.dtype) -> str:
     if not rows:
         return "packed weights are not used: they are no faster here"
     some = "" if len(rows) == 3 else f" for {' or '.join(map(str, rows))} rows at once"
-    return f"packed weights make it faster here{some}"
+    return f"its weights are packed{some}"
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class TargetConfig:
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: packed copies of weights where they are faster (lean.py)
+    packed: bool = True  # on a CPU: packed copies of weights where they pay (runtime/packed.py)
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
@@ -122,7 +122,7 @@ def device_of(name: str) -> torch.device:
 
 def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
-    and the `reason` for it (for auto, the probe's), whether packed weights are faster, and a
+    and the `reason` for it (for auto, this machine's), whether weights are packed, and a
     warning if nothing ends an answer."""
     dtype = str(target.dtype).removeprefix("torch.")
     reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]

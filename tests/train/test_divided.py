@@ -122,7 +122,12 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
         assert step == same and ours_of["loss"] == pytest.approx(theirs_of["loss"], rel=1e-4)
     weights = draft(one / "run")
     for name, tensor in draft(tmp_path / "run").items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-3, atol=1e-3)
+        # Adam divides a gradient by its own size: where one is rounding alone, its sign is chance,
+        # and each of the 12 steps moves that weight by up to the learning rate, 5e-3, either way
+        off = (tensor - weights[name]).abs()
+        assert off.max() <= 2 * 12 * 5e-3, name
+        # and so few weights have such a gradient that the draft is the same as a whole
+        assert off.norm() <= 1e-2 * weights[name].norm(), name
     found, expected = results(tmp_path / "run"), results(one / "run")
     assert [found["processes"], expected["processes"]] == [2, 1]
     assert found["weight_bytes"] == expected["weight_bytes"]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.drafters.nn.attention import Attention, KeyValue, fused
 from specdec.drafters.nn.gather import entries
-from specdec.runtime.probes import Answer, compare
+from specdec.runtime.probes import Answer, agreement
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
@@ -257,7 +257,7 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
 
 def flexible(query: Tensor, depths: int) -> Answer:
     """Whether to use flex attention for heads like these on their device: on a CPU it has no
-    backward pass; elsewhere it must run, agree with `_blocks` and be faster."""
+    backward pass; elsewhere it must run and agree with `_blocks`."""
     if query.is_cpu:
         return Answer(False, "flex attention has no backward pass on a CPU")
     return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
@@ -284,4 +284,4 @@ def _probed(
 
     limit = 1e-3 if dtype is torch.float32 else 3e-2
     with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        return compare(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
+        return agreement(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
