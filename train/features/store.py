@@ -171,7 +171,8 @@ class Store:
         self._open.cache_clear()
         for known in (self._files, self._parts, self._sums):
             known.clear()
-        for path in sorted(self.folder.glob("*.safetensors")):
+        # of the files with the same document the oldest counts: what a run has read stays as it was
+        for path in sorted(self.folder.glob("*.safetensors"), key=_age):
             try:
                 require_file(path)
                 with safe_open(path, framework="pt") as file:
@@ -187,10 +188,10 @@ class Store:
                 )
                 path.unlink(missing_ok=True)
                 continue
-            self._files |= dict.fromkeys(parts, path)
-            self._parts |= parts
-            if sums is not None:
-                self._sums |= {name: sums.get(name, "none") for name in parts}
+            for name in parts.keys() - self._files.keys():
+                self._files[name], self._parts[name] = path, parts[name]
+                if sums is not None:
+                    self._sums[name] = sums.get(name, "none")
 
     def missing(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with documents that are not stored yet, reduced to those documents."""
@@ -300,7 +301,12 @@ class Store:
         return f"feature cache {self.folder}: {added}"
 
     def _add(self, by_name: Mapping[str, Features]) -> None:
-        """Write the features of documents, which are given by name, as one file."""
+        """Write the features of documents, which are given by name, as one file: those that are not
+        stored yet. Computed beside other texts they would be rounded otherwise, and a run that has
+        read the stored ones must find the same again."""
+        by_name = {n: features for n, features in by_name.items() if n not in self._files}
+        if not by_name:
+            return
         tensors = {f"{n}.{part}": x for n, f in by_name.items() for part, x in f.items()}
         sums = {n: of_tensors(f, self._context(n)) for n, f in by_name.items()}
         name = hashlib.blake2b("".join(sorted(by_name)).encode(), digest_size=12).hexdigest()
@@ -471,6 +477,14 @@ def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
         inner = {f.name: moved(getattr(value, f.name), move) for f in fields(value)}
         return replace(value, **inner)
     return value
+
+
+def _age(path: Path) -> tuple[int, str]:
+    """A key that sorts files from the oldest to the newest."""
+    try:
+        return path.stat().st_mtime_ns, path.name
+    except OSError:  # it was removed by now, or cannot be reached: whoever opens it says so
+        return 0, path.name
 
 
 def _sums_of(file: Any) -> dict[str, str] | None:
