@@ -40,6 +40,7 @@ LONG = {
     "targets/test_states.py",
     "test_documents.py",
     "train/data/test_engines.py",
+    "train/data/test_responses_read.py",
     "train/data/test_split.py",
     "train/test_configs.py",
     "train/test_continued.py",

@@ -24,6 +24,7 @@ from train import checkpoint, loop
 from train.budget import planned
 from train.checks import check, check_target, check_texts
 from train.config import Config
+from train.data.answer_files import ResponsesRead
 from train.features.fill import Features
 from train.folder import (
     BEGAN,
@@ -119,7 +120,11 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.answers.shard is not None:
             answer_share(cfg, split, target, features.store, accelerator, progress)
             return 0.0
-        texts = texts_of(cfg, split, measured, target, features.store, accelerator, progress)
+        responses_read = ResponsesRead(folder)
+        texts = texts_of(
+            *(cfg, split, measured, target, features.store),
+            *(accelerator, progress, responses_read),
+        )
 
         if (share := Share.of("features.shard", cfg.features.shard)) is not None:
             features.fill_share(share, [texts.train, texts.validation])
@@ -204,7 +209,7 @@ def _trained(
                 learner.keep(draft)
             documents = written(
                 *(rounds, cfg.answering, number, texts.train, texts.asked, draft),
-                *(target, accelerator, progress),
+                *(target, accelerator, progress, ResponsesRead(folder)),
             )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             (source,) = features.sources(drafter, [documents])

@@ -13,7 +13,7 @@ from specdec.formats import draft as drafts
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.on_demand import TargetOnDemand
-from train.data.answer_files import AnswersConfig
+from train.data.answer_files import AnswersConfig, ResponsesRead
 from train.data.answers import Author, answered
 from train.data.template import Document, Prompt
 
@@ -78,16 +78,17 @@ def written(
     target: TargetOnDemand,
     accelerator: Accelerator,
     progress: Progress,
+    responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
     """The texts that round `number`, from 0, trains on: answers to the `asked` prompts, written
     with the draft in the folder `draft`, if there is one. Beside that folder are the answers so
     far, so that an interrupted round continues where it stopped. `documents` are the texts of
-    round 0."""
+    round 0. `responses_read` is as in `answered`."""
     if draft is None:
         if answers.temperature == 0 or not asked:
             return list(documents)
         other = replace(answers, seed=(answers.seed + number) % 2**32)
-        return answered(target, asked, other, accelerator, progress)
+        return answered(target, asked, other, accelerator, progress, responses_read=responses_read)
     drafter = drafts.load(draft, target.whole())
     author = Author(
         *(drafter, cfg.gamma or drafter.depth, cfg.rule, draft.parent / "answers"),

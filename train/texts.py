@@ -17,7 +17,7 @@ from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
-from train.data.answer_files import AnswersConfig
+from train.data.answer_files import AnswersConfig, ResponsesRead
 from train.data.answers import answered, logged
 from train.data.conversations import TEXTS, DataConfig
 from train.data.reader import Share as DataShare
@@ -72,10 +72,11 @@ def texts_of(
     store: Store | None,
     accelerator: Accelerator,
     progress: Progress,
+    responses_read: ResponsesRead | None = None,
 ) -> Texts:
     """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
     If the data's answers are not read, the target answers, and `store` keeps the features that it
-    computes meanwhile."""
+    computes meanwhile; `responses_read` is as in `answered`."""
     parts, ranks = target.parts, ranks_of(accelerator)
     train, validation, asked = split.train, split.validation, list[Prompt]()
     if cfg.data.answers == "target":
@@ -84,7 +85,10 @@ def texts_of(
         if store is not None:
             store.prepare(0)
         train, validation = (
-            answered(target, some, cfg.answering, accelerator, progress, store)
+            answered(
+                *(target, some, cfg.answering, accelerator, progress, store),
+                responses_read=responses_read,
+            )
             for some in (train if cfg.reads_plain_answers else [], validation)
         )
         if train:  # engines may leave prompts unanswered

@@ -87,8 +87,8 @@ def test_all_three_end_an_answer(tmp_path: Path) -> None:
 
 
 def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
-    """Engines read the generation config. Answers are kept under another name only where they could
-    end elsewhere than before."""
+    """Engines read the generation config. Responses are kept under another name where they could
+    end elsewhere."""
     keys = []
     for name, ids in (("short", [TEXT_END]), ("whole", [TEXT_END, END]), ("end", END)):
         target = load_target(target_with(tmp_path / name, ids))
@@ -97,7 +97,7 @@ def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
         assert said["eos_token_id"] == ([TEXT_END, END] if name != "end" else END)
         assert target.model.generation_config.eos_token_id == ids
         keys.append(key_of(target, AnswersConfig()))
-    assert keys[0] != keys[1] == keys[2]
+    assert keys[0] == keys[1] != keys[2]
 
 
 @pytest.mark.parametrize(("template", "warned"), [(TEMPLATE, False), (WORDS, True)])

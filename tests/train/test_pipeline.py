@@ -470,8 +470,8 @@ def test_answers_are_kept_by_the_prompt_they_answer(
 
 
 def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
-    """With only the likeliest token, sampling is greedy decoding. Without top-k, answers keep the
-    folder's name that they had before this setting existed."""
+    """With only the likeliest token, sampling is greedy decoding. Without top-k, the folder's name
+    does not depend on that setting."""
     target = TargetOnDemand(tiny.config().target)
     prompts = [Prompt("a", np.array([5, 6, 7], np.int32)), Prompt("b", np.array([8, 9], np.int32))]
 
@@ -486,6 +486,7 @@ def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Pat
     assert texts(1.0, 1, "drawn") == greedy != drawn
     how = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 6, "seed": 0}
     how |= {"target": target.parts.fingerprint(), "dtype": str(target.parts.dtype)}
+    how |= {"eos": sorted(target.parts.eos)}
     before = hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
     folders = {path.name for path in (tmp_path / "drawn").iterdir()}
     assert len(folders) == 2 and before in folders

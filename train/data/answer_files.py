@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specdec.decoding.logs import Rounds
 from specdec.engines.client import Server
 from specdec.errors import require, require_within
-from specdec.files import sealed_lines
+from specdec.files import read_json, sealed_lines, write_json
 from specdec.integrity import Damaged
 from specdec.sampling.sampler import require_cutoffs, require_temperature
 from specdec.targets.parts import Parts
@@ -23,6 +23,7 @@ from train.shares import Share
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
 UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
+RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its responses is from
 
 
 @dataclass
@@ -60,14 +61,16 @@ class AnswersConfig:
 
 
 def key_of(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
-    """The name of the folder for this target and way of answering, by engines if `served`."""
+    """The name of the folder for this target and way of answering, by engines if `served`. It
+    covers the ids that end a response: a response from before these changed may run past its end,
+    or stop short of it."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
-    if set(target.eos) != set(target.generation_eos):  # older answers ran on past the others
-        how["eos"] = sorted(target.eos)
+    how["eos"] = sorted(target.eos)
     for name in ("batch", "root", "engines", "shard"):  # these do not change the answers
         del how[name]
     if served:  # an engine may round otherwise, or compute in another precision
         how["engine"] = True
+        how["response_end"] = target.response_end  # added where an engine strips it
     if cfg.top_k == 0:  # older answers were all drawn without it
         del how["top_k"]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -82,22 +85,83 @@ def name_of(prompt: Prompt) -> str:
     return hashlib.blake2b(json.dumps(prompt.ids.tolist()).encode(), digest_size=12).hexdigest()
 
 
+class ResponsesRead:
+    """Which file in a folder of responses a run has read each of its responses from. The run keeps
+    this in its own folder, and from then on reads a prompt's response from that file alone: other
+    runs that share the folder may write other responses to the same prompts, as rounding differs.
+    Raises UserError for a damaged file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RESPONSES_READ
+
+    def files(self, key: str) -> dict[str, str]:
+        """The names of files in the folder `key`, by the name of the prompt."""
+        prompts_by_file = self._all().get(key, {})
+        return {prompt: file for file, prompts in prompts_by_file.items() for prompt in prompts}
+
+    def record(self, key: str, files: Mapping[str, str]) -> None:
+        """Record the files that responses were read from now, by the name of the prompt."""
+        before = self.files(key)
+        if (after := {**before, **files}) == before:
+            return
+        prompts_by_file: dict[str, list[str]] = {}
+        for prompt, file in after.items():
+            prompts_by_file.setdefault(file, []).append(prompt)
+        write_json(self.path, self._all() | {key: prompts_by_file})
+
+    def _all(self) -> dict[str, dict[str, list[str]]]:
+        return dict(read_json(self.path)) if self.path.exists() else {}
+
+
+@dataclass
+class StoredResponses:
+    """The responses in a folder and the names of the files that they are from, both by the name of
+    the prompt, and a phrase for what is damaged or unreadable there."""
+
+    by_prompt: dict[str, dict[str, Any]]
+    files: dict[str, str]
+    damage: str
+
+
 def read_answers(
-    folder: Path, key: str, vocab: int, asked: Mapping[str, Sequence[int]]
-) -> tuple[dict[str, dict[str, Any]], str]:
-    """The answers of all runs and processes in a folder, by the name of the prompt, and a phrase
-    for what is damaged there, if anything is. They were sealed with this `key`, and those that this
-    run `asked` for fit their prompts."""
-    by_prompt: dict[str, dict[str, Any]] = {}
+    folder: Path,
+    key: str,
+    vocab: int,
+    asked: Mapping[str, Sequence[int]],
+    recorded: Mapping[str, str] | None = None,
+    own: Collection[str] = (),
+) -> StoredResponses:
+    """The responses of all runs and processes in a folder. They were sealed with this `key`, and
+    those that this run `asked` for fit their prompts. Of several responses to a prompt, the one in
+    the file that is `recorded` for it is read, and no other; without one, that in a file of this
+    run's `own`. Raises Unreadable for a file that is recorded and may not be read."""
+    recorded = recorded or {}
+    named = {*recorded.values()}
+    responses = StoredResponses({}, {}, "")
     damaged: dict[str, int] = {}
-    for path in sorted(folder.glob("*.jsonl")):
-        entries, count = sealed_lines(path, ("prompt", "ids"), key)
+    refused: list[str] = []
+    paths = sorted(folder.glob("*.jsonl"), reverse=True)
+    for path in sorted(paths, key=lambda path: path.name not in own):
+        try:
+            entries, count = sealed_lines(path, ("prompt", "ids"), key)
+        except PermissionError:
+            if path.name in named:
+                raise
+            refused.append(path.name)
+            continue
         sane = [entry for entry in entries if _sane(entry, vocab, asked)]
         if count := count + len(entries) - len(sane):
             damaged[path.name] = count
-        by_prompt |= {entry["prompt"]: entry for entry in sane}
-    lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
-    return by_prompt, f"{folder} has damaged lines ({lines})" if damaged else ""
+        for prompt, entry in {entry["prompt"]: entry for entry in sane}.items():
+            if recorded.get(prompt, path.name) == path.name:
+                responses.by_prompt.setdefault(prompt, entry)
+                responses.files.setdefault(prompt, path.name)
+    if damaged:
+        lines = ", ".join(f"{count} in {name}" for name, count in damaged.items())
+        responses.damage = f"{folder} has damaged lines ({lines})"
+    elif refused:
+        responses.damage = f"{folder} has files that this user may not read ({', '.join(refused)})"
+    return responses
 
 
 def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:

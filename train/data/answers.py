@@ -12,6 +12,7 @@ from uuid import uuid4
 
 import numpy as np
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.progress import Progress
 
 from specdec.decoding.decode import decode
@@ -33,6 +34,8 @@ from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.answer_files import (
     AnswersConfig,
+    ResponsesRead,
+    StoredResponses,
     documents_of,
     key_of,
     name_of,
@@ -72,6 +75,7 @@ def answered(
     progress: Progress,
     keep: Store | None = None,
     author: Author | None = None,
+    responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; their masks mark the answers.
 
@@ -81,25 +85,32 @@ def answered(
     ones. The file appears whole or not at all, so that the groups, and with them rounding, stay the
     same. Each prompt has its own seed, so apart from rounding its answer does not depend on its
     neighbours, on interruptions, or on how many processes share the work. `keep` stores the
-    features that the target computes as it answers.
+    features that the target computes as it answers. `responses_read` records which files the run
+    reads, so that it always reads these and never those of another run.
 
     With `cfg.engines` and no author, engines write the answers, as `served` says.
     """
     if cfg.engines and author is None:
-        return served(target, prompts, cfg, accelerator, progress, keep)
+        return served(target, prompts, cfg, accelerator, progress, keep, responses_read)
     key = key_of(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
     ranks = ranks_of(accelerator, target)
 
-    def read() -> dict[str, dict[str, Any]]:
-        known, damage = read_answers(folder, key, target.parts.vocab_size, asked)
-        if damage and not known.keys() >= asked.keys():
-            tell(f"{damage}: their prompts are answered again where this run needs them")
-        return known
+    def recorded() -> dict[str, str]:
+        return {} if responses_read is None else responses_read.files(folder.name)
 
-    known = ranks.first(lambda: set(read()))
+    def read(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
+        return read_answers(folder, key, target.parts.vocab_size, asked, recorded, own)
+
+    def known_now() -> set[str]:
+        stored = read(recorded())
+        if stored.damage and not stored.by_prompt.keys() >= asked.keys():
+            tell(f"{stored.damage}: their prompts are answered again where this run needs them")
+        return set(stored.by_prompt)
+
+    known = ranks.first(known_now)
     by_draft = author is not None and author.rule is None
     size, refills = cfg.at_once(), False
     if not by_draft and not known >= asked.keys():
@@ -144,6 +155,8 @@ def answered(
                 entry["rounds"] = rounds_of(answer)
         return entries
 
+    files: list[str] = []  # that this process writes
+
     def write_all(groups: list[list[str]]) -> None:
         """Write the answers to these groups of prompts."""
         nonlocal size
@@ -181,7 +194,8 @@ def answered(
                 json.dumps(sealed({"prompt": name} | entry, key))
                 for name, entry in zip(group, records, strict=True)
             ]
-            write_whole(folder / f"{uuid4().hex}.jsonl", "".join(f"{line}\n" for line in lines))
+            files.append(f"{uuid4().hex}.jsonl")
+            write_whole(folder / files[-1], "".join(f"{line}\n" for line in lines))
 
     with ranks.part(groups) as mine:
         write_all([*mine])
@@ -189,8 +203,16 @@ def answered(
     accelerator.wait_for_everyone()
     if share is not None:  # the other shares may not be written yet
         return []
-    depth = author.rounds if author else None
-    return ranks.handed(lambda: documents_of(prompts, read(), depth, folder))
+    depth, own = author.rounds if author else None, gather_object(files)
+
+    def documents() -> list[Document]:
+        stored = read({name: file for name, file in recorded().items() if name in known}, own)
+        read_now = documents_of(prompts, stored.by_prompt, depth, folder)
+        if responses_read is not None:
+            responses_read.record(folder.name, {name: stored.files[name] for name in asked})
+        return read_now
+
+    return ranks.handed(documents)
 
 
 def _fitting(

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from rich.progress import Progress
 from torch import Tensor
 
@@ -41,6 +42,8 @@ from specdec.targets.parts import Parts
 from train.data.answer_files import (
     UNANSWERED,
     AnswersConfig,
+    ResponsesRead,
+    StoredResponses,
     documents_of,
     key_of,
     name_of,
@@ -244,6 +247,7 @@ def served(
     accelerator: Accelerator,
     progress: Progress,
     keep: Store | None,
+    responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
     """`answered` by engines that serve the target. With `keep`, they also give the features of the
     answers that they write now. Prompts that they do not answer are left out. Raises UserError if
@@ -254,23 +258,35 @@ def served(
     mine = prompts if share is None else share.part(prompts)
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in mine}
 
-    def documents() -> list[Document]:
-        answers, _ = read_answers(folder, key, target.parts.vocab_size, asked)
-        left_out = unanswered(folder, key) - answers.keys()
-        return documents_of(
-            [p for p in prompts if name_of(p) not in left_out], answers, None, folder
-        )
+    def recorded() -> dict[str, str]:
+        return {} if responses_read is None else responses_read.files(key)
 
-    def known() -> set[str]:
-        answers, damage = read_answers(folder, key, target.parts.vocab_size, asked)
-        names = {*answers, *unanswered(folder, key)}
-        if damage and not names >= asked.keys():
-            tell(f"{damage}: their prompts are answered again where this run needs them")
-        return names
+    def read(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
+        return read_answers(folder, key, target.parts.vocab_size, asked, recorded, own)
 
-    if not (before := ranks.first(known)) >= asked.keys():
-        _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
+    def known_now() -> tuple[set[str], set[str]]:
+        """The prompts with a response, and those that engines are not to be asked for."""
+        stored = read(recorded())
+        names = {*stored.by_prompt, *unanswered(folder, key)}
+        if stored.damage and not names >= asked.keys():
+            tell(f"{stored.damage}: their prompts are answered again where this run needs them")
+        return set(stored.by_prompt), names
+
+    (known, before), files = ranks.first(known_now), list[str]()
+    if not before >= asked.keys():
+        files = _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
         accelerator.wait_for_everyone()
+    own = gather_object(files)
+
+    def documents() -> list[Document]:
+        stored = read({name: file for name, file in recorded().items() if name in known}, own)
+        left_out = unanswered(folder, key) - stored.by_prompt.keys()
+        answered = [p for p in prompts if name_of(p) not in left_out]
+        read_now = documents_of(answered, stored.by_prompt, None, folder)
+        if responses_read is not None:
+            responses_read.record(key, {n: f for n, f in stored.files.items() if n in asked})
+        return read_now
+
     return ranks.handed(documents) if share is None else []
 
 
@@ -284,8 +300,9 @@ def _ask(
     keep: Store | None,
     ranks: Ranks,
     progress: Progress,
-) -> None:
-    """Let engines answer this process's share of the prompts that are not `known`. The first
+) -> list[str]:
+    """Let engines answer this process's share of the prompts that are not `known`; the names of the
+    files that it writes. The first
     answers are compared with what the target would say. From then on, each is written as it comes,
     so that only requests under way are lost if the process is killed; with features, which are
     written before their answers, also those of the last two seconds. Prompts without an answer are
@@ -378,3 +395,4 @@ def _ask(
         reason = next(iter(failed.values())).reason
         require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
         note(failed)
+    return [path.name]
