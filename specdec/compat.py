@@ -10,7 +10,7 @@ import ctypes
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -193,6 +193,28 @@ def quiet_libraries() -> Iterator[None]:
         logging.set_tqdm_hook(hook)
         gguf.tqdm = bar_of_gguf
         logging.set_verbosity(verbosity)
+
+
+# datasets and fsspec
+
+
+def split_patterns(resolved: Callable[[str], list[str]]) -> dict[str, list[str]]:
+    """The patterns of the file names of each split, by the datasets library's rules for folders
+    without settings of their own; `resolved` gives the names that match a pattern. The public
+    `get_data_patterns` looks at all files of a folder, with those that hold no records, and takes
+    brackets in the folder's name for a pattern."""
+    from datasets import data_files  # slow to import, seldom used
+
+    patterns: Mapping[Any, list[str]] = data_files._get_data_files_patterns(resolved)
+    return {str(split): list(some) for split, some in patterns.items()}
+
+
+def glob_expression(pattern: str) -> str:
+    """The regular expression of a pattern of file names, as fsspec and with it the datasets library
+    match it. No public function of either matches names without looking at a file system."""
+    from fsspec.utils import glob_translate
+
+    return str(glob_translate(pattern))
 
 
 # accelerate

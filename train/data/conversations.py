@@ -63,8 +63,8 @@ class DataConfig:
     pair: list[str] = field(default_factory=lambda: ["source", "target"])
     prefix: str = ""  # put before every source, such as "translate English to German: "
     beginning: int = 128  # characters of a plain text that are its prompt
-    subset: str | None = None  # of a hub dataset, where it has several
-    split: str = "train"  # of a hub dataset, or of a folder that datasets has saved
+    subset: str | None = None  # of a hub dataset or a copy of it, where it has several
+    split: str = "train"  # of a hub dataset, or of a folder (as datasets finds splits in folders)
     sources: list[SourceConfig] = field(default_factory=list)  # several, in place of path
     shuffle: int = 0  # conversations to draw the next one from; 0: read in order
     max_length: int = 1024  # the most tokens of one document

@@ -24,12 +24,11 @@ from train.data.conversations import (
     Tally,
     Unusable,
 )
+from train.data.data_files import require_whole, split_files
 from train.data.encoding import PACKED, TextFile, opened
 from train.data.records import is_record, normal
 
 SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
-NO_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # datasets' own files
-PART = r".+-\d{5}-of-\d{5}\.parquet"  # how a hub data set names the files of a split
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
 LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
@@ -42,7 +41,7 @@ WRAPPED = re.compile(
 
 def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place and the content of every record of `cfg.path`, in order."""
-    files = files_of(cfg)
+    files = files_of(cfg, tally)
     if files is None:
         subset = [] if cfg.subset is None else [cfg.subset]
         yield from _dataset(cfg.path, cfg.path, *subset, split=cfg.split)
@@ -63,35 +62,24 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from error
 
 
-def files_of(cfg: DataConfig) -> list[Path] | None:
-    """The files that `data.path` names; None if it is the name of a hub dataset. Raises UserError
-    if there is no such file or folder, or no file of a known type in the folder."""
+def files_of(cfg: DataConfig, tally: Tally | None = None) -> list[Path] | None:
+    """The files that `data.path` names; None if it is the name of a hub dataset. Files of other
+    splits of a folder are counted as unread. Raises UserError if there is no such file, folder,
+    subset or split, or no file of a known type in the folder."""
     path, suffixes = cfg.path, SUFFIXES
     suffixes += (".tsv",) * (cfg.format == "pairs") + (".txt",) * (cfg.format in TEXTS)
     if path.startswith("package:"):
+        require_whole(cfg)
         return [find_package_file(path.removeprefix("package:"), ".json")]
     file = Path(path)
     if file.is_dir():
-        if (file / "dataset_dict.json").is_file():  # several splits, as datasets saves them
-            splits = sorted(folder.name for folder in file.iterdir() if folder.is_dir())
-            known = f"{path} has the splits {', '.join(splits)}: give one as data.split"
-            require(cfg.split in splits, f"data.split={cfg.split!r}: {known}")
-            file /= cfg.split
-        candidates = (
-            f for f in file.rglob("*") if _suffix(f) in suffixes and f.name not in NO_DATA
-        )
-        files = sorted(f for f in candidates if f.is_file())
-        require(bool(files), f"{file}: no {', '.join(suffixes)} file in this folder")
-        parts = [f for f in files if re.fullmatch(PART, f.name)]
-        if parts and len(parts) == len(files):  # as a hub data set has them, all splits together
-            files = [f for f in files if f.name.rpartition("-of-")[0][:-6] == cfg.split]
-            require(bool(files), f"{path}: no file of data.split={cfg.split!r} in this folder")
-        return files
+        return split_files(cfg, lambda f: _suffix(f) in suffixes, suffixes, tally or Tally())
     local = file.is_absolute() or _suffix(file) in suffixes or path[:1] == "."
     if not file.exists() and not local:
         return None
     require(file.exists(), f"{path}: no such file or folder")
     require(file.is_file(), f"{path}: is not a regular file")
+    require_whole(cfg)
     return [file]
 
 

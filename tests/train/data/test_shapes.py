@@ -193,7 +193,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
     for split in ("train", "test_sft"):
         found, _ = read_all(str(hub.parent), split=split)
         assert [c.opening for c in found] == [f"{split} 0", f"{split} 1"]
-    with pytest.raises(UserError, match=r"no file of data.split='dev'"):
+    with pytest.raises(UserError, match=r"data.split='dev': .* has the splits test_sft, train: g"):
         read_all(str(hub.parent), split="dev")
 
 
