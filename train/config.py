@@ -146,6 +146,11 @@ class Config:
         drafter, rounds = self.drafter, self.rounds
         self.objective.require_complete()
         require(
+            not (self.trains and self.sampler.greedy),
+            "sampler.temperature=0 cannot be used in training (α has no gradient there): train at "
+            "1 and serve greedily; reports show both",
+        )
+        require(
             not rounds.answers_again or self.data.answers == "target",
             f"rounds.data={rounds.data} answers the prompts again: give data.answers=target",
         )

@@ -19,6 +19,7 @@ from specdec.forcing.batch import Batch, exactly
 from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.parts import Parts
+from specdec.theory.alpha import Pair
 
 
 class Pairs:
@@ -39,11 +40,14 @@ class Pairs:
         batch: Batch,
         anchors: Anchors,
         rows: slice,
+        training: bool = False,
     ) -> Callable[..., Piece]:
         """A function that makes the pieces of one chunk, the anchors of `rows`: p, q and the other
         tensors that an objective may read. It takes a slice of the chunk's anchors, a slice of the
         depths, and what `read` returns for them. The target's logits are computed here, once
-        for all depths of the chunk."""
+        for all depths of the chunk. In `training`, p and q are those before cutoffs, as
+        `Piece` says."""
+        cuts = training and self.sampler.truncates
         T = batch.mask_BT.shape[1]
         depths = torch.arange(anchors.weight_NK.shape[1], device=batch.mask_BT.device)
         row_N1 = anchors.row_N[rows, None]
@@ -66,11 +70,17 @@ class Pairs:
         summary = Summary(*(x.flatten()[where_U] for x in states[1]))
         final_UD = states[0].flatten(0, 1)[where_U]
         with torch.no_grad(), exactly(final_UD):
-            log_p_US = self.sampler.log_probs_of(self._head(final_UD), summary)
+            logits_US = self._head(final_UD)
+            log_p_US = self.sampler.log_probs_of(logits_US, summary)
+            served_log_p_US = log_p_US
+            if cuts:
+                log_p_US = self.sampler.uncut.log_probs_of(logits_US, summary.uncut)
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
         if visited is not None:  # the text does not continue what was drafted
             label_NK = summary.argmax_N[index_NK]
-        valid_NK = anchors.valid_NK[rows]
+        valid_NK, weight_NK = anchors.valid_NK[rows], anchors.weight_NK[rows]
+        of_anchor_N1 = weight_NK.amax(-1, keepdim=True)
+        weight_NK = weight_NK / torch.where(of_anchor_N1 > 0, of_anchor_N1, 1)
 
         def piece(
             at: slice,
@@ -79,17 +89,25 @@ class Pairs:
             hidden_NKD: Tensor,
             confidence_NK: Tensor | None = None,
         ) -> Piece:
+            log_p, served = log_p_US[index_NK[at, k]], None
+            argmax_NK = self._draft_ids(summary.argmax_N[index_NK[at, k]])
+            label = self._draft_ids(label_NK[at, k])
+            if cuts:
+                served_log_q = self.sampler.log_probs(logits_NKS.detach())
+                served = Pair(served_log_p_US[index_NK[at, k]], served_log_q, argmax_NK, label)
             return Piece(
-                log_p=log_p_US[index_NK[at, k]],
-                log_q=self.sampler.log_probs(logits_NKS),
-                target_argmax=self._draft_ids(summary.argmax_N[index_NK[at, k]]),
-                label=self._draft_ids(label_NK[at, k]),
+                log_p=log_p,
+                log_q=(self.sampler.uncut if cuts else self.sampler).log_probs(logits_NKS),
+                target_argmax=argmax_NK,
+                label=label,
                 valid=valid_NK[at, k],
                 logits=logits_NKS,
                 hidden=hidden_NKD,
                 features=final_UD[index_NK[at, k]],
                 confidence=confidence_NK,
                 accepted=None if accepted_NK is None else accepted_NK[at, k],
+                served=served,
+                weight=weight_NK[at, k],
             )
 
         return piece

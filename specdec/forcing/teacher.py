@@ -162,7 +162,8 @@ class TeacherForcing(nn.Module):
         in_turn = separate and not self.objective.couples
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
-            piece, weight_NK = self._pairs.of(batch, chosen, rows), chosen.weight_NK[rows]
+            piece = self._pairs.of(batch, chosen, rows, training=True)
+            weight_NK = chosen.weight_NK[rows]
 
             def at_depths(k: slice, some_KND: Tensor) -> tuple[Tensor, Tensor]:
                 read_NKD = some_KND.transpose(0, 1)
@@ -178,11 +179,15 @@ class TeacherForcing(nn.Module):
                     of = piece(at, k, *tensors)
                     of.progress = moment.progress
                     if other_NKS is not None:
-                        of.reference_log_q = self.sampler.log_probs(other_NKS[at])
+                        of.reference_log_q = self.sampler.uncut.log_probs(other_NKS[at])
                     loss_NK = self.objective.loss(of)
                     if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
                         loss_NK = loss_NK + 0 * of.confidence
-                    columns = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(of)]
+                    columns = [
+                        torch.ones_like(loss_NK),
+                        loss_NK.detach(),
+                        *acceptance(of.as_served),
+                    ]
                     counted_5NK = torch.stack(columns) * of.valid
                     counted_K5 = counted_5NK.permute(2, 0, 1).contiguous().sum(-1)
                     total = (loss_NK * weight_NK[at, k] * decay_K[k]).sum()

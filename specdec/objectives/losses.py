@@ -106,7 +106,7 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     """
     loss_NK = ce(piece)
     known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)
-    return _tokens_after(smooth + (1 - smooth) * known_NK, piece.valid) * loss_NK
+    return _tokens_after(smooth + (1 - smooth) * known_NK, piece) * loss_NK
 
 
 def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Tensor:
@@ -127,7 +127,7 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
     with torch.no_grad():
         beta_NK = (-loss_NK).exp()
         reach_NK = beta_NK.cumprod(-1)
-        weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, piece.valid)
+        weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, piece)
     # the value is 1 - reach; the gradient is that of weight · loss, the weight being a constant
     return 1 - reach_NK + weight_NK * (loss_NK - loss_NK.detach())
 
@@ -189,8 +189,10 @@ def expected_tree(
     with torch.enable_grad():
         smoothed_NKC = (1 - smooth) * by_rank_NKC.detach()
         smoothed_NKC[..., 0] += smooth
-        total = by_depth(smoothed_NKC.requires_grad_()) * piece.valid[:, : len(levels)]
+        share_NK = _shares(piece)
+        total = by_depth(smoothed_NKC.requires_grad_()) * share_NK[:, : len(levels)]
         (others_NKC,) = torch.autograd.grad(total.sum(), smoothed_NKC)
+        others_NKC = others_NKC / share_NK.masked_fill(share_NK == 0, 1)[..., None]
     first_NK = (others_NKC * smoothed_NKC.detach())[..., 0] * nla(piece)
     later_NK = (others_NKC * by_rank_NKC)[..., 1:].sum(-1) * (1 - smooth)
     loss_NK = first_NK - later_NK
@@ -232,14 +234,15 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
 
 def confidence(piece: Piece) -> Tensor:
     """Binary cross-entropy of the family's own estimate c of its acceptance against β, as DSpark
-    trains it: -β log c - (1 - β) log(1 - c), with no gradient through β. With c = σ(x),
-    ∂/∂x = c - β. Raises UserError for a family that makes no such estimate."""
+    trains it: -β log c - (1 - β) log(1 - c), with no gradient through β, which is the β of serving
+    (`Piece.as_served`). With c = σ(x), ∂/∂x = c - β. Raises UserError for a family that makes no
+    such estimate."""
     if piece.confidence is None:
         raise UserError(
             "objective.terms.confidence trains a family's own estimate of its acceptance, and this "
             "family makes none: leave the term out"
         )
-    beta = piece.beta.detach().clamp(0, 1).to(piece.confidence.dtype)
+    beta = piece.as_served.beta.detach().clamp(0, 1).to(piece.confidence.dtype)
     # a GPU's autocast forbids this loss, because probabilities in float16 lose their logarithms
     with torch.autocast(beta.device.type, enabled=False):
         return nn.functional.binary_cross_entropy(piece.confidence, beta, reduction="none")
@@ -266,9 +269,18 @@ def _left(piece: Piece, until: float) -> float:
     return max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
 
 
-def _tokens_after(chance_NK: Tensor, valid_NK: Tensor) -> Tensor:
-    """Σ_{k>=i} Π_{j<=k} c_j [N, K] over valid depths k, from the chance c of each depth."""
-    return (chance_NK.cumprod(-1) * valid_NK).flip(-1).cumsum(-1).flip(-1)
+def _tokens_after(chance_NK: Tensor, piece: Piece) -> Tensor:
+    """Σ_{k>=i} (w_k / w_i) Π_{j<=k} c_j [N, K] over valid depths k, with the chance c of a depth.
+    The weights w of the depths are equal, unless some are dropped at random (P-EAGLE): as the loss
+    at depth i is multiplied by w_i, its expectation is then that without dropping."""
+    share_NK = _shares(piece)
+    after_NK = (chance_NK.cumprod(-1) * share_NK).flip(-1).cumsum(-1).flip(-1)
+    return after_NK / share_NK.masked_fill(share_NK == 0, 1)
+
+
+def _shares(piece: Piece) -> Tensor:
+    """How much each depth counts relative to the others of its anchor [N, K]; 0 if not valid."""
+    return piece.valid.to(piece.log_q.dtype) if piece.weight is None else piece.weight * piece.valid
 
 
 def _floor(log_x: Tensor) -> Tensor:

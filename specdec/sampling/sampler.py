@@ -5,7 +5,7 @@ the same everywhere.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +34,18 @@ def require_cutoffs(group: str, settings: Any) -> None:
 
 class Summary(NamedTuple):
     """What is kept of p at each position when the logits are thrown away, so that p of a token
-    follows from its logit alone: p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0."""
+    follows from its logit alone: p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0.
+    Before the cutoffs, p(x) = exp(z_x / T - whole_log_z)."""
 
     log_z_N: Tensor  # float32, log of the summed weights of the kept tokens
     threshold_N: Tensor  # float32, the smallest kept z / T
     argmax_N: Tensor  # int64, the token that greedy decoding takes
+    whole_log_z_N: Tensor  # float32, log of the summed weights of all tokens
+
+    @property
+    def uncut(self) -> "Summary":
+        """The summary for the sampler without cutoffs, `Sampler.uncut`."""
+        return self._replace(log_z_N=self.whole_log_z_N)
 
 
 @dataclass
@@ -62,6 +69,11 @@ class Sampler:
     def truncates(self) -> bool:
         """Whether top-k or top-p is on, so that at T > 0 only the likelier tokens can be drawn."""
         return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def uncut(self) -> "Sampler":
+        """The same temperature without top-k and top-p: no token has probability 0."""
+        return replace(self, top_k=0, top_p=1.0) if self.truncates else self
 
     def log_probs(self, logits: Tensor) -> Tensor:
         """Log-probabilities [..., V] in float32, -inf where a token cannot be drawn. A row of
@@ -91,7 +103,9 @@ class Sampler:
         """Reduce target logits to the numbers that `log_probs_of` needs; temperature above 0."""
         scaled, threshold_N1 = self._kept(logits_NV)
         argmax_N = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
-        return Summary(scaled.logsumexp(-1), threshold_N1[:, 0], argmax_N)
+        log_z_N = scaled.logsumexp(-1)
+        whole_log_z_N = self._scaled(logits_NV).logsumexp(-1) if self.truncates else log_z_N
+        return Summary(log_z_N, threshold_N1[:, 0], argmax_N, whole_log_z_N)
 
     def log_probs_of(self, logits_NS: Tensor, summary: Summary) -> Tensor:
         """log p [N, S] over part of the vocabulary, normalised over all of it."""

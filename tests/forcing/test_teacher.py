@@ -18,16 +18,21 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import Estimates, Separate
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
+from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
+from specdec.forcing.pairs import Pairs
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives import chunked
+from specdec.objectives.losses import TERMS
 from specdec.objectives.objective import ObjectiveConfig
+from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
+from specdec.theory.alpha import acceptance
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.tiny import architectures, batch_of, random_drafter, random_target
@@ -290,6 +295,120 @@ def test_a_piece_holds_what_an_objective_may_read(
         assert (other - piece.log_q).abs().max() > 0.01
     named = dict(forcing.named_parameters())
     assert len(named) == len(list(drafter.parameters()))  # the reference is none of them
+
+
+CUTOFFS = {
+    "top_p": Sampler(0.7, top_p=0.5),
+    "top_k": Sampler(1.0, top_k=4),
+    "both": Sampler(1.3, top_k=6, top_p=0.7),
+}
+# losses that pull q towards p at every token where p has more mass
+PULLING = ["kl", "soft_ce", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid", "expected_length"]
+PULLING += ["expected_tree", "top_k", "on_policy", "adaspec"]
+
+
+def training_pieces(target: Target, sampler: Sampler, z_NKS: Tensor) -> Piece:
+    """A piece at 6 anchors of a text whose draft logits are these, over the whole vocabulary."""
+    drafter = random_drafter(MedusaConfig(depth=2, draft_vocab=None), target, 0.1)
+    ids = text(0, 20)[0].tolist()
+    batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 12 + [True] * 8])
+    anchors = batch.anchors(2, "token")
+    assert len(anchors.row_N) == 8
+    anchors = Anchors(anchors.row_N[:6], anchors.position_N[:6], anchors.weight_NK[:6], 6)
+    make = Pairs(drafter, target, sampler, True).of(batch, anchors, slice(0, 6), training=True)
+    piece = make(slice(0, 6), slice(0, 2), z_NKS, torch.zeros(6, 2, 1))
+    piece.progress, piece.reference_log_q = 1.0, torch.zeros_like(z_NKS).log_softmax(-1)
+    return piece
+
+
+@pytest.mark.parametrize("cut", CUTOFFS)
+@pytest.mark.parametrize("name", PULLING)
+def test_a_token_outside_the_draft_s_nucleus_has_a_gradient(
+    target: Target, name: str, cut: str
+) -> None:
+    """The draft's logits are the target's with the sign changed, so their nuclei have no token in
+    common and α is 0 as served. Every token of p's nucleus is pulled up all the same."""
+    sampler = CUTOFFS[cut]
+    first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
+    z = (-target.logits(first.features)).requires_grad_()
+    piece = training_pieces(target, sampler, z)
+    inside = piece.as_served.p > 0
+    assert not (inside & (piece.as_served.q > 0)).any()
+    assert not acceptance(piece.as_served).sampled.any()
+    more = {"paths": [[0], [1], [0, 0]]} if name == "expected_tree" else {}
+    more |= {"k": 3} if name == "top_k" else {}
+    more |= {"keep": 1.0} if name == "adaspec" else {}
+    (gradient,) = torch.autograd.grad(TERMS[name](piece, **more).sum(), z)
+    if name == "expected_length" or name == "expected_tree":  # β of depth 0 is a factor of depth 1
+        inside[:, 1] = False
+    if name == "top_k":
+        inside &= first.p >= first.p.topk(3, -1).values[..., -1:]
+    assert gradient.isfinite().all() and int(inside.sum()) > 6
+    assert (gradient[inside] < 0).all()
+
+
+@pytest.mark.parametrize("name", ["kl", "nla", "lk_hybrid", "reverse_kl", "jsd", "tv"])
+def test_training_with_cutoffs_raises_alpha_as_it_is_served(target: Target, name: str) -> None:
+    """From disjoint nuclei, 300 steps on the logits themselves bring α with the cutoffs from 0 to
+    above .9."""
+    sampler = CUTOFFS["top_p"]
+    first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
+    z = (-0.3 * target.logits(first.features)).requires_grad_()
+    optimizer = torch.optim.Adam([z], lr=0.1)
+    assert acceptance(training_pieces(target, sampler, z).as_served).sampled.mean() < 0.01
+    for _ in range(300):
+        optimizer.zero_grad()
+        TERMS[name](training_pieces(target, sampler, z)).sum().backward()
+        optimizer.step()
+    assert acceptance(training_pieces(target, sampler, z).as_served).sampled.mean() > 0.9
+
+
+@pytest.mark.parametrize("sampler", [CUTOFFS["both"], Sampler(1.0)])
+def test_alpha_in_training_is_that_of_serving(
+    target: Target, sampler: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With cutoffs, training's statistics are the sums of the table that a measurement reads, and
+    a confidence learns the same α. Without cutoffs, there is nothing apart."""
+    drafter = make_drafter("medusa", target, noise=0.3)
+    drafter.__class__ = Estimating
+    ids = text(0, 20)[0].tolist()
+    batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 8 + [True] * 12])
+    cfg, pieces = ObjectiveConfig(), list[Piece]()
+    forcing = TeacherForcing(drafter, target, sampler, cfg)
+    loss = cfg.loss
+    monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
+    table, (_, seen) = forcing(batch, measure=True), forcing(batch)
+    wanted = torch.stack([x.sum(0) for x in table.alpha], -1)
+    torch.testing.assert_close(seen[:, 2:], wanted)
+    (piece,) = pieces
+    assert (piece.served is None) == (not sampler.truncates)
+    assert not piece.log_q.isneginf().any() and not piece.log_p.isneginf().any()
+    p = target.logits(batch.final_BTD)[0].div(sampler.temperature).softmax(-1)
+    assert drafter.vocab_S is not None
+    torch.testing.assert_close(piece.p[0, 0], p[7, drafter.vocab_S])
+    served, c = piece.as_served.beta.detach(), piece.confidence
+    assert c is not None
+    bce = -served * c.log() - (1 - served) * (1 - c).log()
+    torch.testing.assert_close(TERMS["confidence"](piece), bce, atol=1e-5, rtol=1e-5)
+
+
+def test_a_piece_knows_how_much_a_depth_stands_for(target: Target) -> None:
+    """Of P-EAGLE's depths, those that are kept weigh as much more as they are fewer."""
+    drafter = random_drafter(PEagleConfig(depth=3, draft_vocab=None, keep=0.5), target, 0.1)
+    cfg, pieces = ObjectiveConfig(terms={"expected_length": 1.0}), list[Piece]()
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg)
+    batch = batch_with(target, drafter, 12)
+    mask, document, position = (x[0].cpu().numpy() for x in row(batch))
+    anchors = forcing.anchors(mask, document, position, 3)
+    loss = cfg.loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
+        forcing(batch, [anchors])
+    (piece,) = pieces
+    assert piece.weight is not None
+    kept, N = anchors.weight_NK, len(anchors.weight_NK)
+    assert torch.equal(piece.valid[:N], kept > 0) and len(kept.unique()) > 3
+    assert torch.equal(piece.weight[:N] * kept.amax(-1, keepdim=True), kept)
 
 
 def test_p_is_the_target_s_whatever_the_draft_s_precision() -> None:

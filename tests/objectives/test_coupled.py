@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/objectives/test_coupled.py
 
 import math
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -75,6 +76,40 @@ def test_depths_behind_an_end_count_for_nothing() -> None:
     cut = expected_length(piece(p[:, :2], z[:, :2], EXACT))
     (wanted,) = torch.autograd.grad(cut.sum(), z)
     torch.testing.assert_close(got, wanted, atol=1e-12, rtol=0)
+
+
+TREE_OF_3 = [[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
+
+
+@pytest.mark.parametrize("name", ["expected_length", "d_pace", "expected_tree"])
+@pytest.mark.parametrize("progress", [0.0, EXACT])
+def test_dropped_depths_leave_the_expected_gradient_as_it_is(name: str, progress: float) -> None:
+    """P-EAGLE's sampling of depths, over all of its draws: depth 1 is kept at 2 of 4 anchors and
+    weighs 2, depth 2 at 1 of these and weighs 4. The mean gradient is that of all depths."""
+    torch.manual_seed(0)
+    p = torch.randn(4, 3, S + 3, dtype=torch.float64).softmax(-1)[..., :S]
+    z = torch.randn(4, 3, S, dtype=torch.float64, requires_grad=True)
+    more = {"paths": TREE_OF_3} if name == "expected_tree" else {}
+
+    def gradient(weight: Tensor) -> Tensor:
+        """Where depths are dropped, P-EAGLE does not compute the draft's states: they are 0."""
+        at = replace(
+            piece(p, z * (weight > 0)[..., None], progress),
+            valid=weight > 0,
+            weight=weight / weight.amax(-1, keepdim=True),
+        )
+        (found,) = torch.autograd.grad((TERMS[name](at, **more) * weight).sum(), z)
+        return found
+
+    means = []
+    for first in combinations(range(4), 2):
+        for second in first:
+            weight = torch.zeros(4, 3, dtype=torch.float64)
+            weight[:, 0], weight[list(first), 1], weight[second, 2] = 1, 2, 4
+            means.append(gradient(weight))
+    assert len(means) == 12
+    every = gradient(torch.ones(4, 3, dtype=torch.float64))
+    torch.testing.assert_close(torch.stack(means).mean(0), every, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize(

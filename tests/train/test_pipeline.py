@@ -39,7 +39,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.on_demand import TargetOnDemand
 from tests.runs import as_before
 from tests.targets.test_seq2seq import make_target as make_seq2seq
-from tests.tiny import Tiny, conversations, records, write_jsonl
+from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import answers
 from train.data.answer_files import AnswersConfig
@@ -424,6 +424,24 @@ def test_a_document_is_read_again_in_other_rows(
         ]
         for a, b in pairs:
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_stored_features_train_with_cutoffs_as_the_target_does(tiny: Tiny, tmp_path: Path) -> None:
+    """The store keeps what p is before the cutoffs, which the loss reads, and after them."""
+    more = ["sampler=chat", "sampler.top_k=20", f"features.root={tmp_path / 'features'}"]
+    for cache in ("online", "disk"):
+        tiny.job(tmp_path / cache, "medusa", f"features.cache={cache}", *more)
+    ours, theirs = losses(tmp_path / "online"), losses(tmp_path / "disk")
+    assert len(ours) == 12
+    for (_, one), (_, other) in zip(ours, theirs, strict=True):
+        for name in ("loss", "sampled", "greedy"):
+            assert one[name] == pytest.approx(other[name], rel=1e-5, abs=1e-6)
+
+
+def test_a_draft_for_greedy_decoding_alone_is_rejected_before_any_work(tiny: Tiny) -> None:
+    with pytest.raises(UserError, match=r"sampler\.temperature=0 cannot be used in training"):
+        tiny.config("medusa", "sampler.temperature=0")
+    tiny.config("bigram", "sampler.temperature=0")  # nothing is trained
 
 
 def test_only_what_is_missing_needs_room(

@@ -18,7 +18,9 @@ from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.base import Target
 from train.data.packing import Row
 
-PARTS = ("final", "log_z", "threshold", "argmax", "layers")  # the names of tensors, see `parts_of`
+# the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the
+# last if the drafter reads layers
+PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
 AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
 Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
@@ -75,17 +77,27 @@ class Online:
             self.target, self.needs, ids, anchors.tolist(), accepted, drafted
         )
         summary = summarise(self.target, final_1TD, self.sampler)
-        of_text = parts_of(final_1TD, summary, ctx.layers_BTF)
-        after = parts_of(after_RoKD, summarise(self.target, after_RoKD, self.sampler), None)
+        of_text = parts_of(self.sampler, final_1TD, summary, ctx.layers_BTF)
+        of_drafts = summarise(self.target, after_RoKD, self.sampler)
+        after = parts_of(self.sampler, after_RoKD, of_drafts, None)
         features = {name: part[0] for name, part in of_text.items()}
         return features | {AFTER + name: part for name, part in after.items()}
 
 
-def parts_of(final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
+def parts_of(sampler: Sampler, final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
     """The tensors to store: the final hidden state [..., D] and the layers that the drafter reads
-    [..., F], if any, in the target's dtype, and the three numbers of p's summary, each [...]."""
-    parts = (final, summary.log_z_N, summary.threshold_N, summary.argmax_N.int(), layers)
+    [..., F], if any, in the target's dtype, and the numbers of p's summary, each [...]. Without
+    cutoffs, two of these are the same, and one is stored."""
+    numbers = summary.log_z_N, summary.threshold_N, summary.argmax_N.int()
+    whole_log_z = summary.whole_log_z_N if sampler.truncates else None
+    parts = (final, *numbers, whole_log_z, layers)
     return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
+
+
+def names_of_parts(sampler: Sampler, layers: bool) -> list[str]:
+    """The names of what `parts_of` gives, with or without layers."""
+    left_out = {"whole_log_z": not sampler.truncates, "layers": not layers}
+    return [name for name in PARTS if not left_out.get(name, False)]
 
 
 def assembled(
@@ -109,8 +121,9 @@ def assembled(
         return torch.cat(parts).to(device)
 
     def states(feature: Callable[[str], Tensor]) -> tuple[Tensor, Summary]:
-        final, log_z, threshold, argmax = map(feature, PARTS[:-1])
-        return final, Summary(log_z, threshold, argmax.long())
+        final, log_z, threshold, argmax = map(feature, PARTS[:4])
+        whole_log_z = feature(PARTS[4]) if PARTS[4] in by_row[0][0] else log_z
+        return final, Summary(log_z, threshold, argmax.long(), whole_log_z)
 
     final, summary = states(of_text)
     ctx.layers_BTF = of_text("layers") if needs.layers else None

@@ -40,13 +40,13 @@ from train.features.ahead import Ahead
 from train.features.eight_bits import SCALE, block_of, restored, rounded
 from train.features.source import (
     AFTER,
-    PARTS,
     Features,
     Source,
     assembled,
     documents,
     name_of,
     name_of_rounds,
+    names_of_parts,
     parts_of,
 )
 from train.shares import Share
@@ -113,6 +113,7 @@ class Kind:
     width: int
     engine: bool = False  # whether an engine computed them: it may round otherwise
     bits: int | None = None  # of a number in the layers; None: those of the dtype
+    uncut: bool = False  # whether they say what p is before cutoffs, if the sampler has any
 
     @property
     def stored_as(self) -> torch.dtype:
@@ -131,7 +132,7 @@ class Kind:
         layers = of_layers * itemsize
         if self.bits is not None:
             layers = of_layers + of_layers // self.block * SCALE.itemsize
-        return tokens * (self.width * itemsize + layers + 12)
+        return tokens * (self.width * itemsize + layers + 12 + 4 * self.uncut)
 
 
 class Store:
@@ -144,12 +145,14 @@ class Store:
         of_target = target.fingerprint(), str(target.dtype)
         bits = cfg.bits if needs.layers else None
         served = bool(cfg.engines)
-        self.kind = Kind(*of_target, needs.layers, sampler, target.width, served, bits)
+        cuts = sampler.truncates
+        self.kind = Kind(*of_target, needs.layers, sampler, target.width, served, bits, cuts)
         named = asdict(self.kind)
         if self.kind.bits is None:  # likewise
             del named["bits"]
-        if not cfg.engines:  # stores had no such mark before engines could fill them
-            del named["engine"]
+        for mark in ("engine", "uncut"):  # older stores have no such marks
+            if not named[mark]:
+                del named[mark]
         plain = json.dumps(named).encode()
         self.key = hashlib.blake2b(plain, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
@@ -221,14 +224,18 @@ class Store:
             by_name: dict[str, Features] = {}
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
-                parts = parts_of(batch.final_BTD, batch.summary, batch.ctx.layers_BTF)
+                parts = parts_of(
+                    self.kind.sampler, batch.final_BTD, batch.summary, batch.ctx.layers_BTF
+                )
                 for x in documents(row):
                     kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
                     by_name[name_of(row.ids[x])] = self._in_bits(kept)
                     if (visited := batch.visited) is not None:
                         place_Ro = visited.place_Ro
                         of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
-                        after = parts_of(visited.final_RoKD, visited.summary, None)
+                        after = parts_of(
+                            self.kind.sampler, visited.final_RoKD, visited.summary, None
+                        )
                         by_name[name_of_rounds(row, x)] = {
                             AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
                         }
@@ -259,7 +266,7 @@ class Store:
         lacking = len(text) - final_1TD.shape[1]
         kept = {
             n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu().contiguous()
-            for n, x in parts_of(final_1TD, summary, layers_1TF).items()
+            for n, x in parts_of(self.kind.sampler, final_1TD, summary, layers_1TF).items()
         }
         self._decoded[name_of(np.array(text, np.int32))] = self._in_bits(kept)
 
@@ -323,12 +330,12 @@ class Store:
     def read(self, row: Row, x: slice) -> Features:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
         not as they were written."""
-        of_text = PARTS if self.kind.layers else PARTS[:-1]
+        of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))
         with self.lock:
             features = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
             if row.rounds is not None:
                 size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
-                parts = [AFTER + n for n in PARTS[:-1]]
+                parts = [AFTER + n for n in names_of_parts(self.kind.sampler, False)]
                 features |= self._document(name_of_rounds(row, x), parts, size)
         return features
 

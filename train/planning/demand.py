@@ -149,7 +149,7 @@ def disk_bytes(
         if cfg.features.bits is not None:
             of_number = 1 + SCALE.itemsize / block_of(target.width)
         states = target.width * (target.state + draft.stored * of_number)
-        sizes["features"] = tokens * (states + 12)
+        sizes["features"] = tokens * (states + 12 + 4 * cfg.sampler.truncates)
     if draft is not None and cfg.trains:
         sizes["checkpoints and drafts"] = FULL * (
             CHECKPOINTS * 3 * draft.trained + 2 * draft.weights
