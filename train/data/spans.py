@@ -11,12 +11,13 @@ from typing import Any
 
 from train.data.conversations import Message, Unusable
 from train.data.rendering import Span
-from train.data.writer import PROBE, Writer
+from train.data.writer import PROBE, Writer, common_length, first_end
 
 DISAGREE = "template and mask disagree"
 UNWRITTEN = "which this template does not write"
 OTHERWISE = "reasoning, which this template writes in another way"
 OPENED = "an answer without reasoning, where the prompt opens a thought"
+AFTERWARDS = "words of the template after the end of a response, not trained on"
 OPENS, CLOSES = "<think>", "</think>"
 
 
@@ -86,10 +87,11 @@ class Answers:
         before = self._before(i)
         if before is not None and not self.text.startswith(before):
             return self._after_its_prompt(i, before) if i == self.last else None
-        said = self.text[start:end].rstrip()
+        said = self._up_to_its_end(i, self.text[start:end].rstrip())
         self._require_whole(i, said)
         before = before or ""
         if start < len(before) < start + len(said) and self.text.startswith(before):
+            end = start + len(said)
             start, said = len(before), self.text[len(before) : end].rstrip()
         self._require_whole(i, said)
         return start, self._ended(i, start + len(said), self._closed(i, said))
@@ -106,13 +108,13 @@ class Answers:
         except Unusable:  # the template accepts the chat, but not its beginning
             return None
         thought = message.beside.get("reasoning_content", "")
-        if i == self.last and thought not in after[_alike(before, after) :]:
+        if i == self.last and thought not in after[common_length(before, after) :]:
             return self._as_the_target_writes(i, before)
         if i == self.last and not after.startswith(before):
             return self._after_its_prompt(i, before)
         if not self.text.startswith(before) or not after.startswith(before):
             return None
-        start, said = len(before), after[len(before) :].rstrip()
+        start, said = len(before), self._up_to_its_end(i, after[len(before) :].rstrip())
         if message.content not in said:
             return None
         self._require_whole(i, said)
@@ -123,6 +125,12 @@ class Answers:
             return None
         up_to = said[: said.rindex(message.content) + len(message.content)]
         if self.text.startswith(up_to, start):
+            rest = self.text[start + len(up_to) :]
+            mark = self.writer.ending(rest)
+            closed = any(said.endswith(token) for token in self.writer.control)
+            closes = bool(mark and self.writer.ending(rest[len(mark) :]))  # before a turn begins
+            if closed and closes and not said.endswith(mark.strip()):
+                return None  # harmony closes earlier responses by another token than the target
             return start, self._ended(i, start + len(up_to), False)
         return None
 
@@ -135,9 +143,9 @@ class Answers:
         message, thinking = self.messages[i], self.thinking(i)
         history = self.writer.without(self.messages[:i], self.tools, thinking)
         other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
-        edge = _alike(self.written, other)  # from here on is what the answer says
+        edge = common_length(self.written, other)  # from here on is what the answer says
         earlier = [x for x in _forms(self.messages[i - 1].content.strip()) if x]
-        header = before[_alike(before, history) :]
+        header = before[common_length(before, history) :]
         prompts = bool(header.strip())
         if not prompts:  # as Mistral's template, which writes answers after [/INST]
             header = before[max([before.rfind(x) for x in earlier], default=0) :]
@@ -153,7 +161,7 @@ class Answers:
 
         start = after(header) if header.strip() else None
         said = self._after_a_thought(i, header, after) if start is None else self.written[start:]
-        body = said.rstrip()
+        body = self._up_to_its_end(i, said.rstrip())
         self._require_whole(i, body)
         self.text = before + said
         return len(before), self._ended(i, len(before + body), self._closed(i, body))
@@ -192,7 +200,7 @@ class Answers:
         silent = {k: x for k, x in message.beside.items() if k != "reasoning_content"}
         bare = [*self.messages[:i], replace(message, beside=silent, as_written=None)]
         after, _ = self.writer.render(bare, self.tools, thinking=self.thinking(i))
-        same = _alike(before, after)
+        same = common_length(before, after)
         opening, rest = before[same:].strip(), after[same:].lstrip()
         known = CLOSES in self.writer.source or opening == OPENS
         if opening not in ("", OPENS) or not known or CLOSES in rest:
@@ -200,6 +208,7 @@ class Answers:
         lead = "" if opening else f"{OPENS}\n"
         lead = lead or "\n" * (not before.endswith("\n"))
         thought = message.beside["reasoning_content"]
+        rest = self._up_to_its_end(i, rest.rstrip())
         said = f"{lead}{thought}\n{CLOSES}\n\n{rest}".rstrip()
         self._require_whole(i, said)
         self.text = before + said + after[len(after.rstrip()) :]
@@ -207,6 +216,24 @@ class Answers:
             None
         )
         return len(before), self._ended(i, len(before + said), self._closed(i, said))
+
+    def _up_to_its_end(self, i: int, said: str) -> str:
+        """What the template writes of an answer without what follows the first token that ends it:
+        the target stops there. If the template ends a response by no token, but has words after the
+        last one, these are not the target's either."""
+        message = self.messages[i]
+        calls = "tool_calls" in message.beside
+        rest = self.writer.after_end(calls, self.tools, self.thinking(i)).strip()
+        end = len(said) - len(rest) if rest and said.endswith(rest) else len(said)
+        if message.content and not calls:  # the words may depend on the chat
+            after = said.rfind(message.content) + len(message.content)
+            first = (
+                first_end(said[after:], self.writer.control) if message.content in said else None
+            )
+            end = end if first is None else min(end, after + first)
+        if said[end:].strip():
+            self.notes[AFTERWARDS] = None
+        return said[:end].rstrip()
 
     def _require_whole(self, i: int, said: str) -> None:
         """Raise Unusable if an answer lacks its text or its reasoning."""
@@ -230,6 +257,8 @@ class Answers:
         does not count as that token: a target never writes it when it is asked for an answer."""
         if closed:
             return end
+        if i == self.last and AFTERWARDS in self.notes:
+            self.text = self.text[:end]
         rest = self.text[end:]
         if not rest.strip():  # the text ends with this answer: see how the chat would go on
             rest = self._continued(i, end) or rest
@@ -270,9 +299,3 @@ def _probe(answer: Message) -> Message:
 def _forms(text: str) -> tuple[str, ...]:
     """A text as it is, and as JSON has it."""
     return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _alike(one: str, two: str) -> int:
-    """The length of the beginning that two texts share."""
-    pairs = enumerate(zip(one, two, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))

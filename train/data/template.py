@@ -19,7 +19,7 @@ from specdec.errors import UserError
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 from train.data.rendering import REFUSED, Span
 from train.data.spans import CLOSES, DISAGREE, OPENED, OTHERWISE, UNWRITTEN, Answers
-from train.data.writer import Writer
+from train.data.writer import Writer, special_tokens
 
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 TAILS = 1000  # ends of prompts that are kept with their tokens
@@ -319,7 +319,7 @@ class Plain:
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:
         text = "".join(m.content for m in messages)
-        _require_no_control([text], self.tokenizer.all_special_tokens)
+        _require_no_control([text], special_tokens(self.tokenizer))
         ids: list[int] = self.lead + self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 

@@ -1,5 +1,6 @@
 """A turn of a conversation: how data sets write its role, its content, reasoning and tool calls."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -132,18 +133,40 @@ def _message(turn: Any, ignored: set[str]) -> Message:
         raise Unusable("a turn without content")
     weight = 1.0
     for key in WEIGHTS:
-        said = turn.get(key)
-        if isinstance(said, bool | int) or (key == "weight" and said in (0, 1)):
+        if key not in turn:
+            continue
+        said = _number_of(turn[key])
+        # a loss such as 0.37 is a measurement, which says nothing about what is trained on
+        if said is not None and (key == "weight" or said in (0, 1) or isinstance(turn[key], int)):
             read.add(key)
-        if role != "assistant" or said is None:
+        if role != "assistant":
             continue
         if key == "weight":
-            weight *= _weight(said)
+            weight *= _weight(turn[key] if said is None else said)
             read.add(key)
         elif key in read:
             weight *= bool(said)
     ignored |= {f"the key {key!r} of turns" for key in turn if key not in read}
     return Message(role, content.text, beside, weight, as_written)
+
+
+def _number_of(value: Any) -> float | None:
+    """The number that a value is or, as tables and JSON have it in a text, stands for; None if it
+    is neither a number nor true or false."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in ("true", "yes", "false", "no"):
+            return float(word in ("true", "yes"))
+        try:
+            return float(word)
+        except ValueError:
+            return None
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None
 
 
 def _weight(value: Any) -> float:

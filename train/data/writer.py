@@ -1,7 +1,7 @@
 """A tokenizer's chat template: what it writes of a chat, and which of its words are the template's
 own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from datetime import datetime
@@ -39,6 +39,7 @@ class Writer:
                 f"{tokenizer.name_or_path}: the tokenizer cannot report the positions of its "
                 "tokens in a text: use a target with a tokenizer.json"
             )
+        self._after_ends: dict[tuple[Any, ...], str] = {}
         self.source = source
         self.arguments: Mapping[str, Any] = {}
         self.template = Template(source, tokenizer, clock)
@@ -51,7 +52,7 @@ class Writer:
         added = [
             t
             for t in tokenizer.added_tokens_decoder.values()
-            if t.special or not (len(t.content) == 1 or t.content.isalnum() or t.content.isspace())
+            if t.content.strip() and (t.special or not (len(t.content) == 1 or t.content.isalnum()))
         ]
         self.added_ids = {*tokenizer.added_tokens_decoder}
         self.added = sorted((t.content for t in added), key=len, reverse=True)
@@ -60,7 +61,7 @@ class Writer:
         self.reasons = True
         self.reasons = self._writes_reasoning()
         turns = self._turns()
-        self.control = special | {*tokenizer.all_special_tokens}
+        self.control = special | {*special_tokens(tokenizer)}
         self.control |= {token for token in self.added if token in turns}
         self.marks = {t for t in self.added if t in both} - self.control
 
@@ -90,6 +91,36 @@ class Writer:
         """The names of arguments that the template does not read."""
         template = self.with_tools if tools else self.template
         return sorted(self.arguments.keys() - template.variables)
+
+    def after_end(self, calls: bool, tools: Sequence[Any], thinking: bool | None) -> str:
+        """What the template writes after the end of the last response of a chat (one with tool
+        calls, if `calls`): after the first token that ends it or, if there is no such token, the
+        words that only a last response has after it."""
+        key = calls, bool(tools), thinking, str(dict(self.arguments))
+        if key not in self._after_ends:
+            self._after_ends[key] = self._after_end(calls, tools, thinking)
+        return self._after_ends[key]
+
+    def _after_end(self, calls: bool, tools: Sequence[Any], thinking: bool | None) -> str:
+        plain = self._tail([Message("assistant", PROBE + x) for x in "a0"], tools, thinking)
+        if not calls:
+            if (end := first_end(plain, self.control)) is not None:
+                return plain[end:]
+            chat = [Message("user", "0"), Message("assistant", PROBE), Message("user", "0")]
+            goes_on = self.without(chat, tools, thinking).rpartition(PROBE)[2]
+            return plain[common_length(plain, goes_on) :]
+        ends = {token for token in self.control if plain.lstrip().startswith(token)}
+        calling = [Message("assistant", "", {"tool_calls": [_call(PROBE + x)]}) for x in "a0"]
+        tail = self._tail(calling, tools, thinking)
+        end = first_end(tail, ends)
+        return "" if end is None else tail[end:]
+
+    def _tail(self, ends: Sequence[Message], tools: Sequence[Any], thinking: bool | None) -> str:
+        """What the template writes after the words of an answer: the end that is common to chats
+        which end with these answers."""
+        chats = ([Message("user", "0"), answer] for answer in ends)
+        one, other = (self.without(chat, tools, thinking)[::-1] for chat in chats)
+        return one[: common_length(one, other)][::-1]
 
     def has_blocks(self, tools: Sequence[Any]) -> bool:
         """Whether the template marks the assistant's tokens itself."""
@@ -126,6 +157,30 @@ class Writer:
         rest = text.lstrip()
         token = next((token for token in self.added if rest.startswith(token)), "")
         return text[: len(text) - len(rest)] + token if token else ""
+
+
+def common_length(one: str, two: str) -> int:
+    """The length of the beginning that two texts share."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
+
+
+def _call(argument: str) -> dict[str, Any]:
+    """A call of a tool; its id is one that Mistral's templates accept."""
+    described = {"name": PROBE, "arguments": {PROBE: argument}}
+    return {"id": "quokka123", "type": "function", "function": described}
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """The special tokens of a tokenizer that a text can contain: files also declare empty ones,
+    which every text contains."""
+    return [token for token in tokenizer.all_special_tokens if token.strip()]
+
+
+def first_end(text: str, tokens: Collection[str]) -> int | None:
+    """Where the first of these tokens in a text ends; None if there is none in it."""
+    places = [(text.index(token), -len(token)) for token in tokens if token in text]
+    return None if not places else min(places)[0] - min(places)[1]
 
 
 def _reads_parts(template: Template) -> bool:

@@ -33,9 +33,9 @@ from tests.train.data.chats import (
 )
 from tests.train.data.test_conversations import read_all, write_lines
 from train.data.conversations import Conversation, DataConfig, Message
-from train.data.spans import OPENED
+from train.data.spans import AFTERWARDS, OPENED
 from train.data.split import Split, split_documents, split_prompts
-from train.data.template import SEVERAL, Document, Prompt
+from train.data.template import SEVERAL, Chat, Document, Plain, Prompt
 
 CASES = Path(__file__).parent / "cases"
 # writes reasoning, calls, results and tools
@@ -384,13 +384,19 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     assert len(prompts(none).train) == 1
     with pytest.raises(UserError, match="1 weight 0 for all answers"):
         documents(none)
-    for weight in (-1, -0.5, 1e-4, 100.5, math.inf, 10**400, "high", "0.5", [1], {"x": 1}):
+    for weight in (-1, -0.5, 1e-4, 100.5, math.inf, 10**400, "high", "-1", "nan", [1], {"x": 1}):
         wrong = [USER, ANSWER | {"weight": weight}]
         with pytest.raises(UserError, match=r"1 an answer whose weight is neither 0 nor a number"):
             documents(write_lines(tmp_path / "z.jsonl", [{"messages": wrong}]))
     # tables write NaN for what is missing
-    same = (1.0, True, None, math.nan)
-    for weight, kept in (*((x, None) for x in same), (0.5, 0.5), (100, 100)):
+    same = (1.0, True, None, math.nan, "1", "true")
+    for weight, kept in (
+        *((x, None) for x in same),
+        (0.5, 0.5),
+        (100, 100),
+        ("0.5", 0.5),
+        (" 2 ", 2),
+    ):
         some = [{"messages": [USER, ANSWER | {"weight": weight}]}]
         path = write_lines(tmp_path / "z.jsonl", some)
         (document,), (prompt,) = documents(path).train, prompts(path).train
@@ -407,7 +413,101 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     }
 
 
+SILENT: list[dict[str, Any]] = [
+    *({key: x} for key in ("weight", "train", "loss") for x in (0, 0.0, -0.0, False, "0", "0.0")),
+    *({key: x} for key in ("weight", "train", "loss") for x in ("false", "False", " no ", "0e0")),
+]
+
+
+@pytest.mark.parametrize("beside", SILENT)
+def test_an_answer_that_is_not_to_be_trained_on_is_not(
+    tmp_path: Path, beside: dict[str, Any]
+) -> None:
+    messages = [USER, ANSWER | beside, USER, {"role": "assistant", "content": "Nothing else."}]
+    split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": messages}]))
+    assert answers(split) == ["Nothing else.<|im_end|>"]
+    assert not split.tally.ignored and not split.tally.dropped
+    assert split.tally.changed == {"answers of weight 0 not trained on": 1}
+
+
+@pytest.mark.parametrize(
+    "beside", [{"train": 1.0}, {"train": "yes"}, {"loss": "1"}, {"loss": 0.37}, {"train": "val"}]
+)
+def test_an_answer_with_another_mark_is_trained_on(tmp_path: Path, beside: dict[str, Any]) -> None:
+    split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": [USER, ANSWER | beside]}]))
+    assert answers(split) == ["A lot.<|im_end|>"]
+    known = beside in ({"train": 1.0}, {"train": "yes"}, {"loss": "1"})
+    assert bool(split.tally.ignored) != known
+
+
 # Templates
+
+
+NAMES = ("unk_token", "bos_token", "eos_token", "pad_token")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("token", ["", " ", "\n"])
+def test_a_special_token_that_every_text_contains_is_none(name: str, token: str) -> None:
+    """As `"unk_token": ""` in tokenizer_config.json."""
+    for template, chat in ((CHATML, talk("q\nr s", "an answer")), (None, None)):
+        tokenizer = tokenizer_of(template)
+        setattr(tokenizer, name, token)
+        assert token in tokenizer.all_special_tokens
+        if chat is not None:
+            document = encode(chat, tokenizer, DataConfig())
+            assert said(document, tokenizer) == "an answer<|im_end|>"
+            continue
+        text = Conversation("x", (Message("user", "a\nb c"), Message("assistant", " d e")), "a")
+        (plain,) = Plain(tokenizer).documents(text, DataConfig())
+        assert tokenizer.decode(plain.ids) == "a\nb c d e"
+
+
+TURN_OF = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+LAST = "{% if loop.last and m.role == 'assistant' %}"
+AFTER_THE_END = [
+    TURN_OF + "<|im_end|>\n{% if m.role == 'assistant' %}<s>\n{% endif %}{% endfor %}",
+    TURN_OF + "<|im_end|>\n{% endfor %}{% if not add_generation_prompt %}<s>{% endif %}",
+    TURN_OF + "<|im_end|>\n" + LAST + "a lot{% endif %}{% endfor %}",
+    TURN_OF + "<|im_end|>\n" + LAST + "{{ messages | length }}<|im_end|>{% endif %}{% endfor %}",
+    TURN_OF + LAST + " Good bye.{% else %}<|im_end|>\n{% endif %}{% endfor %}",
+    GENERATION.replace("\n{% endgeneration %}", "\n<s>{% endgeneration %}"),
+]
+
+
+@pytest.mark.parametrize("template", AFTER_THE_END)
+@pytest.mark.parametrize("texts", [("q", "a"), ("q", "an answer", "r", "a lot"), ("q", "e")])
+def test_a_response_ends_with_its_first_end_mark(template: str, texts: tuple[str, ...]) -> None:
+    """A second mark, a closing sentence, or one in place of a mark is not the target's."""
+    tokenizer = tokenizer_of(template if ASK in template else template + ASK)
+    document = encode(talk(*texts), tokenizer, DataConfig(min_answer=1))
+    assert isinstance(document, Document) and not document.chat
+    assert said(document, tokenizer) == "|".join(f"{x}<|im_end|>" for x in texts[1::2])
+    assert AFTERWARDS in document.notes
+
+
+def test_each_response_of_harmony_ends_as_the_target_ends_it() -> None:
+    tokenizer = tokenizer_of((CASES / "template_message_end_is_not_response_end.jinja").read_text())
+    marks = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|final|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    documents = Chat(tokenizer).documents(talk("q", "one", "r", "two"), DataConfig(min_answer=1))
+    ends = [said(document, tokenizer) for document in documents]
+    assert ends == ["<|final|>one<|return|>", "<|final|>two<|return|>"]
+
+
+def test_what_follows_a_call_is_not_the_target_s() -> None:
+    """Its own marks, even special ones, are."""
+    closing = "{% if loop.last and m.role == 'assistant' %}\n<s>{% endif %}{% endfor %}"
+    template = FULL.replace("<|im_end|>\n{% endfor %}", "<|im_end|>\n" + closing)
+    assert template != FULL
+    tokenizer = tokenizer_of(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    answer = Message("assistant", "", {"tool_calls": [call, call]})
+    chat = Conversation("x", (Message("user", "q"), answer), "q")
+    written = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
+    document = encode(chat, tokenizer, DataConfig())
+    assert said(document, tokenizer) == f"{written}{written}<|im_end|>"
 
 
 def closed_by_the_next_role() -> Any:
