@@ -161,11 +161,10 @@ def read(folder: Path | str, target: Parts) -> Drafter:
         f"{target.name} has {target.vocab_size}: give {theirs.name}",
     )
     require(
-        theirs.fingerprint == target.fingerprint()
-        # where an engine did the target's work, the files alone may have been known
-        or bool(target.weights and theirs.fingerprint == target.weights.checksum()),
-        f"{folder}: this draft was trained for {theirs.name}, with other weights than those of "
-        f"{target.name}: give the draft's own target, or train a draft for this one",
+        theirs.fingerprint == target.fingerprint(),
+        f"{folder}: this draft was trained for {theirs.name}, with other weights, or another "
+        f"config, than those of {target.name}: give the draft's own target, or train a draft for "
+        "this one",
     )
     try:
         with located(path), torch.device("meta"):

@@ -59,8 +59,9 @@ class CausalTarget(Target):
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        fingerprint: str | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, name, revision, quantisation)
+        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
         with understood(self):
             self.layers = self._decoder_layers()
         self._compiled: dict[FeatureSpec, Pass] = {}

@@ -205,9 +205,9 @@ class DividedTarget(CausalTarget):
     team: Team | None = None
     parts: StoredParts
 
-    def __init__(self, *of_target: Any) -> None:
+    def __init__(self, *of_target: Any, fingerprint: str) -> None:
         self.processes = dist.get_world_size()
-        super().__init__(*of_target)
+        super().__init__(*of_target, fingerprint=fingerprint)
 
     def _read(
         self,

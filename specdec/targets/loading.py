@@ -1,6 +1,7 @@
 """Loading the target that a configuration names: the whole target or only its parts."""
 
 import copy
+import json
 import os
 import tempfile
 import weakref
@@ -25,7 +26,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils import logging
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file
 
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
@@ -46,8 +48,14 @@ from specdec.targets.divided import (
     rules_of,
     state_after,
 )
+from specdec.targets.fingerprint import (
+    computing_keys,
+    digest_of_weights,
+    fingerprint_of,
+    in_files,
+)
 from specdec.targets.gguf import dense, find_package_file
-from specdec.targets.parts import Parts, checksum, config_of_layers, depth_of
+from specdec.targets.parts import Parts, config_of_layers, depth_of
 from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.spread import AUTO, DISK, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
@@ -185,24 +193,34 @@ TOO_LARGE = "give target.dtype=bfloat16, a smaller target, or a device with more
 def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = opened(cfg)
-    stored, quantisation = None, method(config)
     if cfg.tensor_parallel:
         return _divided(cfg, path, config, tokenizer, weights)
-    if cfg.device_map and weights and not config.is_encoder_decoder:
-        note_fingerprint(cfg)
-        stored = weights.fingerprint()
-    elif quantisation and weights:
-        stored = weights.checksum()
-    elif cfg.dtype == "float16" and not (weights and weights.kind == "F16"):
-        # float16 rounds small weights away, which would change the fingerprint. So the weights are
-        # also read in bfloat16, on the CPU, and dropped before those of the target are loaded.
-        plain = replace(cfg, dtype="bfloat16", device="cpu", packed=False)
-        stored = checksum(_model(plain, path, copy.deepcopy(config)).state_dict())
+    fingerprint = weights.fingerprint() if weights else _of_other_files(cfg, path, config)
+    quantisation = method(config)
     model = _model(cfg, path, config)
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    target = whole(model, tokenizer, named(cfg), cfg.revision, quantisation)
-    target.stored, target.weights = stored, weights
+    target = whole(model, tokenizer, named(cfg), cfg.revision, quantisation, fingerprint)
+    target.weights = weights
     return target
+
+
+def _of_other_files(cfg: TargetConfig, path: str, config: Any) -> str | None:
+    """The fingerprint of a checkpoint in PyTorch's own files; None if there are none."""
+    kinds = ("missing_entries", "connection_errors")
+    quiet_miss: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+
+    def file_of(name: str) -> str | None:
+        return cached_file(path, name, revision=cfg.revision, **quiet_miss)
+
+    with _told(cfg):
+        names = [WEIGHTS_NAME]
+        if file_of(WEIGHTS_NAME) is None:
+            if (index := file_of(WEIGHTS_INDEX_NAME)) is None:
+                return None
+            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+        files = [Path(file) for name in names if (file := file_of(name)) is not None]
+        weights = digest_of_weights(in_files(files))
+    return fingerprint_of(weights, computing_keys(config))
 
 
 def _divided(
@@ -211,6 +229,8 @@ def _divided(
     """This process's part of the target, of a resolved configuration. All processes load theirs at
     the same time. The first layers are also loaded in one piece, to compare the divided ones."""
     rules = division(cfg, config, weights)
+    assert weights is not None  # `division` rejects other checkpoints
+    fingerprint = weights.fingerprint()
     name, alone = named(cfg), replace(cfg, tensor_parallel=False, packed=False)
     text = config.get_text_config(decoder=True)
     k, first = compared(text, depth_of(text)), copy.deepcopy(config)
@@ -219,12 +239,13 @@ def _divided(
     of_first.update(few | {"num_hidden_layers": k})
     try:
         with quiet():  # about the weights of the other layers
-            plain = CausalTarget(_model(alone, path, first), tokenizer, name, cfg.revision)
+            of_plain = _model(alone, path, first), tokenizer, name, cfg.revision
+            plain = CausalTarget(*of_plain, fingerprint=fingerprint)
         k = len(plain.layers)
         expected, reading = state_after(plain, k), (plain.reading, plain.counted)
         del plain
         model = _model(cfg, path, config, rules=rules)
-        target = DividedTarget(model, tokenizer, name, cfg.revision)
+        target = DividedTarget(model, tokenizer, name, cfg.revision, fingerprint=fingerprint)
     except UserError as error:
         raise UserError(
             f"target.path={cfg.path!r}: its divided layers cannot be compared with its first {k} "
@@ -237,7 +258,7 @@ def _divided(
         f"{target.title} reads on in another way when its layers are divided: leave out "
         "target.tensor_parallel",
     )
-    target.stored, target.weights = weights.fingerprint() if weights else None, weights
+    target.weights = weights
     return target
 
 
@@ -296,10 +317,10 @@ def load_source(kind: Any, source: str, device: str) -> Any:
 def load_parts(cfg: TargetConfig) -> StoredParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
-    that is not in safetensors, or one whose fingerprint has not been noted (see `TargetOnDemand`).
+    that is not in safetensors, or one whose weights have not been read yet (see `TargetOnDemand`).
     Raises UserError for a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = opened(cfg)
-    if config.is_encoder_decoder or not weights or not weights.fingerprint():
+    if config.is_encoder_decoder or not weights or not weights.is_noted:
         return None
     in_one = replace(cfg, device_map=None, max_memory={}, tensor_parallel=False)
     bare = copy.deepcopy(config)
@@ -343,15 +364,10 @@ def _in_one_piece(cfg: TargetConfig) -> Parts:
 
 
 def note_fingerprint(cfg: TargetConfig) -> None:
-    """Note the fingerprint of a checkpoint whose layers this run does not load: the whole target's
-    or, if it is quantised or its files lack some of its tensors, one that is made of the files."""
-    cfg, _, config, _, weights = opened(cfg)
-    if weights is None or config.is_encoder_decoder or weights.fingerprint():
-        return
-    fingerprint = None
-    if method(config) is None:
-        fingerprint = weights.checksum_as(_empty(cfg, config))
-    weights.write(fingerprint or weights.checksum())
+    """Note the hash of a checkpoint whose layers this run does not load."""
+    _, _, config, _, weights = opened(cfg)
+    if weights is not None and not config.is_encoder_decoder:
+        weights.fingerprint()
 
 
 def _options(cfg: TargetConfig) -> dict[str, Any]:
@@ -367,7 +383,7 @@ def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | No
     with _told(cfg):
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
     with within(f"target.path={cfg.path!r}"):
-        weights = Weights.of(path, cfg.revision, Path(cfg.cache))
+        weights = Weights.of(path, cfg.revision, Path(cfg.cache), config)
     return cfg, path, config, tokenizer, weights
 
 

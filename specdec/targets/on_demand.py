@@ -3,7 +3,6 @@
 import ctypes
 import gc
 import sys
-from pathlib import Path
 
 import torch
 
@@ -59,19 +58,11 @@ class TargetOnDemand:
             if isinstance(self._whole, DividedTarget) and isinstance(self._stored, StoredParts):
                 self._whole.team = self.team
                 self._whole.take_parts(self._stored)
-            fingerprint, noted = self._whole.fingerprint(), None
-            if self._stored is not None and self._whole.weights:
-                noted = self._stored.fingerprint()
-            if noted not in (None, fingerprint) and noted == self._whole.weights.checksum():
-                self._whole.stored = fingerprint = str(noted)  # see `loading.note_fingerprint`
             require(
-                self._stored is None or fingerprint == self._stored.fingerprint(),
-                f"target.path={self.cfg.path!r}: the weights are not those that this job began "
-                "with, or were changed while the size and time of their files stayed the same: "
-                f"delete {Path(self.cfg.cache) / 'fingerprints'} and run the job again",
+                self._stored is None or self._whole.fingerprint() == self._stored.fingerprint(),
+                f"target.path={self.cfg.path!r}: its files changed during this job, so the weights "
+                "or the config are not those that it began with: run the job again",
             )
-            if self._whole.weights:
-                self._whole.weights.write(fingerprint)
         return self._whole
 
     def release(self) -> None:

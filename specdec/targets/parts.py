@@ -5,7 +5,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
+from specdec.targets.fingerprint import (
+    computing_keys,
+    digest_of_weights,
+    fingerprint_of,
+    untied,
+)
 from specdec.targets.heads import flat, transform_of
 from specdec.targets.spread import is_spread, tensors
 from specdec.targets.turns import TurnEnds, turn_ends
@@ -28,7 +34,6 @@ class Parts:
     head: nn.Linear
     embedding: nn.Embedding
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
-    stored: str | None = None  # the fingerprint, if it cannot be computed from weights in memory
     _turn_ends: tuple[Any, TurnEnds] | None = None  # and their template
     head_factor: float  # by which the head's logits are multiplied, where that is all
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
@@ -41,8 +46,11 @@ class Parts:
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        fingerprint: str | None = None,
     ) -> None:
-        """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain."""
+        """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain.
+        `fingerprint` is that of the checkpoint; None: of a model that has no files, it is computed
+        here, before a forward pass can change a weight (RWKV rescales its own)."""
         self.quantisation = quantisation
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -61,6 +69,11 @@ class Parts:
         if 0 < (getattr(self.config, "unpadded_vocab_size", None) or 0) < self.vocab_size:
             self.head = _first_rows(self.head, self.config.unpadded_vocab_size)
         self._scale, self.head_factor = head_scaling(self.config), head_factor(self.config)
+        if fingerprint is None:
+            held = self._tensors()
+            weights = digest_of_weights(held if is_spread(self.model) else untied(held))
+            fingerprint = fingerprint_of(weights, computing_keys(self.model.config))
+        self._fingerprint = fingerprint
 
     @property
     def title(self) -> str:
@@ -337,18 +350,26 @@ class Parts:
         return kept
 
     def fingerprint(self) -> str:
-        """The `checksum` of the whole target, which identifies it."""
-        return self.stored or self.checksum()
+        """What identifies the target; see fingerprint.py."""
+        return self._fingerprint
 
     def checksum(self) -> str:
-        """A checksum over every weight in memory, to show that none was changed."""
+        """A checksum over every weight in memory, to show that none was changed. See `sum_of`."""
+        digest = hashlib.blake2b(digest_size=12)
+        sums = {name: sum_of(name, value) for name, value in self._tensors()}
+        for name in sorted(sums):
+            digest.update(sums[name].encode())
+        return digest.hexdigest()
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in memory by name, as it is stored there."""
         if is_spread(self.model):
-            return checksum_of(tensors(self.model))
+            return tensors(self.model)
         if not self.quantisation:
-            return checksum(self.model.state_dict())
+            return _stored(self.model.state_dict())
         # making the state dict of a bitsandbytes layer of 4 bits on a CPU lays its weight out anew,
         # and the layer then multiplies by something else (version 0.50)
-        return checksum({**dict(self.model.named_parameters()), **dict(self.model.named_buffers())})
+        return _stored({**dict(self.model.named_parameters()), **dict(self.model.named_buffers())})
 
 
 def body_of(model: Any) -> Any:
@@ -360,29 +381,10 @@ def body_of(model: Any) -> Any:
     return getattr(text, "model", text)
 
 
-def checksum(state: dict[str, Tensor]) -> str:
-    """One short string for a model's weights, whatever precision they are loaded in. They are
-    rounded to bfloat16, whose bits are read as integers. Two exact sums of each tensor, over all
-    values and over a sample weighted by place, are hashed with the names and shapes. Weights that
-    are stored quantised are summed as they are stored."""
-    return checksum_of(_stored(state))
-
-
-def checksum_of(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The `checksum` of tensors, one in memory at a time."""
-    return checksum_of_sums({name: sum_of(name, value) for name, value in tensors})
-
-
-def checksum_of_sums(sums: Mapping[str, str]) -> str:
-    """The `checksum` of tensors whose `sum_of` are given by name."""
-    digest = hashlib.blake2b(digest_size=12)
-    for name in sorted(sums):
-        digest.update(sums[name].encode())
-    return digest.hexdigest()
-
-
 def sum_of(name: str, value: Tensor) -> str:
-    """What a tensor adds to the `checksum`."""
+    """What a tensor adds to the `checksum`. It is rounded to bfloat16, whose bits are read as
+    integers, and two exact sums are taken where the tensor is: over all values and over a sample
+    weighted by place. Weights that are stored quantised are summed as they are stored."""
     rounded = value.to(torch.bfloat16) if plain(value) else value
     bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
     whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)

@@ -267,8 +267,9 @@ class Seq2SeqTarget(Target):
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        fingerprint: str | None = None,
     ) -> None:
-        super().__init__(model, tokenizer, name, revision, quantisation)
+        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
         with understood(self):
             self.seq2seq = Seq2SeqModel(model)
         self.layers = self.seq2seq.layers

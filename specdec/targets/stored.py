@@ -1,7 +1,7 @@
 """The parts of a target whose layers stay on disk.
 
-A layer's weights are read by name when a draft starts from them. The fingerprint is noted in the
-cache of targets when the whole model is first loaded, and holds while the files are unchanged.
+A layer's weights are read by name when a draft starts from them. The hash of all weights is noted
+in the cache of targets when they are first read, and holds while the files are unchanged.
 """
 
 import hashlib
@@ -26,26 +26,28 @@ from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
 from specdec.targets.conversions import Piece, pieces
-from specdec.targets.parts import Parts, checksum, checksum_of_sums, sum_of
+from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of
+from specdec.targets.parts import Parts
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
 AGAIN = "copy or download it again"
-FINGERPRINT = re.compile("[0-9a-f]{24}")
+HASH = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
 class Weights:
     """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
-    it, `kinds` to the type that it is stored as, and `note` is the file for the target's
-    fingerprint, whose name changes when the checkpoint does."""
+    it, and `kinds` to the type that it is stored as. `notes` is a folder for their hashes, and
+    `computed` has the `computing_keys` of the config."""
 
     files: dict[str, Path]
     kinds: dict[str, str]
-    note: Path
+    notes: Path
+    computed: str
 
     @classmethod
-    def of(cls, path: str, revision: str | None, cache: Path) -> "Weights | None":
+    def of(cls, path: str, revision: str | None, cache: Path, config: Any) -> "Weights | None":
         """The weights of a folder or a hub model; None if it has none in safetensors. Raises
         UserError naming the file that is missing or damaged."""
         kinds = ("missing_entries", "connection_errors")
@@ -69,13 +71,19 @@ class Weights:
             types |= _kinds(shards[name])
         if lacking := sorted(names.keys() - types.keys()):
             raise UserError(f"{path}: no file holds {lacking[0]!r}, which its index lists: {AGAIN}")
-        states = sorted(
-            [str(f), f.stat().st_size, f.stat().st_mtime_ns]
-            for f in {shard.resolve() for shard in shards.values()}
-        )
-        digest = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
         files = {name: shards[shard] for name, shard in names.items()}
-        return cls(files, types, cache / "fingerprints" / digest)
+        return cls(files, types, cache / "fingerprints", computing_keys(config))
+
+    @property
+    def note(self) -> Path:
+        """The file for the hash of the weights. Its name says which files they are in, and changes
+        when one of these does: a change sets the time `ctime`, which no program can set back."""
+        states = []
+        for file in sorted({shard.resolve() for shard in self.files.values()}):
+            at = file.stat()
+            states.append([str(file), at.st_size, at.st_mtime_ns, at.st_ctime_ns, at.st_ino])
+        digest = hashlib.blake2b(json.dumps(states).encode(), digest_size=12).hexdigest()
+        return self.notes / digest
 
     @property
     def kind(self) -> str | None:
@@ -83,50 +91,27 @@ class Weights:
         counts = Counter(kind for kind in self.kinds.values() if kind in SIGNIFICANT)
         return counts.most_common(1)[0][0] if counts else None
 
-    def checksum(self) -> str:
-        """A checksum over every tensor as it is stored, for weights that are stored quantised: the
-        numbers that a model makes of them depend on the machine and the library."""
-        digest = hashlib.blake2b(digest_size=12)
-        for name in sorted(self.files):
-            digest.update(checksum({name: self.read(name)}).encode())
-        return digest.hexdigest()
-
-    def checksum_as(self, model: nn.Module) -> str | None:
-        """The `Parts.checksum` of the model that these files hold, read a few tensors at a time.
-        `model` has its tensors without their values (on the meta device). None if the files lack
-        some of its tensors, or have them in other shapes."""
-        alike: dict[int, list[str]] = {}  # the names of each tensor; several if it is tied
-        state = model.state_dict(keep_vars=True)
-        for name, value in state.items():
-            alike.setdefault(id(value), []).append(name)
-        sums: dict[str, str] = {}
-        for piece in pieces(model, self.files):
-            for name, x in piece.tensors(model, self.read).items():
-                if name not in state or x.shape != state[name].shape:
-                    return None
-                sums |= {other: sum_of(other, x) for other in alike[id(state[name])]}
-        return checksum_of_sums(sums) if sums.keys() == state.keys() else None
-
     def read(self, name: str) -> Tensor:
         """A tensor of the files."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
-    def fingerprint(self) -> str | None:
-        """The noted fingerprint, if there is one that is as it was written."""
-        try:
-            noted, *sums = self.note.read_bytes().decode().split() if self.note.is_file() else ("",)
-        except (OSError, ValueError):
-            noted, sums = "", ["damaged"]
-        if sums and sums != [of_value(noted, self.note.name)]:  # an earlier version wrote no sum
-            tell(f"{self.note} is damaged: the whole target is read again")
-            return None
-        return noted if FINGERPRINT.fullmatch(noted) else None
+    def fingerprint(self) -> str:
+        """What identifies the target (see fingerprint.py). The weights are read once, and their
+        hash is noted for as long as the files stay as they are."""
+        note = self.note
+        if (weights := _noted(note)) is None:
+            weights = digest_of_weights((name, self.read(name)) for name in sorted(self.files))
+            if note == self.note:  # else the files changed in the meantime
+                note.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(note, f"{weights} {of_value(weights, note.name)}\n")
+        return fingerprint_of(weights, self.computed)
 
-    def write(self, fingerprint: str) -> None:
-        self.note.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.note, f"{fingerprint} {of_value(fingerprint, self.note.name)}\n")
+    @property
+    def is_noted(self) -> bool:
+        """Whether the hash is known without reading the weights."""
+        return _noted(self.note) is not None
 
     def under(self, prefix: str) -> dict[str, Tensor]:
         """The tensors whose names begin with `prefix`, by the rest of their names."""
@@ -135,6 +120,18 @@ class Weights:
             if name.startswith(prefix):
                 tensors[name.removeprefix(prefix)] = self.read(name)
         return tensors
+
+
+def _noted(note: Path) -> str | None:
+    """The hash in a note, if there is one that is as it was written."""
+    try:
+        weights, *sums = note.read_bytes().decode().split() if note.is_file() else ("",)
+    except (OSError, ValueError):
+        weights, sums = "", ["damaged"]
+    right = bool(HASH.fullmatch(weights)) and sums == [of_value(weights, note.name)]
+    if not right and (weights or sums):
+        tell(f"{note} is damaged: the whole target is read again")
+    return weights if right else None
 
 
 def _kinds(path: Path) -> dict[str, str]:
@@ -175,12 +172,11 @@ class StoredParts(Parts):
         empty: Callable[[], nn.Module],
         whole: Callable[[], Parts],
     ) -> None:
-        super().__init__(*of_parts)
+        super().__init__(*of_parts, fingerprint=weights.fingerprint())
         self.config = config.get_text_config(decoder=True)
         self.layers = next(
             m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
         )
-        self.stored = weights.fingerprint()
         self.weights, self._empty, self._whole = weights, empty, whole
 
     def layer(self, k: int) -> dict[str, Tensor]:

@@ -113,20 +113,20 @@ def test_the_whole_is_given_back(tmp_path: Path) -> None:
 
 
 def test_weights_that_changed_are_not_taken_for_those_noted(tmp_path: Path) -> None:
-    """A file of another time is read anew; one of the same size and time is told apart at the
-    latest when the whole is loaded."""
+    """Even if the files' size and time are set back; in the middle of a job, that is an error."""
     cfg = saved(tmp_path)
     first = TargetOnDemand(cfg).whole().fingerprint()
-    file = tmp_path / "model" / "model.safetensors"
+    job, file = TargetOnDemand(cfg), tmp_path / "model" / "model.safetensors"
+    assert job.parts.fingerprint() == first
     before = file.stat()
     saved(tmp_path, seed=1)
-    assert load_parts(cfg) is None
-    assert file.stat().st_size == before.st_size
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    target = TargetOnDemand(cfg)
-    assert target.parts.fingerprint() == first
-    with pytest.raises(UserError, match="the weights are not those that this job began with"):
-        target.whole()
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert load_parts(cfg) is None
+    with pytest.raises(UserError, match="its files changed during this job"):
+        job.whole()
+    assert TargetOnDemand(cfg).whole().fingerprint() != first
 
 
 def test_what_has_no_parts_of_its_own_is_loaded_whole(tmp_path: Path) -> None:

@@ -1,0 +1,181 @@
+"""What identifies a target: all that changes a logit, its weights and its config.
+
+The fingerprint is that of the checkpoint, however it is loaded. Weights are hashed as the files
+hold them: under the files' names, which no update of a library changes, and by their values,
+whatever floating-point type these are stored in. Of the config count the keys that change what is
+computed. What a class of transformers derives or takes by default is left out: a newer version may
+have more such keys. The code of a model that comes with its checkpoint counts as well.
+"""
+
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.utils import logging
+from xxhash import xxh3_128
+
+AT_ONCE = 2**22  # numbers of a tensor that are hashed at a time
+# what the keys of a config are about that changes no logit outside of training
+IDLE = re.compile(
+    r"_.*|transformers_version|architectures|auto_map|model_name|name_or_path|dtype|torch_dtype"
+    r"|use_cache|output_(attentions|hidden_states|router_logits|scores)|return_dict.*"
+    r"|gradient_checkpointing.*|tokenizer_class|tokenizer_config"
+    r"|task_specific_params|id2label|label2id|num_labels|problem_type|finetuning_task|prefix"
+    r"|chunk_size_feed_forward|(bos|eos|sep|cls|mask|unk)_token_id|initializer_.*|init_std"
+    r"|.*dropout.*|.*pdrop|.*layerdrop|.*aux_loss.*|router_z_loss.*|max_length|min_length"
+)
+# in the code of a model whose positions are counted from the padding token's id
+BY_PADDING = re.compile("position_ids_from_input_ids|SinusoidalPositional")
+_described_configs: dict[tuple[type, str], str] = {}  # the `computing_keys` of configs seen before
+
+
+def digest_of(x: Tensor) -> str:
+    """A hash of a tensor's shape and values. The type counts only as far as the values need it:
+    bfloat16 or float16 stored as float32 is the same."""
+    flat = x.detach().reshape(-1)
+    kept = _type_needed(flat)
+    digest = xxh3_128(json.dumps([str(kept), list(x.shape)]).encode())
+    for some in flat.split(AT_ONCE):
+        some = some if kept is some.dtype else some.to(kept)
+        digest.update(some.contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
+
+
+def _type_needed(flat: Tensor) -> torch.dtype:
+    """The first of bfloat16, float32 and float64 that holds these numbers bit for bit; the type of
+    other numbers."""
+
+    def all_parts(same: Any) -> bool:
+        return all(same(some) for some in flat.split(AT_ONCE))
+
+    if flat.dtype not in (torch.float16, torch.float32, torch.float64):
+        return flat.dtype
+    if flat.dtype is torch.float64 and not all_parts(
+        lambda x: torch.equal(x.float().double().view(torch.int64), x.view(torch.int64))
+    ):
+        return torch.float64
+    low = 0xFFFF  # the bits of a float32 that a bfloat16 lacks
+    short = all_parts(lambda x: not bool((x.float().view(torch.int32) & low).any()))
+    return torch.bfloat16 if short else torch.float32
+
+
+def digest_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A hash of named tensors, which are read one at a time, in whatever order."""
+    digests = sorted((name, digest_of(x)) for name, x in tensors)
+    return hashlib.blake2b(json.dumps(digests).encode(), digest_size=16).hexdigest()
+
+
+def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a file would hold: of those that share their memory, only the first."""
+    held = list(tensors)  # while a tensor lives, no other can take its place in memory
+    known = set[Any]()
+    for name, x in held:
+        place = (x.device, x.data_ptr(), tuple(x.shape), x.stride()) if x.numel() else name
+        if place not in known:
+            known.add(place)
+            yield name, x
+
+
+def fingerprint_of(weights: str, computed: str) -> str:
+    """The fingerprint of a target, from the hash of its weights and its `computing_keys`."""
+    return hashlib.blake2b(f"{weights} {computed}".encode(), digest_size=12).hexdigest()
+
+
+def computing_keys(config: Any) -> str:
+    """The keys of a config that change what its model computes, as one text. It is the same for a
+    config that was saved again, and the same if a key is given its default value."""
+    of = type(config), json.dumps(_plain(config.to_dict()), sort_keys=True)
+    if of not in _described_configs:
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity_error()  # about keys that are missing below
+        try:
+            keys = _described(config)
+        finally:
+            logging.set_verbosity(verbosity)
+        _described_configs[of] = json.dumps([keys, _own_code(config)], sort_keys=True)
+    return _described_configs[of]
+
+
+def _described(config: PreTrainedConfig) -> dict[str, Any]:
+    nested = {k: x for k, x in vars(config).items() if isinstance(x, PreTrainedConfig)}
+    found = config.to_dict()
+    keys = {k: x for k, x in found.items() if not IDLE.fullmatch(k) and k not in nested}
+    if not _counts_by_padding(config):
+        keys.pop("pad_token_id", None)
+    needed = _not_derived(type(config), keys, {k: found[k] for k in nested if k in found})
+    parts = {name: _described(part) for name, part in nested.items()}
+    return _plain({**needed, "model_type": config.model_type, **parts})
+
+
+def _not_derived(kind: Any, keys: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
+    """The keys without those whose values a config of this kind has anyway. `rest`: its parts,
+    which it is given in any case."""
+
+    def same(some: Mapping[str, Any]) -> bool:
+        try:
+            again = kind(**some, **rest).to_dict()
+        except Exception:  # a config's own checks raise anything
+            return False
+        return _plain({k: again.get(k) for k in keys}) == whole
+
+    whole = _plain(keys)
+    try:
+        default = kind().to_dict()
+    except Exception:
+        default = {}
+    unusual = {k: x for k, x in keys.items() if k not in default or default[k] != x}
+    needed = unusual if same(unusual) else dict(keys)
+    for key in sorted(needed):
+        without = {k: x for k, x in needed.items() if k != key}
+        if same(without):
+            needed = without
+    return needed
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, with whole numbers written alike whatever their type."""
+    if isinstance(value, Mapping):
+        return {str(k): _plain(x) for k, x in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(x) for x in (sorted(value, key=str) if isinstance(value, set) else value)]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return _plain(value.to_dict()) if hasattr(value, "to_dict") else str(value)
+
+
+def _counts_by_padding(config: Any) -> bool:
+    """Whether the padding token's id changes what a model computes."""
+    if getattr(config, "is_encoder_decoder", False):
+        return True
+    module = type(config).__module__.replace("configuration_", "modeling_")
+    try:
+        spec = importlib.util.find_spec(module)
+        source = Path(spec.origin).read_text() if spec and spec.origin else ""
+    except (ImportError, OSError, ValueError):
+        return True
+    return not source or bool(BY_PADDING.search(source))
+
+
+def _own_code(config: Any) -> list[str]:
+    """Hashes of the code that a checkpoint brings along, if it runs; none for transformers' own."""
+    if not type(config).__module__.startswith("transformers_modules"):
+        return []
+    folder = Path(str(sys.modules[type(config).__module__].__file__)).parent
+    return [xxh3_128(file.read_bytes()).hexdigest() for file in sorted(folder.glob("*.py"))]
+
+
+def in_files(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of PyTorch's own files, in which pickled objects are not run."""
+    for file in files:
+        state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        yield from ((name, x) for name, x in state.items() if isinstance(x, Tensor))
