@@ -126,6 +126,14 @@ def twin(module: nn.Module) -> Any:
 # transformers
 
 
+def random_model(kind: Any, config: Any, attention: str | None = None) -> Any:
+    """A model of class `kind` in float32 from a copy of its configuration, with transformers' own
+    choice of `attention` if none is named. The auto classes do this, but only for classes that they
+    know, and calling the class itself makes parts in the dtype that the process happens to have."""
+    copied = copy.deepcopy(config)
+    return kind._from_config(copied, dtype=torch.float32, attn_implementation=attention)
+
+
 def attention_of(config: Any) -> str | None:
     """Which attention a model of this configuration computes ("sdpa", "eager", …). The public
     `set_attn_implementation` of a model sets it, and nothing public reads it."""

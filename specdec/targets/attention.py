@@ -76,3 +76,9 @@ def group(model: Any) -> None:
     sparse = "indexed_attention" in layer_kinds(model.config.get_text_config(decoder=True))
     if attention_of(model.config) == "sdpa" and not sparse:
         model.set_attn_implementation("grouped")
+
+
+def ungroup(model: Any) -> None:
+    """Switch a model from `grouped_attention` back to `sdpa`."""
+    if attention_of(model.config) == "grouped":
+        model.set_attn_implementation("sdpa")

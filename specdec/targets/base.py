@@ -25,6 +25,7 @@ class Target(Parts, ABC):
     """The parts of a frozen model and its layers: features of a text, and logits."""
 
     lean_allowed = True  # False if the target's checks find a difference
+    without_twin: str | None = None  # why no shrunken twin was checked (see checks.py)
     processes = 1  # that hold its layers together (see divided.py)
     refills = True  # whether a row of its caches can be given to another text
     streams: int | None = None  # the dimension of the streams, where layers pass several

@@ -26,7 +26,7 @@ from specdec.runtime.replay import Memory, ReplayCache
 from specdec.runtime.states import bring_in, holders
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States, Target, concatenated
-from specdec.targets.checks import check_causal, understood
+from specdec.targets.checks import check_causal, check_head, understood
 from specdec.targets.documents import document_groups
 from specdec.targets.lean import LeanPass
 from specdec.targets.parts import longrope_lines
@@ -60,7 +60,9 @@ class CausalTarget(Target):
         revision: str | None = None,
         quantisation: str | None = None,
         fingerprint: str | None = None,
+        checked: bool = True,
     ) -> None:
+        """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
         super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
         with understood(self):
             self.layers = self._decoder_layers()
@@ -70,6 +72,8 @@ class CausalTarget(Target):
         self.reading, self.counted = Reading.SLOTS, False
         self.readings = self._readings()
         self.reading = self.readings[0]
+        if not checked:
+            return
         check_causal(self)
         if self.lean is not None:  # it packs weights itself; the check has used the modules too
             for layer in self.layers.modules():
@@ -155,6 +159,12 @@ class CausalTarget(Target):
             out, taken = kept(1), inspect.signature(type(self.body).forward).parameters
             name = next((key for key in out if key in taken and out[key] is not None), None)
             return None if name is None else Memory.of(name, lambda rows: kept(rows)[name])
+
+    def twin_target(self, model: Any) -> "CausalTarget":
+        """A small model of the same classes as a target, for the self-check."""
+        twin = CausalTarget(model, None, self.name, checked=False)
+        check_head(twin)
+        return twin
 
     @property
     def only_chains(self) -> str:

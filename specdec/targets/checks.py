@@ -19,13 +19,17 @@ from specdec.errors import UserError, first_line, require
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.runtime.replay import ReplayCache
 from specdec.runtime.states import bounds_steps, in_steps
+from specdec.targets.attention import ungroup
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts, config_of_layers
+from specdec.targets.shrunken_twin import (
+    SHARP,
+    NoTwin,
+    TwinCheck,
+    distance,
+)
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
-# The same in float32 over a cache. Models that are read correctly stay below 1e-5, even with very
-# large weights; MPT, whose biases depend on slots, is off by 7e-3 to 8e-2.
-SHARP = 1e-3
 ROUGH = 0.2  # the same in 16 bits, through all layers
 ROOM = 4  # logits may be off by so many times what rounding the input once changes
 FEW = 64  # rows of an embedding that the check reads
@@ -53,23 +57,31 @@ def _unread(target: Parts, error: Exception) -> UserError:
 def check_causal(target: Any) -> None:
     """Settle how a causal target reads on from a cache: in the first of its `readings` that gives
     the right logits for ragged rows and, where it reads trees, for a tree whose paths are kept.
-    Raise UserError if none is. In 16 bits and with quantised weights, rounding hides errors, so a
-    few layers are checked in float32 as well."""
+    The target's shrunken twin, which passes every length threshold within a few tokens, must give
+    transformers' logits in the same way. Raise UserError if no reading is right. In 16 bits and
+    with quantised weights, rounding hides errors, so a few layers are checked in float32 as well.
+    """
     with understood(target), torch.no_grad():
         check_head(target)
+    twin = _twin_of(target)
     ways = [(reading, False) for reading in target.readings]
     if len(ways) > 1 and target.takes_positions and not target.holders:
         ways.insert(1, (ways[0][0], True))
+    if twin is not None and not twin.texts_right():
+        ways = ways[-1:]  # whose error is told
     for n, (target.reading, target.counted) in enumerate(ways, 1):
         try:
             with torch.no_grad():
-                if _reads_on(target):
+                if _reads_on(target, twin):
                     return
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a model may refuse our masks or our cache in any way
             if n == len(ways):  # but not to read a whole text
                 raise _unread(target, error) from error
+    with torch.no_grad():
+        if twin is not None and _cache_right(target):
+            raise _unlike(target)
     raise UserError(
         f"{target.title} gives other logits for a text when more tokens follow it, so it is not "
         "causal or depends on the length of a text, and what it decodes would not follow the p "
@@ -78,16 +90,43 @@ def check_causal(target: Any) -> None:
     )
 
 
-def _reads_on(target: Target) -> bool:
+def _twin_of(target: Any) -> TwinCheck | None:
+    """The check of the target's shrunken twin; None if there is no twin: then the target is read by
+    transformers' modules and attention alone. Transformers' attention also takes the place of our
+    own where ours leaves out what a layer computes."""
+    try:
+        twin = TwinCheck(target)
+        if not twin.texts_right() and attention_of(target.model.config) == "grouped":
+            ungroup(target.model)
+            twin = TwinCheck(target)
+            twin.texts_right()
+        return twin
+    except NoTwin as error:
+        target.without_twin = str(error)
+        ungroup(target.model)
+        return None
+
+
+def _unlike(target: Parts) -> UserError:
+    return UserError(
+        f"{target.title} gives other logits here than in transformers once a text is longer than "
+        "one of the lengths in its config.json, such as a window or a block (found with a small "
+        "model of the same classes): give another target"
+    )
+
+
+def _reads_on(target: Target, twin: TwinCheck | None) -> bool:
     """Whether the logits over a cache are right."""
-    if _lean_right(target):
+    if twin is not None and twin.lean_right(target) and _lean_right(target):
         return True
     target.lean_allowed = False
-    right = _cache_right(target)
+    if twin is not None and not twin.texts_right():
+        return False
+    right = (twin is None or twin.cache_right(target)) and _cache_right(target)
     if not right and target.holders:
         for module in target.holders:
             in_steps(module)
-        right = _cache_right(target)
+        right = (twin is None or twin.cache_right(target, steps=True)) and _cache_right(target)
     return right
 
 
@@ -334,11 +373,3 @@ def _of_each_kind(target: Target) -> list[int]:
     kept = sorted(kinds.index(kind) for kind in set(kinds))
     small = sum(x.numel() for x in target.layers[0].parameters()) < LARGE
     return kept if len(kept) > 1 or not small else list(range(min(2, len(kinds))))
-
-
-def distance(ours: Tensor, theirs: Tensor) -> float:
-    """The distance of logits [..., V], relative to their spread; infinite if shapes differ."""
-    if ours.shape != theirs.shape:
-        return math.inf
-    ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))
-    return float((ours - theirs).norm() / theirs.norm().clamp_min(1e-9))

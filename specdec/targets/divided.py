@@ -23,7 +23,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.targets.base import States
 from specdec.targets.causal import CausalTarget
-from specdec.targets.checks import ROUGH, SHARP, distance
+from specdec.targets.checks import ROUGH
+from specdec.targets.shrunken_twin import SHARP, distance
 from specdec.targets.stored import StoredParts
 
 MOST = 8  # layers of a plain copy at most, to which the divided ones are compared

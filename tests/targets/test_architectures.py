@@ -479,7 +479,7 @@ def test_what_is_not_causal_is_refused(kind: str, config: dict[str, Any]) -> Non
 def test_an_error_of_the_model_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no way of reading works, the last one, which is the plainest, tells why."""
 
-    def fail(_: Any) -> bool:
+    def fail(*_: Any) -> bool:
         raise ValueError("an odd shape")
 
     monkeypatch.setattr(checks, "_reads_on", fail)

@@ -17,8 +17,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.errors import UserError
 from specdec.targets import checks, loading
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.checks import SHARP, check_causal, few_layers
+from specdec.targets.checks import check_causal, few_layers
 from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.shrunken_twin import SHARP
 from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
 from tests.tiny import save_target
 
