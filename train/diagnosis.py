@@ -13,8 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec.drafters import frequent_tokens
+from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
+from train.data.answer_files import AnswersConfig
 from train.data.conversations import TEXTS, Conversation, DataConfig, Message, Unusable
+from train.data.cut_responses import cut_responses_in_cache
 from train.data.reader import Reader
 from train.data.spans import DISAGREE
 from train.data.split import Split, split_documents, split_prompts
@@ -62,13 +65,21 @@ class Diagnosis:
     weights: dict[float, int] = field(default_factory=dict)
     scripts: dict[str, float] = field(default_factory=dict)
     repeated: int = 0
+    cut: CutResponses | None = None  # None: no responses of the target are stored
     samples: list[Sample] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
-def diagnose(cfg: DataConfig, target: Parts, draft_vocab: int | None, samples: int) -> Diagnosis:
-    """Read the data as a run does, at any length, and describe them. Raises UserError as a run
-    does where nothing can be read."""
+def diagnose(
+    cfg: DataConfig,
+    target: Parts,
+    draft_vocab: int | None,
+    samples: int,
+    answers: AnswersConfig | None = None,
+) -> Diagnosis:
+    """Read the data as a run does, at any length, and describe them. If the target answers, its
+    responses that earlier runs have stored are looked at, too: those that `answers` describes.
+    Raises UserError as a run does where nothing can be read."""
     answering = cfg.answers == "target"
     long = replace(cfg, max_length=ANY_LENGTH)
     if answering:
@@ -90,6 +101,9 @@ def diagnose(cfg: DataConfig, target: Parts, draft_vocab: int | None, samples: i
     diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
     diagnosis.weights = _weights(texts)
     if answering:
+        if answers is not None:
+            shown = [*split.train, *split.validation]
+            diagnosis.cut = cut_responses_in_cache(target, shown, answers)
         if cfg.format not in (*TEXTS, "tokens"):
             diagnosis.faults = _faults_of_template(cfg, target)
         return diagnosis

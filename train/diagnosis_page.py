@@ -38,6 +38,8 @@ def show(diagnosis: Diagnosis, console: Console) -> None:
         width = max(len(name) for name in rows)
         for name, cells in rows.items():
             console.print(f"  {name:<{width}}  {'  '.join(f'{cell:>9}' for cell in cells)}")
+    if diagnosis.cut is not None:
+        console.print(Text(f"\n{diagnosis.cut}", style="bold yellow" * diagnosis.cut.warns))
     for fault in diagnosis.faults:
         console.print(Text(f"\nfault: {plain(fault)}", style="bold red"))
 
@@ -49,6 +51,8 @@ def write(diagnosis: Diagnosis, path: Path) -> None:
     page += [f"**Fault**: {text(fault)}" for fault in diagnosis.faults]
     if not diagnosis.faults:
         page += ["No fault was found."]
+    if diagnosis.cut is not None:
+        page += [text(str(diagnosis.cut))]
     page += ["## What was read", markdown.code(diagnosis.tally.splitlines())]
     for heading, rows in _tables(diagnosis).items():
         corner, *columns = rows.get("", [""] * max(map(len, rows.values())))

@@ -87,6 +87,7 @@ def finished(
             trained_on=str(cfg.objective),
             validation=len(texts.validation) if texts.validation_share else 0,
         )
+    results.cut = texts.cut
     results.draft = quote(str(folder / "best"))
     results.also = quote(str(folder / f"with-{cfg.also}")) if cfg.also else ""
     ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))

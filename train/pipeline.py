@@ -25,6 +25,7 @@ from train.budget import planned
 from train.checks import check, check_target, check_texts
 from train.config import Config
 from train.data.answer_files import ResponsesRead
+from train.data.cut_responses import cut_responses
 from train.features.fill import Features
 from train.folder import (
     BEGAN,
@@ -212,6 +213,7 @@ def _trained(
                 *(target, accelerator, progress, ResponsesRead(folder)),
             )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
+            console.print(str(cut_responses(documents, parts.eos, cfg.answers)))
             (source,) = features.sources(drafter, [documents])
         epochs = range(number * cfg.loop.epochs, (number + 1) * cfg.loop.epochs)
         loop.train(learner, source, validation, whole, cfg.optim, epochs, tracker, progress)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.errors import require
+from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
@@ -20,6 +21,7 @@ from train.config import Config
 from train.data.answer_files import AnswersConfig, ResponsesRead
 from train.data.answers import answered, logged
 from train.data.conversations import TEXTS, DataConfig
+from train.data.cut_responses import cut_responses
 from train.data.reader import Share as DataShare
 from train.data.reader import Work
 from train.data.split import SHARE, Split, split_documents, split_prompts
@@ -43,6 +45,7 @@ class Texts:
     share: float  # of all conversations, held out
     validation_share: float  # of these, in the validation part; 0: all select and all are reported
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
+    cut: CutResponses | None = None  # of the target's responses
 
 
 def split_of(data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks) -> Split[Any]:
@@ -79,6 +82,7 @@ def texts_of(
     computes meanwhile; `responses_read` is as in `answered`."""
     parts, ranks = target.parts, ranks_of(accelerator)
     train, validation, asked = split.train, split.validation, list[Prompt]()
+    cut: CutResponses | None = None
     if cfg.data.answers == "target":
         asked = train
         store = store if cfg.answers_bring_features else None
@@ -91,6 +95,8 @@ def texts_of(
             )
             for some in (train if cfg.reads_plain_answers else [], validation)
         )
+        cut = cut_responses([*train, *validation], parts.eos, cfg.answers)
+        console.print(str(cut))
         if train:  # engines may leave prompts unanswered
             answered_too = {d.ids[~d.mask].tobytes() for d in train}
             asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
@@ -113,6 +119,7 @@ def texts_of(
         share=split.share,
         validation_share=split.validation_share,
         asked=asked,
+        cut=cut,
     )
 
 

@@ -16,6 +16,7 @@ from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
 
 FILE = "results.json"
+CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -229,6 +230,39 @@ class Curve:
     held_out_sampled: list[list[float]]
 
 
+@dataclass(frozen=True)
+class CutResponses:
+    """How many of the target's responses, on which a draft was trained and selected, were cut at
+    `answers.max_new_tokens` before the target had ended them."""
+
+    responses: int
+    cut: int
+    max_new_tokens: int
+
+    @property
+    def share(self) -> float:
+        return self.cut / self.responses if self.responses else 0.0
+
+    @property
+    def warns(self) -> bool:
+        return self.share > CUT_WARNED
+
+    def __str__(self) -> str:
+        """The count, with a warning above `CUT_WARNED` and advice above `CUT_ADVISED`."""
+        said = (
+            f"{self.cut:,} of {self.responses:,} responses ({self.share:.0%}) were cut at "
+            f"answers.max_new_tokens={self.max_new_tokens}"
+        )
+        if self.share > CUT_ADVISED:
+            return (
+                f"Warning: {said}: the draft does not learn how longer responses go on or end. "
+                "Raise answers.max_new_tokens, up to what you serve."
+            )
+        if self.warns:
+            return f"Warning: {said}: the draft does not learn how longer responses go on or end."
+        return f"{said}."
+
+
 @dataclass
 class Training:
     """What training ended with; `held_out` belongs to the best checkpoint."""
@@ -288,6 +322,7 @@ class Results:
     draft: str = ""  # its folder, quoted for use in a command; empty if unknown
     also: str = ""  # the same for the second draft: its folder, or the first's with options
     training: Training | None = None
+    cut: CutResponses | None = None  # None: the target wrote no responses to train on
     shift: Shift | None = None  # of the target, if it was trained too
 
     @property

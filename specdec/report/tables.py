@@ -284,10 +284,12 @@ def _confidence(results: Results) -> list[str]:
 
 
 def _training(results: Results) -> list[str]:
+    cut = [] if results.cut is None else [str(results.cut)]
     if (training := results.training) is None:
-        return []
+        return cut
     held_out = training.held_out
     return [
+        *cut,
         f"Objective: {training.trained_on}." if training.trained_on else "",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "

@@ -16,6 +16,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.capabilities import Copies
 from specdec.errors import UserError, first_line, require
 from specdec.measure.costs import costs
+from specdec.measure.results import CutResponses
 from specdec.measure.setup import Setup
 from specdec.progress import console
 from specdec.ranks import ALONE
@@ -28,6 +29,7 @@ from specdec.theory.leviathan import pass_cost
 from train.budget import rehearsal, timed, work_of
 from train.config import Config
 from train.data.conversations import Tally
+from train.data.cut_responses import cut_responses_in_cache
 from train.data.sources import files_of, records
 from train.data.split import SHARE, parts_of
 from train.data.template import Document, Prompt
@@ -86,6 +88,7 @@ class Outlook:
     measured: bool  # whether the times are this machine's own
     engines: bool  # whether engines answer
     divided: bool = False  # whether the devices hold the target together
+    cut: CutResponses | None = None  # of responses that earlier runs have stored
 
     @property
     def fits(self) -> bool:
@@ -105,6 +108,7 @@ class Outlook:
             self._of_draft(),
             f"texts: {self.amount.conversations:,} conversations to train on, "
             f"{_count(self.amount.tokens)} tokens ({self.amount.known})",
+            *([] if self.cut is None else [f"stored so far: {self.cut}"]),
             f"memory on each device, {where}, {gibibytes(self.device.memory)} each"
             f"{', which hold the target together' * self.divided}:",
             *(f"  {self._of_stage(stage)}" for stage in self.stages),
@@ -202,6 +206,9 @@ def outlook(cfg: Config) -> Outlook:
     if of_draft is not None:
         rounds = [round_costs(of_target, of_draft, device, b) for b in TURNS]
     timed_here = whole is not None and bool(texts)
+    prompts, cut = [text for text in texts if isinstance(text, Prompt)], None
+    if whole is not None and prompts:
+        cut = cut_responses_in_cache(whole, prompts, cfg.answering)
     if whole is not None and texts:
         console.print("timing this machine, for up to a minute")
         speeds, regresses = _speeds_here(cfg, whole, texts, accelerator)
@@ -219,6 +226,7 @@ def outlook(cfg: Config) -> Outlook:
         measured=timed_here,
         engines=bool(cfg.answering.engines),
         divided=divided,
+        cut=cut,
         **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
     )
 
