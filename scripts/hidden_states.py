@@ -3,8 +3,8 @@
 It runs inside vLLM, which `scripts/serve` starts with it, so it imports nothing from the project.
 vLLM's own connector (ExampleHiddenStatesConnector, version 0.32) copies the states through streams
 and events of CUDA; on machines without CUDA, this one copies them at once. Everywhere, it also says
-in its response, and in the header of each file, which layers the states are of, so that a client
-never takes one layer for another.
+in its response which layers the states are of, so that a client never takes one layer for another,
+and marks its folder and its files, so that a client never deletes a file of somebody else's.
 """
 
 import fcntl
@@ -19,12 +19,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
+FOLDER_MARK = ".draftsmith-states"  # these two as in specdec/engines/states.py
+MARK = {"written_by": "draftsmith"}
+
 
 class Copied:
     """Stands for the event that a copy has ended, where copies end at once."""
 
     def query(self) -> bool:
         return True
+
+    def synchronize(self) -> None:
+        pass
 
 
 class HiddenStates(ExampleHiddenStatesConnector):
@@ -53,11 +59,22 @@ class HiddenStates(ExampleHiddenStatesConnector):
         if lock is None and self.use_lock:
             lock = os.open(f"{pending.filename}.lock", os.O_CREAT | os.O_WRONLY, 0o644)
             fcntl.flock(lock, fcntl.LOCK_EX)
+        tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids}
+        self._req_copy_events[pending.req_id] = Copied()
+        self._write_tensors(tensors, Copied(), pending.filename, lock)
+
+    @staticmethod
+    def _write_tensors(tensors: Any, event: Any, filename: str, lock: int | None) -> None:
+        """vLLM's own way of writing a file, with our marks in its folder and its header."""
         try:
-            tensors = {"hidden_states": states.contiguous(), "token_ids": pending.token_ids}
-            os.makedirs(os.path.dirname(pending.filename), exist_ok=True)
-            save_file(tensors, pending.filename)
+            event.synchronize()
+            folder = os.path.dirname(filename)
+            os.makedirs(folder, exist_ok=True)
+            with open(os.path.join(folder, FOLDER_MARK), "a"):
+                pass
+            save_file(tensors, filename, metadata=MARK)
+            with open(f"{filename}.lock", "a") as beside:  # save_file follows no umask
+                os.chmod(filename, os.fstat(beside.fileno()).st_mode & 0o666)
         finally:
             if lock is not None:
                 os.close(lock)  # a client that waits for the file goes on
-        self._req_copy_events[pending.req_id] = Copied()

@@ -54,6 +54,12 @@ class UserError(Exception):
     """A user's mistake: one line that says what, where and what to do; exit code 2."""
 
 
+class Unreadable(UserError):
+    """A file that the system does not let this process read, for lack of a permission or of a free
+    file descriptor, for example. Nothing is known about what it holds, so it is neither damaged nor
+    ever deleted."""
+
+
 class Elsewhere(UserError):
     """An error in another process of this run, which reports it: this process ends silently, with
     exit code 2, once the other has had the time to report it."""
@@ -148,11 +154,23 @@ def naming(path: object) -> Iterator[None]:
 
 def errno_of(error: BaseException) -> int | None:
     """The system's number of an error of files: that of OSError, or the one in the message of
-    safetensors. None if there is none."""
+    safetensors or torch. None if there is none."""
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
+        return int(match[1])
+    if match := re.search(r"unable to (?:open|mmap) .*\((\d+)\)", str(error)):  # torch's
         return int(match[1])
     code = getattr(error, "errno", None)
     return code if isinstance(code, int) else None
+
+
+def unreadable(path: object, error: BaseException) -> Unreadable | None:
+    """The Unreadable for an error in which the system refuses to open or read a file; None for any
+    other one, and for a file that is not there."""
+    code = errno_of(error)
+    if code in (None, errno.ENOENT):
+        return None
+    remedy = REMEDIES.get(code or 0, FAILING)
+    return Unreadable(f"{path} cannot be read ({os.strerror(code or 0)}): {remedy}")
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:

@@ -1,5 +1,6 @@
 """Files: written whole or not at all, and JSON read back as the dataclasses that it holds."""
 
+import fcntl
 import json
 import os
 import re
@@ -14,12 +15,25 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 from uuid import uuid4
 
+from safetensors import SafetensorError
+
 from specdec.compat import exchange
-from specdec.errors import UserError, located, naming, nearest, require
+from specdec.errors import (
+    Unreadable,
+    UserError,
+    located,
+    naming,
+    nearest,
+    require,
+    unreadable,
+)
 from specdec.integrity import Damaged, sealed, unsealed
 
 T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
+LOCK = ".lock"  # ends the name of the file whose lock says that another one is being written
+PARTIAL = re.compile(r".+\.partial-[0-9a-f]{32}(?P<lock>\.lock)?")
+OLD = 24 * 3600  # seconds after which nobody writes a file that an earlier version began
 MOST_NESTED = 64  # levels of lists and objects within one another
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
 NAMES |= {bool: "true or false", list: "a list", tuple: "a list", dict: "an object"}
@@ -65,6 +79,78 @@ def write_whole(path: Path, text: str) -> None:
 
 
 @contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """`with new_file(path) as partial:` writes a file under a temporary name, which gets its own
+    name only if the block succeeds. The mode is the one that the user's umask gives: libraries
+    create some files that only their owner can read. Until the block ends, a lock on a second file
+    beside it tells `remove_abandoned` that somebody writes it."""
+    partial = path.with_name(f"{path.name}.partial-{uuid4().hex}")
+    lock = partial.with_name(f"{partial.name}{LOCK}")
+    with naming(path), _held(lock) as file:
+        try:
+            yield partial
+            partial.chmod(os.fstat(file).st_mode & 0o666)
+            partial.replace(path)
+        finally:
+            for left in (partial, lock):
+                with suppress(OSError):
+                    left.unlink()
+
+
+@contextmanager
+def _held(lock: Path) -> Iterator[int]:
+    """A new file that is locked during the block; its descriptor."""
+    while True:
+        file = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if lock.exists() and os.path.samestat(os.fstat(file), os.stat(lock)):
+            break
+        os.close(file)  # `remove_abandoned` removed it before it was locked
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the files in a folder that a killed process began to write by `new_file`: those that
+    nobody holds a lock on. An earlier version held none; its files go once they are a day old."""
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if (match := PARTIAL.fullmatch(path.name)) is None:
+            continue
+        lock = path if match["lock"] else path.with_name(f"{path.name}{LOCK}")
+        with suppress(OSError), _abandoned(lock) as abandoned:  # of another user, or removed by now
+            if not abandoned:
+                continue
+            if match["lock"]:
+                path.with_name(path.name.removesuffix(LOCK)).unlink(missing_ok=True)
+                path.unlink()
+            elif not lock.exists() and time.time() - path.lstat().st_mtime > OLD:
+                path.unlink()
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise Unreadable for an error of the block by which the system did not let it read a file:
+    whoever takes other errors for damage must know the difference. FileNotFoundError stays as it
+    is."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        cause: BaseException = error
+        try:  # for safetensors, any file that it cannot open does not exist
+            with path.open("rb"):
+                pass
+        except OSError as refused:
+            cause = refused
+        if (no := unreadable(path, cause)) is not None:
+            raise no from cause
+        if isinstance(error, FileNotFoundError) and cause is error:
+            raise Unreadable(f"{path} could not be opened for a moment: try again") from error
+        raise
+
+
+@contextmanager
 def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     """`with replaced(folder) as partial:` writes a new folder under a temporary name, which
     replaces the old one only if the block succeeds. All files of the old folder are deleted or, if
@@ -76,15 +162,13 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     folder = folder.resolve()
     recover(folder)
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
-    make_folder(partial)
-    mode = partial.stat().st_mode & 0o666  # a new folder shows the umask without setting it
-    old = partial.with_suffix(".old")
+    old, lock = partial.with_suffix(".old"), partial.with_suffix(LOCK)
+    make_folder(folder.parent)
     try:
-        with naming(folder):
+        with naming(folder), _held(lock):  # until the end, `recover` leaves both folders alone
+            make_folder(partial)
             yield partial
-            for file in partial.rglob("*"):
-                if file.is_file():
-                    file.chmod(mode)
+            follow_umask(partial)
             if ours is not None and folder.exists():
                 _keep(folder, partial, tuple(ours))
             if not folder.exists():
@@ -97,7 +181,19 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+    finally:
+        with suppress(OSError):
+            lock.unlink()
     shutil.rmtree(old, ignore_errors=True)
+
+
+def follow_umask(folder: Path) -> None:
+    """Give all files in a new folder the mode that the user's umask gives; the folder itself shows
+    it. Libraries create some files that only their owner can read."""
+    mode = folder.stat().st_mode & 0o666
+    for file in folder.rglob("*"):
+        if file.is_file():
+            file.chmod(mode)
 
 
 def require_elsewhere(folder: Path) -> None:
@@ -125,15 +221,42 @@ def wait_for_replacement(path: Path) -> bool:
 
 def recover(folder: Path) -> None:
     """Remove what a killed program left of `replaced(folder)`; a folder that it had already moved
-    out of the way is moved back."""
-    left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old)")
-    for path in folder.parent.iterdir() if folder.parent.is_dir() else ():
+    out of the way is moved back. What another process is writing now stays."""
+    left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old|lock)")
+    paths = [*folder.parent.iterdir()] if folder.parent.is_dir() else []
+    for path in sorted(paths, key=lambda path: path.suffix == LOCK):  # after what they are for
         if (match := left.fullmatch(path.name)) is None:
             continue
-        if match[1] == "old" and not folder.exists():
-            os.rename(path, folder)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        with _abandoned(path.with_suffix(LOCK)) as abandoned:
+            if not abandoned:
+                continue
+            if match[1] == "old" and not folder.exists():
+                os.rename(path, folder)
+            elif match[1] == "lock":
+                with suppress(OSError):
+                    path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _abandoned(lock: Path) -> Iterator[bool]:
+    """Whether no process holds the lock on a file; none can take it during the block. True if there
+    is no such file."""
+    file = None
+    try:
+        try:
+            file = os.open(lock, os.O_RDWR)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            free = True
+        except FileNotFoundError:
+            free = True
+        except OSError:  # it is held, or another user's
+            free = False
+        yield free
+    finally:
+        if file is not None:
+            os.close(file)
 
 
 def _keep(folder: Path, partial: Path, ours: Sequence[str]) -> None:
@@ -227,8 +350,8 @@ def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") 
 
 def read_json(path: Path, context: str = "") -> Any:
     """The value in a JSON file, without its checksum. Raises UserError for a file that is missing,
-    unreadable, too large, not JSON, nested more than `MOST_NESTED` levels deep, or does not fit its
-    checksum."""
+    too large, not JSON, nested more than `MOST_NESTED` levels deep, or does not fit its checksum;
+    Unreadable for one that this process may not or cannot read."""
     try:
         require_file(path)
         size = path.stat().st_size
@@ -237,7 +360,8 @@ def read_json(path: Path, context: str = "") -> Any:
     except RecursionError:
         raise UserError(f"{path} is damaged: it nests thousands of brackets") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged or cannot be read: {error}") from error
+        refused = unreadable(path, error)
+        raise refused or UserError(f"{path} is damaged or cannot be read: {error}") from error
     level = [value]
     for _ in range(MOST_NESTED):
         level = [list(x.values()) if isinstance(x, dict) else x for x in level]

@@ -39,6 +39,7 @@ LONG = {
     "targets/test_seq2seq.py",
     "targets/test_states.py",
     "test_documents.py",
+    "test_shared_files.py",
     "train/data/test_engines.py",
     "train/data/test_responses_read.py",
     "train/data/test_split.py",

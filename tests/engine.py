@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
+from specdec.engines.states import FOLDER_MARK, MARK
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 
@@ -146,8 +147,10 @@ class FakeEngine:
         ctx, _ = self.target.features(torch.tensor([list(ids)], device=self.target.device), needs)
         assert ctx.layers_BTF is not None
         states = ctx.layers_BTF[0].unflatten(-1, (len(self.layers), -1)).cpu().contiguous()
+        (self.states / FOLDER_MARK).touch()
         path = self.states / f"{uuid4().hex}.safetensors"
-        save_file({"hidden_states": states, "token_ids": torch.tensor(ids)}, path)
+        tensors = {"hidden_states": states, "token_ids": torch.tensor(ids)}
+        save_file(tensors, path, metadata=MARK)
         path.with_name(f"{path.name}.lock").touch()
         return {"hidden_states_path": str(path), "layers": self.layers}
 

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from specdec.errors import UserError, first_line, require, require_within
-from specdec.files import read_record, replaced, require_file, write_json
+from specdec.errors import Unreadable, UserError, first_line, require, require_within
+from specdec.files import read_record, reading, replaced, require_file, write_json
 from specdec.formats.draft import require_finite, require_same, untied
 from specdec.integrity import Damaged, of_tensors
 from specdec.measure.results import HeldOut
@@ -125,7 +125,7 @@ def load(
     """Restore the newest sound checkpoint of this run in `folder`; return its state, or None if
     there is no checkpoint. The main process reads it and hands every other process its part, one
     tensor at a time. A newer one that is damaged is reported and put aside. Raises UserError, in
-    every process, if none can be used."""
+    every process, if none can be used, and Unreadable if the newest cannot be read."""
     tensors: dict[str, Tensor] = {}
     ours = named(model)
     every: dict[str, Any] = dict(get_model_state_dict(model))
@@ -135,6 +135,8 @@ def load(
         for place in reversed(steps(folder)):
             try:
                 state, stored = _read(place, ours, every, run)
+            except Unreadable:  # it may be sound: training must not go back to an older one
+                raise
             except (UserError, SafetensorError, OSError) as error:
                 damaged.append((place, first_line(error)))
                 continue
@@ -183,7 +185,8 @@ def _read(
     require(not run or state.run in ("", run), f"{place / STATE} is of another run")
     path = place / TENSORS
     require_file(path)
-    tensors = load_file(path)
+    with reading(path):
+        tensors = load_file(path)
     if state.tensors and state.tensors != of_tensors(tensors):
         raise Damaged(f"{path} is damaged, or is not the file of this step (its checksum differs)")
     stored = _of("model.", tensors)

@@ -27,6 +27,7 @@ from specdec.drafters.proposer import Drafter, starts_of
 from specdec.errors import UserError, located, require
 from specdec.files import (
     read_record,
+    reading,
     record,
     replaced,
     require_file,
@@ -199,7 +200,8 @@ def require_whole(folder: Path | str) -> Card:
     card, path = read_card(folder), folder / WEIGHTS
     require_file(path)
     try:
-        tensors = load_file(path)
+        with reading(path):
+            tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise _unreadable(path, error) from error
     _require_described(card, tensors, path)
@@ -295,7 +297,7 @@ def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]
     """The tensors of a file, if its header lists exactly those of a network."""
     require_file(path)
     try:
-        with safe_open(path, framework="pt") as file:
+        with reading(path), safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             require_same(slices, wanted, path)
             for name, x in wanted.items():

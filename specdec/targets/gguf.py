@@ -3,14 +3,13 @@
 import hashlib
 import importlib.util
 import json
-import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from specdec.errors import UserError, first_line, require
+from specdec.errors import UserError, first_line, require, unreadable
+from specdec.files import replaced
 from specdec.integrity import KEY, of_file
 from specdec.progress import tell
 
@@ -32,11 +31,7 @@ def dense(gguf: Path, cache: Path) -> Path:
         if (damage := _damage(folder, source)) is None:
             return folder
         tell(f"{folder} is damaged ({damage}): converting {gguf.name} again")
-        shutil.rmtree(folder)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"building-{gguf.stem}-", dir=cache) as temporary:
-        building = Path(temporary) / folder.name
-        building.mkdir()
+    with replaced(folder) as building:
         _convert(gguf, building)
         files = {
             path.name: {"bytes": path.stat().st_size, KEY: of_file(path)}
@@ -44,11 +39,6 @@ def dense(gguf: Path, cache: Path) -> Path:
         }
         sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
         (building / CHECKSUMS).write_text(json.dumps(sums, indent=1))
-        try:
-            building.rename(folder)
-        except OSError:
-            if _damage(folder, source) is not None:  # else another process wrote it first
-                raise
     return folder
 
 
@@ -88,7 +78,7 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _damage(folder: Path, source: str) -> str | None:
     """What is damaged in the folder that a file with this hash was converted to; None if nothing
-    is."""
+    is. Raises Unreadable for a file that cannot be read, which says nothing of its contents."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text())
         if sums["source"]["sha256"] != source:
@@ -100,8 +90,12 @@ def _damage(folder: Path, source: str) -> str | None:
             hashed = of_file(folder / name) if KEY in file else _sha256(folder / name)
             if hashed != file.get(KEY, file.get("sha256")):
                 return f"{name} has changed"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"a file is missing or unreadable: {first_line(error)}"
+    except OSError as error:
+        if (refused := unreadable(getattr(error, "filename", None) or folder, error)) is not None:
+            raise refused from error
+        return f"a file is missing: {first_line(error)}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its {CHECKSUMS} is damaged: {first_line(error)}"
     return None
 
 

@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
 from specdec.errors import UserError, first_line, require
-from specdec.files import write_whole
+from specdec.files import reading, write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
@@ -126,7 +126,9 @@ def _noted(note: Path) -> str | None:
     """The hash in a note, if there is one that is as it was written."""
     try:
         weights, *sums = note.read_bytes().decode().split() if note.is_file() else ("",)
-    except (OSError, ValueError):
+    except OSError:  # unreadable is not damaged: the weights are read again
+        return None
+    except ValueError:
         weights, sums = "", ["damaged"]
     right = bool(HASH.fullmatch(weights)) and sums == [of_value(weights, note.name)]
     if not right and (weights or sums):
@@ -137,7 +139,7 @@ def _noted(note: Path) -> str | None:
 def _kinds(path: Path) -> dict[str, str]:
     """The types of the tensors of a safetensors file, by name, from its header."""
     try:
-        with safe_open(path, framework="pt") as file:
+        with reading(path), safe_open(path, framework="pt") as file:
             return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise UserError(

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.engines import client
+from specdec.engines.states import FOLDER_MARK, MARK
 from specdec.targets import loading
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target
@@ -86,7 +87,8 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
     tiny.job(tmp_path / "run", "eagle3", *served)
     assert len(engine.asked) == 29
     assert {body["max_tokens"] for body in engine.asked} == {12 if answers == "target" else 1}
-    assert not list((tmp_path / "states").iterdir()), "files are deleted once they were read"
+    left = [path.name for path in (tmp_path / "states").iterdir()]
+    assert left == [FOLDER_MARK], "files are deleted once they were read"
     tiny.job(tmp_path / "again", "eagle3", *served)
     assert len(engine.asked) == 29, "nothing is asked twice"
     monkeypatch.undo()
@@ -123,7 +125,7 @@ def spoiled(change: Callable[[dict[str, torch.Tensor]], Any]) -> Fault:
         path = reply["kv_transfer_params"]["hidden_states_path"]
         tensors = load_file(path)
         change(tensors)
-        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path, MARK)
         return reply
 
     return fault

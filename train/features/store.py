@@ -8,12 +8,12 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -27,8 +27,23 @@ from torch.nn.functional import pad
 from specdec.context import Context, FeatureSpec
 from specdec.decoding.answers import Record
 from specdec.engines.client import Server
-from specdec.errors import UserError, first_line, require, require_known, require_within
-from specdec.files import make_folder, read_record, require_file, write_json
+from specdec.errors import (
+    Unreadable,
+    UserError,
+    first_line,
+    require,
+    require_known,
+    require_within,
+)
+from specdec.files import (
+    make_folder,
+    new_file,
+    read_record,
+    reading,
+    remove_abandoned,
+    require_file,
+    write_json,
+)
 from specdec.forcing.batch import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
 from specdec.progress import tell
@@ -136,8 +151,10 @@ class Kind:
 
 
 class Store:
-    """Features of documents in a folder, in files of a few hundred documents each. A file that
-    cannot be read is removed. Raises UserError if the folder holds features of another kind."""
+    """Features of documents in a folder, in files of a few hundred documents each. A damaged file
+    is put aside, and one of which another user forbids the reading is skipped. Raises UserError if
+    the folder holds features of another kind, and Unreadable if a file cannot be read for another
+    reason, such as too many open files."""
 
     def __init__(
         self, cfg: FeaturesConfig, target: Parts, needs: FeatureSpec, sampler: Sampler
@@ -163,6 +180,7 @@ class Store:
         self._decoded: dict[str, Features] = {}  # not written yet
         self.lock = RLock()  # held while files are read or mended, as a thread reads ahead
         self._require_kind()
+        remove_abandoned(self.folder)
         self.refresh()
 
     def refresh(self) -> None:
@@ -177,19 +195,27 @@ class Store:
         # of the files with the same document the oldest counts: what a run has read stays as it was
         for path in sorted(self.folder.glob("*.safetensors"), key=_age):
             try:
-                require_file(path)
-                with safe_open(path, framework="pt") as file:
-                    parts: dict[str, list[str]] = {}
-                    for tensor in file.keys():  # noqa: SIM118
-                        name, _, part = tensor.partition(".")
-                        parts.setdefault(name, []).append(part)
-                    sums = _sums_of(file)
-            except (UserError, OSError, SafetensorError, ValueError) as error:
+                with reading(path):
+                    require_file(path)
+                    with safe_open(path, framework="pt") as file:
+                        parts: dict[str, list[str]] = {}
+                        for tensor in file.keys():  # noqa: SIM118
+                            name, _, part = tensor.partition(".")
+                            parts.setdefault(name, []).append(part)
+                        sums = _sums_of(file)
+            except FileNotFoundError:  # another run has put it aside by now
+                continue
+            except Unreadable as error:
+                if not isinstance(error.__cause__, PermissionError):
+                    raise
+                tell(f"{path} is another user's, who does not let you read it: it is skipped")
+                continue
+            except (UserError, SafetensorError, ValueError) as error:
+                aside = put_aside(path)
                 tell(
-                    f"{path} is damaged ({first_line(error)}): it is removed, and its documents "
-                    "are computed again where they are needed"
+                    f"{path} is damaged ({first_line(error)}): it is now {aside}, and its "
+                    "documents are computed again where they are needed"
                 )
-                path.unlink(missing_ok=True)
                 continue
             for name in parts.keys() - self._files.keys():
                 self._files[name], self._parts[name] = path, parts[name]
@@ -316,11 +342,12 @@ class Store:
             return
         tensors = {f"{n}.{part}": x for n, f in by_name.items() for part, x in f.items()}
         sums = {n: of_tensors(f, self._context(n)) for n, f in by_name.items()}
-        name = hashlib.blake2b("".join(sorted(by_name)).encode(), digest_size=12).hexdigest()
+        checksums = json.dumps(sums, sort_keys=True)
+        # named by its content: another run's file of the same documents is never replaced
+        name = hashlib.blake2b(checksums.encode(), digest_size=12).hexdigest()
         path = self.folder / f"{name}.safetensors"
-        partial = path.with_suffix(f".partial-{uuid4().hex}")
-        save_file(tensors, partial, metadata={SUMS: json.dumps(sums, sort_keys=True)})
-        partial.rename(path)
+        with new_file(path) as partial:
+            save_file(tensors, partial, metadata={SUMS: checksums})
         with self.lock:
             self._open.cache_clear()  # it may hold the file that was replaced
             self._files |= dict.fromkeys(by_name, path)
@@ -340,8 +367,8 @@ class Store:
         return features
 
     def discard(self, row: Row, x: slice) -> None:
-        """Remove the file with the damaged document at `x` in a row. The sound documents in it are
-        written again."""
+        """Put the file with the damaged document at `x` in a row aside. The sound documents in it
+        are written again."""
         names = [name_of(row.ids[x])]
         names += [name_of_rounds(row, x)] if row.rounds is not None else []
         for path in {self._files.pop(name) for name in names if name in self._files}:
@@ -354,9 +381,9 @@ class Store:
                 except Damaged:
                     continue
             self._open.cache_clear()
+            put_aside(path)
             if sound:
                 self._add(sound)
-            path.unlink(missing_ok=True)
 
     def _document(self, name: str, parts: Sequence[str], size: tuple[int, ...]) -> Features:
         """The parts of a document. Raises Damaged unless their first sizes are these."""
@@ -385,10 +412,11 @@ class Store:
 
     def _sound(self, path: Path, name: str) -> Features:
         """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a
-        file of an earlier version, are finite."""
+        file of an earlier version, are finite; Unreadable if the file cannot be read."""
         try:
-            file, begins = self._open(path), f"{name}."
-            features = {n: file.get_tensor(begins + n) for n in self._parts[name]}
+            with reading(path):
+                file, begins = self._open(path), f"{name}."
+                features = {n: file.get_tensor(begins + n) for n in self._parts[name]}
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
         if (known_sum := self._sums.get(name)) is not None:
@@ -484,6 +512,15 @@ def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
         inner = {f.name: moved(getattr(value, f.name), move) for f in fields(value)}
         return replace(value, **inner)
     return value
+
+
+def put_aside(path: Path) -> str:
+    """Give a damaged file a name under which it is not read; that name. It is not deleted: another
+    run may have written it."""
+    aside = path.with_name(f"{path.name}.damaged")
+    with suppress(OSError):  # another process was faster, or the folder is another user's
+        path.rename(aside)
+    return aside.name
 
 
 def _age(path: Path) -> tuple[int, str]:
