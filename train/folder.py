@@ -11,22 +11,31 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
 
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
 from specdec.errors import UserError, located, require
-from specdec.files import folder_for, read_json, record, require_file, write_json, write_whole
+from specdec.files import (
+    folder_for,
+    read_json,
+    record,
+    require_file,
+    sealed_lines,
+    write_json,
+    write_whole,
+)
 from specdec.formats import draft as drafts
 from specdec.formats.draft import upgraded
-from specdec.integrity import of_value
+from specdec.integrity import of_value, sealed
 from specdec.runtime.probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config
 from train.data.conversations import DataConfig
 from train.data.split import SHARE, trained_openings
-from train.data.template import Document
+from train.data.template import Document, Prompt
 from train.loop import LoopConfig
 from train.portion import Portion
 from train.texts import Texts
@@ -44,6 +53,8 @@ FREE = {
 }
 # the setting of runs from before there was a validation part
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
+HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as the run read them
+KEPT = 4000  # the most prompts in it
 BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
@@ -139,7 +150,45 @@ def describe(
     described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
     described["processes"] = portion.processes
     described["data"] |= {"held_out": texts.share, "validation": texts.validation_share}
+    note_prompts(folder, identity, texts)
     write_json(folder / "config.json", described)
+
+
+def note_prompts(folder: Path, identity: str, texts: Texts) -> None:
+    """Write down the decoder's prompts of a run, so that later evaluations measure on the same ones
+    without reading the data. Of many, the first are kept."""
+    parts = {"test": texts.prompts, "validation": texts.validation_prompts}
+    lines: list[dict[str, Any]] = [{name: len(prompts) for name, prompts in parts.items()}]
+    for name, prompts in parts.items():
+        for prompt in prompts[: KEPT // 2]:
+            lines.append(asdict(prompt) | {"ids": prompt.ids.tolist(), "part": name})
+    written = (json.dumps(sealed(line, identity)) for line in lines)
+    write_whole(folder / HELD_OUT, "".join(f"{line}\n" for line in written))
+
+
+def noted_prompts(folder: Path, limit: int) -> tuple[list[Prompt], list[Prompt]] | None:
+    """The prompts of the test and of the validation part of the run in this folder; None if it did
+    not note them, if the file is damaged or not that of the run, or if fewer than `limit` are in it
+    because there were more."""
+    path, identity = folder / HELD_OUT, config_of(folder).get("identity")
+    if not path.is_file() or not isinstance(identity, str):
+        return None
+    lines, damaged = sealed_lines(path, (), identity)
+    if damaged or not lines or not {"test", "validation"} <= lines[0].keys():
+        return None
+    parts: dict[str, list[Prompt]] = {"test": [], "validation": []}
+    try:
+        for line in lines[1:]:
+            part = parts[line.pop("part")]
+            earlier = tuple((role, text) for role, text in line.pop("earlier"))
+            ids, notes = np.array(line.pop("ids"), np.int32), tuple(line.pop("notes"))
+            part.append(Prompt(**line, ids=ids, earlier=earlier, notes=notes))
+    except (KeyError, TypeError, ValueError):  # of another version
+        return None
+    for name, prompts in parts.items():
+        if len(prompts) < min(lines[0][name], limit if name == "test" else KEPT // 2):
+            return None
+    return parts["test"], parts["validation"]
 
 
 def config_of(folder: Path) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
-        split = split_of(cfg.data, cfg.answers, target.parts, ranks)
+        split = split_of(cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth)
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         features = Features.of(cfg, target, accelerator, progress)

@@ -3,15 +3,13 @@ target's own. Of several processes, the first reads the data, all of them render
 all get the same texts."""
 
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.errors import require
+from specdec.errors import UserError
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks
@@ -19,16 +17,14 @@ from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.answer_files import AnswersConfig, ResponsesRead
-from train.data.answers import answered, logged
-from train.data.conversations import TEXTS, DataConfig
+from train.data.answers import answered
+from train.data.conversations import DataConfig
 from train.data.cut_responses import cut_responses
-from train.data.reader import Share as DataShare
-from train.data.reader import Work
-from train.data.split import SHARE, Split, split_documents, split_prompts
+from train.data.run_data import DataCounts, read_run_data, unusable_data
+from train.data.split import SHARE, Split
 from train.data.template import Document, Prompt, evenly
 from train.features.store import Store
 from train.plan import FEWEST
-from train.processes import ranks_of
 from train.shares import AFTERWARDS, Share
 
 
@@ -48,23 +44,40 @@ class Texts:
     cut: CutResponses | None = None  # of the target's responses
 
 
-def split_of(data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks) -> Split[Any]:
-    """The data of a run, split: prompts if the target answers them, else documents. Raises
-    UserError if a side is empty, or if its texts cannot be used."""
-    alone = ranks.alone
-
-    def read(share: DataShare) -> Split[Any]:
-        return _split(data, answers, parts, None if alone else share)
-
-    split = ranks.led(read, Work(data, parts.tokenizer)) or Split()
-    lists = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")
-    tally, shares = ranks.first(lambda: (split.tally, (split.share, split.validation_share)))
-    return Split(
-        **{name: ranks.handed(partial(getattr, split, name)) for name in lists},
-        tally=tally,
-        share=shares[0],
-        validation_share=shares[1],
-    )
+def split_of(
+    data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks, depth: int = 1
+) -> Split[Any]:
+    """`read_run_data`, and a report of it. Raises UserError if the run cannot use what it reads."""
+    split = read_run_data(data, parts, depth, ranks)
+    console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of(split)}")
+    if split.share > SHARE and data.held_out is None:
+        console.print(
+            f"held out, to measure on: {len(split.held_out)} of "
+            f"{len(split.held_out) + len(split.train)} conversations (data.held_out= sets "
+            "another share)"
+        )
+    if split.validation_share:
+        console.print(
+            f"the best draft is selected on {len(split.validation)} of them (validation), and "
+            f"measured on the other {len(split.test)}"
+        )
+    else:
+        console.print(
+            f"{len(split.held_out)} held-out conversations are too few for a validation part: the "
+            "draft is selected on the prompts that it is measured on, so its figures are slightly "
+            "too high"
+            if data.validation is None
+            else "data.validation=0: the draft is selected on the prompts that it is measured on, "
+            "so its figures are slightly too high"
+        )
+    for reason in unusable_data(data, split, answers.max_new_tokens, parts):
+        raise UserError(reason)
+    if (few := len(split.prompts)) < FEWEST:
+        console.print(
+            f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "
+            "few for any claim: give more data"
+        )
+    return split
 
 
 def texts_of(
@@ -80,11 +93,10 @@ def texts_of(
     """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
     If the data's answers are not read, the target answers, and `store` keeps the features that it
     computes meanwhile; `responses_read` is as in `answered`."""
-    parts, ranks = target.parts, ranks_of(accelerator)
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
     if cfg.data.answers == "target":
-        asked = train
+        asked = [] if cfg.data.rounds else train
         store = store if cfg.answers_bring_features else None
         if store is not None:
             store.prepare(0)
@@ -95,15 +107,14 @@ def texts_of(
             )
             for some in (train if cfg.reads_plain_answers else [], validation)
         )
-        cut = cut_responses([*train, *validation], parts.eos, cfg.answers)
+        cut = cut_responses([*train, *validation], target.parts.eos, cfg.answers)
         console.print(str(cut))
         if train:  # engines may leave prompts unanswered
             answered_too = {d.ids[~d.mask].tobytes() for d in train}
             asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
         train = train or [_unanswered(prompt) for prompt in asked]
     if cfg.data.rounds:
-        logs = Path(cfg.data.rounds)
-        train = ranks.handed(lambda: logged(logs, cfg.drafter.depth, parts, split.prompts))
+        train, asked = split.train, []
     for name, documents in (("train", train), ("validation", validation)):
         console.print(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
@@ -147,59 +158,3 @@ def answer_share(
             answered(target, some, cfg.answering, accelerator, progress, keep)
     share = Share.of("answers.shard", cfg.answers.shard)
     console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")
-
-
-def _split(
-    data: DataConfig, answers: AnswersConfig, parts: Parts, share: DataShare | None
-) -> Split[Any]:
-    require(
-        not (data.format in TEXTS and parts.model.config.is_encoder_decoder),
-        f"{parts.title} is an encoder-decoder, which does not read plain text: give data=pairs",
-    )
-    answering = data.answers == "target"
-    read = split_prompts if answering else split_documents
-    split: Split[Any] = read(data, parts.tokenizer, share)
-    console.print(f"data from {data.name}\n{split.tally}")
-    if split.share > SHARE and data.held_out is None:
-        console.print(
-            f"held out, to measure on: {len(split.held_out)} of "
-            f"{len(split.held_out) + len(split.train)} conversations (data.held_out= sets "
-            "another share)"
-        )
-    if split.validation_share:
-        console.print(
-            f"the best draft is selected on {len(split.validation)} of them (validation), and "
-            f"measured on the other {len(split.test)}"
-        )
-    else:
-        console.print(
-            f"{len(split.held_out)} held-out conversations are too few for a validation part: the "
-            "draft is selected on the prompts that it is measured on, so its figures are slightly "
-            "too high"
-            if data.validation is None
-            else "data.validation=0: the draft is selected on the prompts that it is measured on, "
-            "so its figures are slightly too high"
-        )
-    for name, side in (("training", split.train), ("held-out", split.held_out)):
-        require(bool(side), f"no {name} conversation: give more data or change data.held_out")
-    most, new = data.max_prompt, answers.max_new_tokens
-    require(
-        bool(split.prompts),
-        f"{data.name}: no held-out prompt to decode: raise data.max_prompt={most}",
-    )
-    if (few := len(split.prompts)) < FEWEST:
-        console.print(
-            f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "
-            "few for any claim: give more data"
-        )
-    for text in (*split.train, *split.held_out, *split.prompts):
-        if text.ids.max(initial=0) >= parts.embedding.num_embeddings:  # else far slower
-            parts.require_embedded(text.ids, f"{data.name}: record {text.id!r}")
-    longest = max(len(text.ids) for text in [*split.train, *split.held_out])
-    require(
-        not answering or longest + new <= data.max_length,
-        f"a prompt of {longest} tokens and answers.max_new_tokens={new} do not fit "
-        f"data.max_length={data.max_length}: raise data.max_length, or lower "
-        f"data.max_prompt={most} or answers.max_new_tokens",
-    )
-    return split

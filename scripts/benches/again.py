@@ -15,7 +15,7 @@ from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import FILE, Results
 from specdec.progress import bars, console
 from specdec.targets.base import Target
-from train.data.split import held_out_prompts
+from train.data.run_data import held_out_prompts
 from train.folder import config_of, data_of_run
 
 

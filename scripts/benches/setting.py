@@ -16,7 +16,7 @@ from specdec.errors import UserError, require
 from specdec.formats import draft as checkpoint
 from specdec.progress import console
 from specdec.targets.base import Target
-from train.data.split import held_out_prompts
+from train.data.run_data import held_out_prompts
 from train.folder import data_of_run
 
 

@@ -34,7 +34,7 @@ from tests.tiny import (
     write_jsonl,
 )
 from train.data.conversations import DataConfig
-from train.data.split import held_out_prompts
+from train.data.run_data import held_out_prompts
 from train.folder import data_of_run
 
 

@@ -23,8 +23,8 @@ from tests.tiny import (
 )
 from tests.train.data.chats import talk
 from train.data.conversations import DataConfig
-from train.data.reader import whole_prompts
 from train.data.rendering import Template
+from train.data.run_data import whole_prompts
 
 PROMPT = "{% if enable_thinking is true %}all {% elif enable_thinking is false %}any {% endif %}"
 ASKS = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n" + PROMPT + "{% endif %}")

@@ -2,13 +2,11 @@
 one, or many by several processes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
 
-from specdec.errors import UserError
 from train.data.conversations import TEXTS, Conversation, DataConfig, Tokens, Unusable
 from train.data.template import (
     Chat,
@@ -97,40 +95,6 @@ def used(
     if share is None:
         return [tried(use, conversation) for conversation in conversations]
     return share([(use.__name__, conversation) for conversation in conversations])
-
-
-def whole_prompts(
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    room: int | None,
-    cfg: DataConfig | None = None,
-    thinking: str | None = None,
-) -> list[Prompt]:
-    """The prompts of a file or a chat, each complete up to its last user turn, or to the results of
-    tools that follow it. Without a chat template, they are read as plain text. `cfg` are the data
-    settings of the draft's run, if it is known, and `thinking` replaces theirs. Raises UserError
-    naming the first conversation that is unusable or has more than `room` tokens (None: any
-    number)."""
-    by_template = bool(tokenizer.chat_template)
-    if not by_template and thinking is not None:
-        raise UserError(
-            f"--thinking {thinking}: the target has no chat template to ask for reasoning: leave "
-            "it out"
-        )
-    cfg = replace(cfg or DataConfig(), format="auto" if by_template else "paragraphs")
-    reader, prompts = Reader(replace(cfg, thinking=thinking or cfg.thinking), tokenizer), []
-    for conversation in conversations:
-        try:
-            prompts.append(reader.prompt(conversation, whole=True))
-        except Unusable as reason:
-            raise UserError(f"{conversation.id}: {reason}") from reason
-        if room is not None and len(prompts[-1].ids) > room:
-            raise UserError(
-                f"{conversation.id}: the prompt has {len(prompts[-1].ids):,} tokens, and the "
-                f"target has room for only {max(0, room):,} besides the answer: shorten it, "
-                "or ask for shorter answers"
-            )
-    return prompts
 
 
 def _given(conversation: Conversation) -> Tokens:

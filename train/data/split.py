@@ -9,7 +9,6 @@ import unicodedata
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, Generic, TypeVar
@@ -330,56 +329,6 @@ def split_prompts(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -
     return split
 
 
-def measured_prompts(
-    cfg: DataConfig, tokenizer: Any, limit: int, others: int
-) -> tuple[list[Prompt], list[Prompt]]:
-    """At most `limit` prompts of the test part, and at most `others` further held-out prompts, for
-    calibration and for choices: those of the validation part before the rest of the test part.
-    Raises UserError as `held_out_prompts` does."""
-    test, validation = list[Prompt](), list[Prompt]()
-    for prompt, tested in _held_out(cfg, tokenizer):
-        (test if tested else validation).append(prompt)
-        enough = 0 if cfg.validation == 0 else others
-        if len(test) >= limit + others - enough and len(validation) >= enough:
-            break
-    return test[:limit], [*validation, *test[limit:]][:others]
-
-
-def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> Iterator[Prompt]:
-    """The prompts of the test part, one by one as they are read. The training side is tokenised
-    only if the usable conversations of both sides, or of one opening, have to be counted. Raises
-    UserError if the data is missing or has no conversation in it."""
-    return (prompt for prompt, tested in _held_out(cfg, tokenizer) if tested)
-
-
-def _held_out(cfg: DataConfig, tokenizer: Any) -> Iterator[tuple[Prompt, bool]]:
-    """The held-out prompts, each with whether it is in the test part."""
-    share, fraction = cfg.held_out, cfg.validation
-    many = share is not None and any(n > FEW for n in opening_counts(cfg).values())
-    if share is None or fraction is None or many:
-        read_split = split_prompts if cfg.answers == "target" else split_documents
-        split: Split[Any] = read_split(cfg, tokenizer)
-        yield from ((prompt, True) for prompt in split.prompts)
-        yield from ((prompt, False) for prompt in split.validation_prompts)
-        return
-    reader = Reader(cfg, tokenizer)
-
-    def use(conversation: Conversation) -> bool:
-        held = is_held_out(conversation.opening, share)
-        if held or cfg.limit is not None:
-            if cfg.answers == "data":
-                reader.documents(conversation)
-            else:
-                reader.prompt(conversation)
-        return held
-
-    for conversation, held in read(cfg, Tally(), use):
-        if held:
-            with suppress(Unusable):
-                tested = not is_validation(conversation.opening, share, fraction)
-                yield reader.prompt(conversation), tested
-
-
 def trained_openings(
     cfg: DataConfig, tokenizer: Any, openings: Collection[str], size: int | None
 ) -> set[str]:
@@ -488,12 +437,6 @@ def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
     for more in distinct_texts(conversation):
         texts += [f"{text}\n{more}" for text in texts]
     return any(is_held_out(text, fraction) for text in texts)
-
-
-def opening_counts(cfg: DataConfig) -> Counter[str]:
-    """How many conversations have each opening prompt, usable or not. Nothing is tokenised."""
-    read_all = read(cfg, Tally(), lambda conversation: _key(conversation.opening))
-    return Counter(key for _, key in read_all)
 
 
 def is_held_out(opening: str, fraction: float) -> bool:

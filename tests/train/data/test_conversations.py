@@ -22,7 +22,7 @@ from train.data.conversations import (
     Message,
     Tally,
 )
-from train.data.reader import whole_prompts
+from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import Split, load
 from train.data.turns import ROLES

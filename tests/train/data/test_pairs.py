@@ -18,7 +18,8 @@ from tests.train.data.chats import CHATML, said, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
-from train.data.split import held_out_prompts, is_held_out, read, split_documents, split_prompts
+from train.data.run_data import held_out_prompts
+from train.data.split import is_held_out, read, split_documents, split_prompts
 from train.folder import data_of_run
 
 

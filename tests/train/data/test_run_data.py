@@ -18,7 +18,7 @@ from tests.tiny import REPOSITORY
 from tests.train.data.chats import ASK, tokenizer_of
 from tests.train.data.test_cases import CASES, FULL
 from train.data.conversations import DataConfig, Tally
-from train.data.reader import whole_prompts
+from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import split_prompts
 

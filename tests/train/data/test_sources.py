@@ -19,7 +19,7 @@ from tests.tiny import make_tokenizer
 from tests.train.data.test_conversations import sharegpt
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
-from train.data.reader import whole_prompts
+from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import read
 
