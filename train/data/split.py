@@ -338,10 +338,12 @@ def trained_openings(
     asked = {_key(opening): opening for opening in openings}
 
     def known(conversation: Conversation) -> bool:
-        held = cfg.held_out is not None and is_held_out(conversation.opening, cfg.held_out)
-        return not held and _key(conversation.opening) in asked
+        return _key(conversation.opening) in asked
 
-    if not any(there for _, there in read(cfg, Tally(), known)):
+    # which conversations a limit or weights let a run read depends on what is usable
+    sources = [replace(source, weight=None) for source in cfg.sources]
+    every = replace(cfg, limit=None, sources=sources)
+    if not any(there for _, there in read(every, Tally(), known)):
         return set()
     reader = Reader(cfg, tokenizer)
 
