@@ -27,7 +27,15 @@ import train
 from specdec.compat import quiet_libraries
 from specdec.errors import command
 from specdec.progress import console, tell
-from train.config import composed, folder_of_hydra, of_hydra, quoted, register, resolve
+from train.config import (
+    composed,
+    folder_of_hydra,
+    of_hydra,
+    quoted,
+    register,
+    require_texts_in_files,
+    resolve,
+)
 from train.loop import Diverged
 from train.sweep import Trial, best_of
 
@@ -39,6 +47,7 @@ def run(cfg: DictConfig) -> float:
     hydra_of = HydraConfig.get()
     folder, objective = Path(hydra_of.runtime.output_dir), None
     try:
+        require_texts_in_files(hydra_of)
         config = resolve(cfg)
         shared = config.share is not None and hydra_of.mode is RunMode.MULTIRUN
         # shares that a sweep does belong to one run, whose folder is not the sweep's

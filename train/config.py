@@ -4,15 +4,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from specdec.decoding.config import DecodeConfig
@@ -35,6 +34,7 @@ from train.data.conversations import DataConfig
 from train.features.store import FeaturesConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
+from train.overrides import as_typed, is_text, kinds_within, require_texts_in
 from train.plan import BudgetConfig
 from train.planning.devices import PlanningConfig
 from train.rounds import RoundsConfig
@@ -53,7 +53,8 @@ HYDRA_SAYS = {
     r"Could not delete '(.+?)'\.": "~{0} takes out nothing: it was not chosen",
     r"Multiple values for (.+?)\.": "{0} is chosen already: write {0}=NAME, without the +",
     r"Ambiguous value for argument '(.+?)'\n": "{0} gives several values: give one; or add -m, to "
-    "sweep over them; or put brackets around them, if the setting is a list",
+    "sweep over them; or put brackets around them, if the setting is a list; or, for a text with a "
+    "comma in it, put quotes around it within those of the shell, as in \"{0}='a,b'\"",
 }
 
 
@@ -279,11 +280,12 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides in a form that Hydra accepts. A text that Hydra's grammar refuses, such as a path
-    with brackets, quotes, braces or letters like é in it, is quoted, as is any value with an equals
-    sign, as in decode.rule=lenience:factor=0.8. drafter.from= becomes stage.draft=, since no
-    dataclass can have a field called `from`, and answers.from= and features.from= become the
-    lists answers.engines= and features.engines=."""
+    """Overrides in a form that Hydra accepts and reads as they were typed. A text that Hydra's
+    grammar refuses, such as a path with brackets, quotes, braces or letters like é in it, is
+    quoted, as is any value with an equals sign, as in decode.rule=lenience:factor=0.8, and a text
+    that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes stage.draft=,
+    since no dataclass can have a field called `from`, and answers.from= and features.from= become
+    the lists answers.engines= and features.engines=."""
     named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
     named = [re.sub(r"^\+*(answers|features)\.from=(.*)", _engines, a) for a in named]
     return [a if a[:1] == "-" else _quoted(a) for a in named]
@@ -298,8 +300,11 @@ def _engines(match: re.Match[str]) -> str:
 
 def _quoted(argument: str) -> str:
     key, equals, value = argument.partition("=")
-    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key) or _reads(argument):
+    if not equals or not re.fullmatch(r"[+~]{0,2}[\w./@-]+", key):
         return argument
+    typed = f"{key}={as_typed(value, _kinds_of(key.lstrip('+~')))}"
+    if _reads(typed):
+        return typed
     plain = re.fullmatch(r"[^'\"\\\[\](){}$]*=[^'\"\\\[\](){}$]*", value)
     if not plain and not _is_text(key.lstrip("+~")):
         return argument
@@ -318,18 +323,32 @@ def _reads(argument: str) -> bool:
 
 
 def _is_text(key: str) -> bool:
-    """Whether the values of a key are texts: by the types of `Config` and of the settings of any
-    family, and for Hydra's own folders."""
+    """Whether the values of a key are texts, and may be nothing else but null."""
+    return is_text(_kinds_of(key))
+
+
+def _kinds_of(key: str) -> list[Any]:
+    """The types of a key's values: by `Config` and the settings of any family, and for Hydra's own
+    folders. Those of all settings for an empty key."""
     if key.startswith("hydra."):
-        return key.endswith("dir")
+        return [str] * key.endswith("dir")
     kinds: list[Any] = [Config]
-    for name in key.split("."):
-        types = [get_type_hints(kind).get(name) for kind in kinds if is_dataclass(kind)]
+    for name in key.split(".") if key else ():
+        types = kinds_within(kinds, name)
         kinds = [drafter.Config for drafter in DRAFTERS.values()] if name == "drafter" else types
-    return any(
-        kind is str or (get_origin(kind) in (Union, UnionType) and str in get_args(kind))
-        for kind in kinds
-    )
+    return kinds
+
+
+def require_texts_in_files(hydra: Any) -> None:
+    """Raise UserError for a text in the files of settings that Hydra has composed, by its own
+    configuration, which YAML reads as a number: then what was typed is lost."""
+    chosen = {group: str(name) for group, name in hydra.runtime.choices.items() if name is not None}
+    folders = [Path(x.path) for x in hydra.runtime.config_sources if x.schema == "file"]
+    for folder in folders:
+        for group, name in {**chosen, "": str(hydra.job.config_name)}.items():
+            path = folder / group / f"{name.removesuffix('.yaml')}.yaml"
+            if not group.startswith("hydra") and path.is_file():
+                require_texts_in(path, group.partition("@")[0], _kinds_of)
 
 
 def composed(overrides: Sequence[str]) -> Config:
@@ -339,7 +358,10 @@ def composed(overrides: Sequence[str]) -> Config:
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("config", quoted(overrides))
+            cfg = compose("config", quoted(overrides), return_hydra_config=True)
+        require_texts_in_files(cfg.hydra)
+        with open_dict(cfg):
+            del cfg["hydra"]
     except REFUSALS as error:
         raise of_hydra(error) from error
     return resolve(cfg)

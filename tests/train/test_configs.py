@@ -4,11 +4,13 @@ Run alone: python -m pytest tests/train/test_configs.py         (-m "not slow": 
 """
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import wandb
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import Copies
@@ -17,7 +19,8 @@ from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
-from train.config import Config, quoted
+from train.config import Config, _kinds_of, composed, quoted
+from train.overrides import require_texts_in
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]
@@ -305,6 +308,100 @@ def test_a_text_may_have_brackets_quotes_and_any_letter(key: str, text: str) -> 
     for name in key.split(".") if value is config else ():
         value = getattr(value, name)
     assert value == text
+
+
+# what is typed → what Hydra would make of it, were it not quoted
+NUMBERS = ["1.10", "1e5", "2024_01", "1e10", "2025_11_26", "1_0", "true", "False", "+1", "1.0e3"]
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, "chats ", " chats", "a b ", "007", "0x10", "10", "1.1"])
+@pytest.mark.parametrize(
+    "key", ["name", "data.path", "data.subset", "target.revision", "drafter.from", "data.date_"]
+)
+def test_a_text_that_looks_like_a_number_stays_as_typed(key: str, text: str) -> None:
+    key = key.replace("date_", "split")
+    config = compose(["target=smollm2", "data.path=x", "drafter=medusa", f"{key}={text}"])
+    value = config.stage.draft if key == "drafter.from" else config
+    for name in key.split(".") if value is config else ():
+        value = getattr(value, name)
+    assert value == text
+
+
+def test_texts_in_lists_and_sweeps_stay_as_typed() -> None:
+    sources = "data.sources=[{path: 2025_11_26, subset: 1.10, weight: 3}, {path:b,weight:1.50}]"
+    base = ["target=smollm2", "data.path=", "drafter=medusa"]
+    data = compose([*base, sources]).data
+    assert [(s.path, s.subset, s.weight) for s in data.sources] == [
+        ("2025_11_26", "1.10", 3),
+        ("b", None, 1.5),
+    ]
+    assert compose([*base[:1], "data.path=x", "data.pair=[1.10, 2]", base[2]]).data.pair == [
+        "1.10",
+        "2",
+    ]
+    (sweep,) = OverridesParser.create().parse_overrides(quoted(["name=1.10,1.1,x,1e5"]))
+    assert [*sweep.sweep_string_iterator()] == ["'1.10'", "1.1", "x", "'1e5'"]
+    (sweep,) = OverridesParser.create().parse_overrides(quoted(["name=choice(1.10,x)"]))
+    assert [*sweep.sweep_string_iterator()] == ["'1.10'", "x"]
+    # what is no text stays a number, and null stays null
+    assert quoted(["optim.lr=1e-3,1e-4", "data.limit=1_000", "data.subset=null"]) == [
+        "optim.lr=1e-3,1e-4",
+        "data.limit=1_000",
+        "data.subset=null",
+    ]
+
+
+YAML = """# @package _global_
+name: {name}
+data:
+  path: {path}
+  sources: []
+  pair: [a, {pair}]
+  limit: 1_000
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line"),
+    [
+        ({"path": "2025_11_26"}, "4: data.path"),
+        ({"name": "1.10"}, "2: name"),
+        ({"name": "1e5"}, "2: name"),
+        ({"pair": "1_0"}, "6: data.pair"),
+        ({"name": "yes"}, "2: name"),
+    ],
+)
+def test_a_number_for_a_text_in_a_file_of_settings_is_rejected(
+    tmp_path: Path, wrong: dict[str, str], line: str
+) -> None:
+    """Since YAML loses what was typed; with quotes it is kept."""
+    path, texts = tmp_path / "mine.yaml", {"name": "x", "path": "y", "pair": "b"}
+    path.write_text(YAML.format(**texts))
+    require_texts_in(path, "experiment", _kinds_of)
+    (value,) = wrong.values()
+    path.write_text(YAML.format(**texts | wrong))
+    with pytest.raises(UserError, match=f"mine.yaml, line {line}: {value} is read as a number: p"):
+        require_texts_in(path, "experiment", _kinds_of)
+    path.write_text(YAML.format(**texts | {key: f"'{x}'" for key, x in wrong.items()}))
+    require_texts_in(path, "experiment", _kinds_of)
+    (tmp_path / "data.yaml").write_text("path: 2025_11_26\n")  # the package is the group
+    with pytest.raises(UserError, match=r"line 1: data\.path: 2025_11_26 is read"):
+        require_texts_in(tmp_path / "data.yaml", "data", _kinds_of)
+
+
+def test_the_files_of_a_run_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chosen one of a group in the folder of settings, and not another beside it."""
+    conf = tmp_path / "conf"
+    shutil.copytree(CONF, conf)
+    for name in ("mine", "other"):
+        (conf / "experiment" / f"{name}.yaml").write_text(
+            f"# @package _global_\nname: {'1.10' if name == 'mine' else 'x'}\n"
+        )
+    monkeypatch.setattr("train.config.CONF", conf)
+    overrides = ["target=smollm2", "data.path=x", "drafter=medusa"]
+    assert composed([*overrides, "experiment=other"]).name == "x"
+    with pytest.raises(UserError, match=r"mine\.yaml, line 2: name: 1\.10 is read as a number"):
+        composed([*overrides, "experiment=mine"])
 
 
 @pytest.mark.parametrize(
