@@ -206,7 +206,7 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
             raise UserError(f"--settings {words}: give each as NAME=VALUE") from error
     if not given.keys() & {*SHAPE}:
         run, family = args.draft.parent, checkpoint.read_card(args.draft).family
-        theirs = shape_of_run(run, SHAPE, family)
+        theirs = shape_of_run(run, SHAPE, family, args.draft)
         said = f"as {run / 'config.json'} says"
         origin = "the depth of the draft itself" if theirs is None else said
         chained = ("gamma",) if given.get("fastest") else SHAPE

@@ -8,7 +8,7 @@ resumed run keeps its size.
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from train.data.packing import pack
 from train.data.split import Split
 from train.data.template import Document, Prompt
 from train.features.source import Online
+from train.folder import PLAN, config_of, digest_of_settings
 from train.forecast import SHARES
 from train.plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
 from train.processes import from_main, ranks_of
@@ -59,11 +60,17 @@ def planned(
     """The numbers of training conversations and of final prompts that fit the budget (all, if there
     is no budget). Prints the numbers and the time that each stage should take. A resumed run keeps
     to the numbers in its plan.json. `started` is the time.monotonic() at which the run began."""
-    train, validation, path = split.train, split.validation, folder / "plan.json"
+    train, validation, path = split.train, split.validation, folder / PLAN
     remedy = "give another name=, or delete that folder"
     kept = from_main(
         accelerator, lambda: read_record(Plan, path, remedy) if path.exists() else None
     )
+    begun, settings = from_main(
+        accelerator, lambda: (bool(config_of(folder)), digest_of_settings(cfg))
+    )
+    if kept is not None and not begun and kept.settings not in ("", settings):
+        console.print(f"{path} was made for other settings, by a run that never began: plans again")
+        kept = None
     if kept is not None:
         prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)
         console.print(
@@ -97,6 +104,7 @@ def planned(
     lengths = [[len(t.ids) for t in side] for side in (train, validation)]
     plan = fitted(left, cfg.budget.floor, speeds, work, *lengths)
     plan = broadcast_object_list([plan])[0]  # every process uses the first one's plan
+    plan = replace(plan, settings=settings)
     console.print(str(plan))
     if plan.seconds > (room := max(0.0, left / PLANNED)):
         measuring = plan.measuring > plan.seconds / 2

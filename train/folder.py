@@ -3,10 +3,11 @@
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -29,33 +30,30 @@ from specdec.files import (
 from specdec.formats import draft as drafts
 from specdec.formats.draft import upgraded
 from specdec.integrity import of_value, sealed
+from specdec.progress import tell
 from specdec.runtime.probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config
+from train.continued import Change, change_of
+from train.data.answer_files import RESPONSES_READ
 from train.data.conversations import DataConfig
 from train.data.split import SHARE, trained_openings
 from train.data.template import Document, Prompt
 from train.loop import LoopConfig
 from train.portion import Portion
+from train.shares import line_of_beginning
 from train.texts import Texts
 
-# the parts of a configuration that must stay the same when a run is continued
-GROUPS = ["target", "drafter", "stage", "rounds", "data", "answers", "sampler", "objective"]
-GROUPS += ["optim", "loop"]
-# what may change in them: where a run keeps what it can make again, on which device it computes,
-# and how much at once, which changes rounding at most; `Portion` checks rows and accumulate
-FREE = {
-    "target": ("cache", "device"),
-    "answers": ("root", "batch", "shard", "engines"),
-    "objective": ("chunk",),
-    "loop": ("rows", "accumulate"),
-}
 # the setting of runs from before there was a validation part
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
 HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as the run read them
 KEPT = 4000  # the most prompts in it
 BEGAN = "began"  # the file that says when a run began to answer prompts
+PLAN = "plan.json"
+# what a run may have written before it has begun
+NAMES = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT)))
+EARLY = re.compile(rf"\.?({NAMES})(\.[0-9a-f]{{32}})?|\.lock|shares")
 
 
 @contextmanager
@@ -80,7 +78,8 @@ def locked(folder: Path) -> Iterator[None]:
                 yield
             except UserError:
                 if not ((folder / BEGAN).exists() or (folder / "config.json").exists()):
-                    _remove({*folder.iterdir()} - before)
+                    new = {*folder.iterdir()} - before
+                    _remove({path for path in new if EARLY.fullmatch(path.name)})
                 raise
 
 
@@ -93,19 +92,55 @@ def _remove(paths: Collection[Path]) -> None:
 
 
 def require_same_run(folder: Path, cfg: Config) -> None:
-    """Raise UserError if a folder holds another run. A run of the same settings may continue."""
+    """Raise UserError if a folder holds another run. A run of the same settings may continue:
+    `train.continued` says which of them may change."""
     if not (theirs := config_of(folder)):
         return
-    for group in GROUPS:
-        ours = _plain(getattr(cfg, group))
+    other = "give another name=, or delete that folder"
+    for group in fields(Config):
+        ours, known = _settings_of(cfg, group.name), theirs.get(group.name)
         # a setting that did not exist when the run began had its default value
-        was = _plain(type(getattr(cfg, group))()) | (theirs.get(group) or {})
-        for key, value in ours.items():
+        default = type(getattr(cfg, group.name)) if is_dataclass(getattr(cfg, group.name)) else None
+        was = (_plain(default()) if default else {}) | (known if isinstance(known, dict) else {})
+        for key, value in ours.items() if isinstance(ours, dict) else ():
+            change, before = change_of(f"{group.name}.{key}"), was.get(key)
+            same = bool(before) == bool(value) if change is Change.PRESENCE else before == value
             require(
-                was.get(key) == value or key in FREE.get(group, ()),
-                f"{folder} holds a run with {group}.{key}={was.get(key)!r}, not {value!r}: "
-                "give another name=, or delete that folder",
+                same or change not in (Change.NEVER, Change.PRESENCE),
+                f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
             )
+    stored = {"cache": "disk", "bits": None} | (theirs.get("features") or {})
+    require(
+        (stored["bits"] if stored["cache"] == "disk" else None)
+        == (cfg.features.bits if cfg.features.cache == "disk" else None),
+        f"{folder} holds a run with features.cache={stored['cache']} and features.bits="
+        f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
+    )
+    require(
+        cfg.budget.minutes is None or (folder / PLAN).exists(),
+        f"{folder} holds a run that began without budget.minutes, or has lost its {PLAN}: leave "
+        f"budget.minutes out to continue it, or {other}",
+    )
+
+
+def digest_of_settings(cfg: Config) -> str:
+    """A short hash of the settings that a plan follows from, and that another run of this name may
+    have otherwise: those that may not change, the budget and how is measured."""
+    settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}
+    del settings["budget"]["spent"]
+    for group in fields(Config):
+        if isinstance(ours := _settings_of(cfg, group.name), dict):
+            for key, value in ours.items():
+                if change_of(name := f"{group.name}.{key}") is Change.NEVER:
+                    settings[name] = value
+    for name in ("data.date", "data.held_out", "data.validation"):  # as a run fills them in
+        settings.pop(name, None)
+    return of_value(settings)
+
+
+def _settings_of(cfg: Config, group: str) -> Any:
+    value = getattr(cfg, group)
+    return _plain(value) if is_dataclass(value) else value
 
 
 def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> Portion:
@@ -143,7 +178,7 @@ def describe(
         of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
     if cfg.objective.reference is not None:
         of["reference draft"] = drafts.digest(cfg.objective.reference)
-    if (plan := folder / "plan.json").exists():
+    if (plan := folder / PLAN).exists():
         of["plan"] = of_value(read_json(plan))
     require_same_texts(folder, of)
     described = asdict(cfg) | {"of": of, "records": texts.records, "identity": identity}
@@ -205,11 +240,25 @@ def config_of(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged: put it back, or give another name=") from error
 
 
-def data_of_run(folder: Path) -> DataConfig:
+def require_run_of(draft: Path, described: Any) -> None:
+    """Raise UserError if a run's config.json, as `described`, is not that of the run that trained a
+    draft: both carry the identity of their run. Drafts and runs of earlier versions carry none."""
+    theirs = drafts.read_card(draft).notes.get("run")
+    identity = described.get("identity") if isinstance(described, dict) else None
+    require(
+        None in (theirs, identity) or theirs == identity,
+        f"the config.json beside {draft} is that of another run than the draft's",
+    )
+
+
+def data_of_run(folder: Path, draft: Path | None = None) -> DataConfig:
     """A run's data settings, limited to the records it read (if it noted how many), so that the
-    held-out side stays the same. Raises UserError if the folder holds no run or is damaged."""
+    held-out side stays the same. Raises UserError if the folder holds no run or is damaged, or if
+    it is not the run of this `draft`."""
     try:
         described = read_json(folder / "config.json")
+        if draft is not None:
+            require_run_of(draft, described)
         data = WITHOUT_VALIDATION | dict(described["data"])
         # of shuffled data, these records are not those that the conversations come from
         if (read := described.get("records")) is not None and not data.get("shuffle"):
@@ -222,19 +271,21 @@ def data_of_run(folder: Path) -> DataConfig:
         ) from error
 
 
-def known_data_of_run(folder: Path) -> DataConfig | None:
-    """`data_of_run`, or None if the folder holds no run."""
+def known_data_of_run(folder: Path, draft: Path | None = None) -> DataConfig | None:
+    """`data_of_run`, or None if the folder holds no run, or another one than that of the draft."""
     try:
-        return data_of_run(folder)
+        return data_of_run(folder, draft)
     except UserError:
         return None
 
 
-def origin_of_prompts(folder: Path, tokenizer: Any, openings: Sequence[str]) -> str:
+def origin_of_prompts(
+    folder: Path, tokenizer: Any, openings: Sequence[str], draft: Path | None = None
+) -> str:
     """What prompts of a user's own are, in words, for the draft of this run: how many of them it
     was trained on, by their opening prompts, as far as the folder and the data let one know."""
     try:
-        data, plan = data_of_run(folder), folder / "plan.json"
+        data, plan = data_of_run(folder, draft), folder / PLAN
         require(data.rounds is None, "a log does not say from which prompts its rounds are")
         size = read_json(plan)["conversations"] if plan.exists() else None
         trained = trained_openings(data, tokenizer, openings, size)
@@ -244,15 +295,24 @@ def origin_of_prompts(folder: Path, tokenizer: Any, openings: Sequence[str]) -> 
     return f"prompts of your own, of which the draft was trained on {count or 'none'}"
 
 
-def shape_of_run(folder: Path, keys: Sequence[str], family: str) -> dict[str, Any] | None:
+def shape_of_run(
+    folder: Path, keys: Sequence[str], family: str, draft: Path | None = None
+) -> dict[str, Any] | None:
     """Those of a run's settings of decoding that say what a round drafts, for a draft of this
     family in its folder: the run's own, or the hybrid that it made of it, whose chains have a
-    length of their own. None if the folder holds no run. Raises UserError for a damaged file."""
+    length of their own. None if the folder holds no run, or another one than that of the `draft`.
+    Raises UserError for a damaged file."""
     path = folder / "config.json"
     if not path.exists():
         return None
     try:
         described = dict(read_json(path))
+        if draft is not None:
+            try:
+                require_run_of(draft, described)
+            except UserError as error:
+                tell(f"{error}: it is not read")
+                return None
         if not isinstance(decode := described.get("decode"), dict):
             return None
         shape = {key: decode[key] for key in keys if key in decode}
@@ -287,9 +347,11 @@ def with_date(cfg: Config, folder: Path) -> Config:
         return cfg
     date = (config_of(folder).get("data") or {}).get("date")
     if date is None and (folder / BEGAN).exists():
-        date = (folder / BEGAN).read_text(errors="replace").strip()
+        date, *sums = (folder / BEGAN).read_text(errors="replace").split() or [""]
         with located(f"{folder / BEGAN} is damaged: delete it"):
             replace(cfg.data, date=date)
+            # an earlier version wrote no checksum
+            require(sums in ([], [of_value(date, BEGAN)]), "its checksum differs")
     (date, *_) = gather_object([date or _text(datetime.now())])  # the same in all processes
     return replace(cfg, data=replace(cfg.data, date=date))
 
@@ -309,7 +371,7 @@ def with_share(cfg: Config, folder: Path) -> Config:
 def note_date(cfg: Config, folder: Path) -> None:
     """Write down when the run in this folder began, unless it is known."""
     if cfg.data.date is not None and not (folder / BEGAN).exists():
-        write_whole(folder / BEGAN, cfg.data.date + "\n")
+        write_whole(folder / BEGAN, line_of_beginning(cfg.data.date, BEGAN))
 
 
 def digest(documents: Sequence[Document]) -> str:

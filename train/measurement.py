@@ -132,7 +132,8 @@ def _measured(
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
-        ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target))
+        notes = {k: x for k, x in drafts.read_card(folder / "best").notes.items() if k == "run"}
+        ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target, notes=notes))
     return evaluate(
         Subject(cfg.name, target, drafter, cfg.data.name, also, original),
         prompts,

@@ -147,7 +147,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                     *(accelerator, tracker, progress),
                 )
         elif main:
-            drafts.save(folder / "best", drafter, target.parts)
+            drafts.save(folder / "best", drafter, target.parts, notes={"run": identity})
         accelerator.wait_for_everyone()
 
         # Measure, report, export.

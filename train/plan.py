@@ -84,6 +84,7 @@ class Plan:
     measuring: float
     speeds: Speeds
     prompts: int | None = None  # of the final evaluation; None: all that are configured
+    settings: str = ""  # a hash of those that it was made for; an earlier version wrote none
 
     @property
     def seconds(self) -> float:

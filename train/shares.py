@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from specdec.errors import UserError
 from specdec.files import make_folder
+from specdec.integrity import of_value
 
 T = TypeVar("T")
 AFTERWARDS = "when all shares are done, run the same command without"
@@ -43,12 +44,18 @@ class Share:
         return f"share {self.number} of {self.count}"
 
 
+def line_of_beginning(date: str, name: str) -> str:
+    """The contents of the file of this name that says when a run began: the date, and its checksum,
+    as a damaged date would give other prompts."""
+    return f"{date} {of_value(date, name)}\n"
+
+
 def note_beginning(path: Path) -> None:
     """Write to this file when the first of several shares began, unless one of them has: all render
     prompts at that time, as chat templates may write it."""
     make_folder(path.parent)
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
-    partial.write_text(datetime.now().isoformat(timespec="seconds") + "\n")
+    partial.write_text(line_of_beginning(datetime.now().isoformat(timespec="seconds"), path.name))
     try:
         os.link(partial, path)
     except FileExistsError:

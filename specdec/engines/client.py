@@ -23,6 +23,7 @@ WAITS = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each further try of a reque
 CONNECTING, ANSWERING = 10.0, 1800.0  # seconds to wait for a connection, and for an answer
 REST = 30.0  # seconds in which a server that failed is asked only if the others failed too
 IN_A_ROW = 20  # requests that fail one after another before the engines count as broken
+LARGEST = 64 * 2**20  # bytes of a response: ids of the longest context take a tenth of that
 KEY = "DRAFTSMITH_ENGINE_KEY"  # the environment variable with a server's key, if it asks for one
 
 
@@ -77,11 +78,12 @@ class Server:
     ) -> Any:
         """What the server answers to a request. The connection is among those that are `waiting`
         meanwhile. Raises Refused for an error of the client's (4xx), and Unavailable if there is no
-        answer, an error of the server's, or no JSON."""
+        answer, an error of the server's, no JSON, or more than `LARGEST` bytes; UserError for a key
+        that no header can hold."""
         parts = urlsplit(path if "://" in path else f"{self.url}{path}")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(KEY):
+        if key := key_of_server():
             headers["Authorization"] = f"Bearer {key}"
         try:
             with closing(kind(parts.hostname or "", parts.port, timeout=CONNECTING)) as connection:
@@ -91,7 +93,12 @@ class Server:
                     content = json.dumps(body) if body else None
                     connection.request(method, parts.path, content, headers)
                     response = connection.getresponse()
-                    content, status = response.read().decode(errors="replace"), response.status
+                    read, status = response.read(LARGEST + 1), response.status
+                    if len(read) > LARGEST:
+                        raise Unavailable(
+                            f"{self.url}: its response has more than {LARGEST >> 20} MB"
+                        )
+                    content = read.decode(errors="replace")
         except (OSError, HTTPException) as error:
             raise Unavailable(f"{self.url}: {first_line(error)}") from error
         if status >= 400:
@@ -104,6 +111,18 @@ class Server:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise Unavailable(f"{self.url}: its answer is not JSON") from error
+
+
+def key_of_server() -> str:
+    """The key in the environment, without white space around it; empty if there is none. Raises
+    UserError for one with characters that a header cannot hold."""
+    key = os.environ.get(KEY, "").strip()
+    require(
+        key.isascii() and key.isprintable(),
+        f"{KEY} holds a line break or another character that no HTTP header can hold: set it to "
+        "the key alone",
+    )
+    return key
 
 
 @contextmanager
