@@ -24,6 +24,7 @@ from specdec.errors import (
     located,
     naming,
     nearest,
+    of_files,
     require,
     unreadable,
 )
@@ -34,6 +35,7 @@ LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
 LOCK = ".lock"  # ends the name of the file whose lock says that another one is being written
 PARTIAL = re.compile(r".+\.partial-[0-9a-f]{32}(?P<lock>\.lock)?")
 OLD = 24 * 3600  # seconds after which nobody writes a file that an earlier version began
+TRIAL = 2**20  # bytes that are written to see whether a folder takes any
 MOST_NESTED = 64  # levels of lists and objects within one another
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
 NAMES |= {bool: "true or false", list: "a list", tuple: "a list", dict: "an object"}
@@ -48,6 +50,22 @@ def make_folder(folder: Path) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"the folder {folder} cannot be made ({reason}): name another") from error
     return folder
+
+
+def require_writable(folder: Path) -> None:
+    """Raise UserError if a folder takes no file of `TRIAL` bytes: its disk is full, a quota is used
+    up, or it is read-only."""
+    trial = folder / f"trial.partial-{uuid4().hex}"  # swept up if this process is killed
+    try:
+        with naming(folder), trial.open("wb") as file:
+            file.write(bytes(TRIAL))
+            file.flush()
+            os.fsync(file.fileno())  # some file systems say only here that there is no room
+    except OSError as error:
+        raise of_files(error) from error
+    finally:
+        with suppress(OSError):
+            trial.unlink()
 
 
 @contextmanager

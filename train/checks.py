@@ -2,20 +2,29 @@
 what they ask of the target, and of what the texts ask of target and draft. A check changes nothing,
 and raises UserError if something is wrong."""
 
+import shutil
 from pathlib import Path
+
+import torch
 
 from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.decoding.draft_answers import require_writes
+from specdec.drafters import family
+from specdec.drafters.capabilities import adapts
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
+from specdec.files import require_writable
 from specdec.formats import draft as drafts
 from specdec.formats import export
 from specdec.progress import console
 from specdec.targets.parts import Parts
+from train import checkpoint
 from train.config import Config
 from train.data.split import require_readable
+from train.features.store import megabytes
 from train.folder import require_same_run
+from train.stages import require_starts
 from train.texts import Texts
 from train.tracking import require_login
 
@@ -27,13 +36,15 @@ def check(cfg: Config, folder: Path) -> None:
     cfg.check()
     require_readable(cfg.data)
     require_login(cfg.track)
-    if cfg.objective.reference is not None:
-        drafts.read_card(cfg.objective.reference)
+    for named in (cfg.objective.reference, cfg.stage.draft):
+        if named is not None:
+            drafts.read_card(named)
 
 
-def check_target(cfg: Config, parts: Parts) -> None:
-    """Raise UserError for an export that this target does not have, and for an encoder-decoder that
-    engines are to answer for."""
+def check_target(cfg: Config, folder: Path, parts: Parts) -> None:
+    """Everything that can be checked before a text is read: that engines serve the target where
+    they are to answer for it, that the drafts that a run begins with are of this target, that the
+    draft can be exported to the run's folder, and that there is room for it. Raises UserError."""
     require(
         not (cfg.answering.engines and parts.model.config.is_encoder_decoder),
         f"{parts.title} is an encoder-decoder, which engines do not serve here: leave out "
@@ -41,6 +52,44 @@ def check_target(cfg: Config, parts: Parts) -> None:
     )
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
         export.require_exportable(cfg.drafter, parts, cfg.export)
+        export.require_free(folder / "export")
+    if cfg.export is not None and adapts(cfg.family, cfg.drafter):
+        export.require_free(folder / "export-target")
+    require_starts(cfg.stage, cfg.drafter, parts)
+    if cfg.objective.reference is not None:
+        drafts.read(cfg.objective.reference, parts)
+    for place in folders_of(cfg, folder):
+        require_writable(place)
+    _require_room_for_draft(cfg, folder, parts)
+
+
+def folders_of(cfg: Config, folder: Path) -> list[Path]:
+    """The folders that a run writes to, all of which exist by now."""
+    places = [folder]
+    if cfg.data.answers == "target":
+        places.append(Path(cfg.answers.root))
+    if cfg.stores_features:
+        places.append(Path(cfg.features.path or cfg.features.root))
+    return places
+
+
+def _require_room_for_draft(cfg: Config, folder: Path, parts: Parts) -> None:
+    """Raise UserError if a new run's disk has no room for the least that training writes: a
+    checkpoint of the weights and one number for each from the optimizer, and the best draft."""
+    lora = getattr(cfg.drafter, "lora", None)  # then the drafter shows its trained weights late
+    if not cfg.trains or (lora and lora.rank) or checkpoint.steps(folder / "checkpoints"):
+        return
+    kind = family(cfg.drafter.name)
+    sizes = kind.plan(cfg.drafter, parts)
+    with torch.device("meta"):
+        drafter = kind(cfg.drafter, sizes)
+    weights = sum(x.numel() for x in drafter.parameters() if x.requires_grad)
+    needed, free = 3 * 4 * weights, shutil.disk_usage(folder).free
+    require(
+        needed <= free,
+        f"the checkpoints of this draft need {megabytes(needed)} or more, and the disk of {folder} "
+        f"has {megabytes(free)} free: make room, or give another name= or hydra.run.dir=",
+    )
 
 
 def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> None:

@@ -22,6 +22,8 @@ from specdec.progress import console
 from specdec.targets.parts import Parts
 from train.data.template import Document
 
+WHOLE = "its vocabulary is the target's"
+
 
 @dataclass
 class StageConfig:
@@ -61,11 +63,18 @@ def starting(
     return drafter
 
 
-def _continued(
-    folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
-) -> Drafter:
-    """The draft in `folder` with this config, and with up to `new_tokens` tokens of `said` added to
-    its vocabulary. Raises UserError if the draft does not fit."""
+def require_starts(stage: StageConfig, config: Any, target: Parts) -> None:
+    """Raise UserError for an earlier draft that no stage of this config can start from, whatever
+    its texts turn out to be: the draft of `drafter.from`, and one that is a part of the drafter."""
+    if stage.draft is not None:
+        _fitting(Path(stage.draft), stage.new_tokens, config, target)
+    elif (named := getattr(config, "head", None)) and named not in DRAFTERS:
+        drafts.read(named, target)
+
+
+def _fitting(folder: Path, new_tokens: int, config: Any, target: Parts) -> Predictor:
+    """The draft in `folder`. Raises UserError unless training can go on from it with this config
+    and, in its vocabulary, `new_tokens` tokens more."""
     kind = family(config.name)
     require(
         trains(kind, config),
@@ -78,13 +87,41 @@ def _continued(
         f"drafter={earlier.config.name} as well",
     )
     assert isinstance(earlier, Predictor)
-    vocab_S, note = earlier.vocab_S, "its vocabulary is the target's"
-    if vocab_S is None:
-        require(
-            new_tokens == 0,
-            f"stage.new_tokens={new_tokens} cannot add to {folder}: {note}; omit stage.new_tokens",
-        )
-    else:
+    require(
+        new_tokens == 0 or earlier.vocab_S is not None,
+        f"stage.new_tokens={new_tokens} cannot add to {folder}: {WHOLE}; omit stage.new_tokens",
+    )
+    config = _with_settings_of(earlier, config)
+    both = (earlier.sizes, kind.plan(config, target))
+    was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
+    for name in sorted(was.keys() | now.keys()):
+        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be filled
+            raise UserError(
+                f"drafter.from={folder} was trained with {name}={was.get(name)}, but this run asks "
+                f"for {now.get(name)}: give the settings that the draft had"
+            )
+    return earlier
+
+
+def _with_settings_of(earlier: Predictor, config: Any) -> Any:
+    """A config with the vocabulary and the start of an earlier draft."""
+    if hasattr(config, "draft_vocab"):
+        size = None if earlier.vocab_S is None else len(earlier.vocab_S)
+        config = replace(config, draft_vocab=size)
+    if hasattr(config, "start"):  # the start decides `Trainable.learning_rates`
+        config = replace(config, start=earlier.config.start)
+    return config
+
+
+def _continued(
+    folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
+) -> Drafter:
+    """The draft in `folder` with this config, and with up to `new_tokens` tokens of `said` added to
+    its vocabulary. Raises UserError if the draft does not fit."""
+    earlier, kind = _fitting(folder, new_tokens, config, target), family(config.name)
+    config = _with_settings_of(earlier, config)
+    vocab_S, note = earlier.vocab_S, WHOLE
+    if vocab_S is not None:
         counts_V = np.bincount(np.concatenate(said), minlength=target.vocab_size)
         covered = counts_V[vocab_S.numpy()].sum() / max(1, counts_V.sum())
         counts_V[vocab_S.numpy()] = 0
@@ -98,16 +135,6 @@ def _continued(
         vocab_S = torch.cat([vocab_S, added]).sort().values.to(target.device)
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
-    if hasattr(config, "start"):  # the start decides `Trainable.learning_rates`
-        config = replace(config, start=earlier.config.start)
-    both = (earlier.sizes, kind.plan(config, target))
-    was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
-    for name in sorted(was.keys() | now.keys()):
-        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be filled
-            raise UserError(
-                f"drafter.from={folder} was trained with {name}={was.get(name)}, but this run asks "
-                f"for {now.get(name)}: give the settings that the draft had"
-            )
     drafter = kind.build(config, target, vocab_S, earlier)
     console.print(f"training starts from {folder}: {note}")
     for f in fields(config):

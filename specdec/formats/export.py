@@ -71,11 +71,14 @@ def require_exportable(config: Any, target: Parts, layout: str) -> None:
     weights turn out to be. Nothing is computed, so this can be asked before training."""
     chosen = layout_of(config.name, layout)
     _require_causal(target)
+    kind = family(config.name)
+    with torch.device("meta"):
+        drafter = kind(config, kind.plan(config, target))
     if chosen.refuse is not None:
-        kind = family(config.name)
-        with torch.device("meta"):
-            drafter = kind(config, kind.plan(config, target))
         chosen.refuse(drafter, target)
+    chosen.config(drafter, target)
+    if chosen.overrides is not None:
+        chosen.overrides(drafter, target)
 
 
 def _require_causal(target: Parts) -> None:

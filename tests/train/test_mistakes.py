@@ -6,6 +6,7 @@ Processes start slowly (about 4 s), so the command line itself is tried with one
 path that a message takes; the others go through the same functions in this process.
 """
 
+import errno
 import itertools
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,14 +24,25 @@ import torch
 from safetensors.torch import save_file
 
 import train
+from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.recurrent.eagle import Eagle
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import environment, process
 from tests.runs import as_before
-from tests.tiny import REPOSITORY, Tiny, compose, conversations, save_target, write_jsonl
+from tests.tiny import (
+    REPOSITORY,
+    Tiny,
+    compose,
+    conversations,
+    random_drafter,
+    save_target,
+    write_jsonl,
+)
 from tests.told import require_one_line, told
 from train import pipeline
+from train.data import answers
 
 # Mistakes in the data
 
@@ -449,3 +462,74 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
     last = done.stdout.strip().splitlines()[-1]
     assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): objective {best:.4f} ")
     assert "optim.lr=0.005" in last and "decode.prompts" not in last
+
+
+# What is told before the first response
+
+
+@pytest.fixture(scope="module")
+def drafts_of_others(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Drafts from which a run of `tiny` cannot start: one in another project's format, one of
+    another target, one of another family."""
+    root = tmp_path_factory.mktemp("drafts")
+    (root / "foreign").mkdir()
+    (root / "foreign" / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
+    save_file({"fc.weight": torch.zeros(2, 2)}, root / "foreign" / "model.safetensors")
+    mine = load_target(TargetConfig(str(tiny.target), "float32", "cpu", packed=False))
+    folder = str(save_target(root / "target", seed=7))
+    other = load_target(TargetConfig(folder, "float32", "cpu", packed=False))
+    of_medusa = Medusa.Config(depth=2, draft_vocab=None)
+    for name, target, config in (("other", other, of_medusa), ("eagle", mine, Eagle.Config())):
+        checkpoint.save(root / name, random_drafter(config, target, 0.1), target)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("mistake", "part"),
+    [
+        ("drafter.from={drafts}/foreign", "foreign holds no draft"),
+        ("drafter.from={drafts}/other", "with other weights"),
+        ("drafter.from={drafts}/eagle", "is a draft of the family eagle"),
+        ("objective.terms.adaspec=1 objective.reference={drafts}/other", "with other weights"),
+        ("export=hf", "export exists and is not an earlier export"),
+        ("answers.root={full}", "full.*No space left"),
+        ("features.root={full}", "full.*No space left"),
+        ("name=full", "the checkpoints of this draft need .* make room"),
+    ],
+)
+def test_a_mistake_is_told_before_the_first_response(
+    tiny: Tiny,
+    tmp_path: Path,
+    drafts_of_others: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mistake: str,
+    part: str,
+) -> None:
+    """Neither a prompt is answered nor a folder of this run left behind."""
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("the target answers")
+
+    full, fsync = tmp_path / "full", os.fsync
+
+    def without_room(descriptor: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(full):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(descriptor)
+
+    monkeypatch.setattr(answers, "decode", never)
+    monkeypatch.setattr("specdec.files.os.fsync", without_room)
+    if mistake == "name=full":
+        usage = SimpleNamespace(free=1000, total=10**6, used=10**6)
+        monkeypatch.setattr("train.checks.shutil.disk_usage", lambda _: usage)
+    run = tmp_path / "run"
+    if mistake == "export=hf":
+        (run / "export").mkdir(parents=True)
+        (run / "export" / "mine.txt").write_text("mine")
+    before = {*tmp_path.rglob("*")}
+    given = mistake.format(drafts=drafts_of_others, full=full).split()
+    roots = [f"{kind}.root={tmp_path / kind}" for kind in ("answers", "features")]
+    more = [*roots, "data.answers=target", "drafter.draft_vocab=null", "export=null", *given]
+    with pytest.raises(UserError, match=part):
+        tiny.job(run, "medusa", *more)
+    assert {*tmp_path.rglob("*")} == before
