@@ -456,7 +456,8 @@ def _require_best(folder: Path, state: State, ended: bool) -> None:
 
 def _seed_dropout(seeds: Sequence[int]) -> None:
     """Seed torch's own generators, on every device, from the seeds of a micro-batch's rows, so that
-    dropout and the like depend on these alone. So a checkpoint need not hold a generator's state.
+    dropout and the like depend on these alone, and on which rows are read together. So a checkpoint
+    need not hold a generator's state.
     """
     folded = 1
     for seed in seeds:

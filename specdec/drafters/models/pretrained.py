@@ -39,8 +39,9 @@ LINEAR = (nn.Linear, Conv1D)
 @dataclass
 class LoraOptions:
     """`rank` 0 trains the weights themselves. `alpha` null takes twice the rank. `dropout` applies
-    to the adapters' input. `targets` names the layers that get adapters, as in [q_proj, v_proj];
-    null takes all linear layers but the LM head."""
+    to the adapters' input; its masks are drawn for a micro-batch as a whole, so another `loop.rows`
+    drops other inputs. `targets` names the layers that get adapters, as in [q_proj, v_proj]; null
+    takes all linear layers but the LM head."""
 
     key: ClassVar[str] = "drafter.lora"
     rank: int = 0
