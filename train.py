@@ -28,6 +28,7 @@ from specdec.compat import quiet_libraries
 from specdec.errors import command
 from specdec.progress import console, tell
 from train.config import (
+    Arguments,
     composed,
     folder_of_hydra,
     of_hydra,
@@ -37,9 +38,10 @@ from train.config import (
     resolve,
 )
 from train.loop import Diverged
-from train.sweep import Trial, best_of
+from train.sweep import Trial, best_of, tracked
 
 TRIALS: list[Trial] = []  # of the sweep that this process runs
+GIVEN: list[str] = []  # settings on this process's command line, which all trials share
 
 
 def run(cfg: DictConfig) -> float:
@@ -49,6 +51,9 @@ def run(cfg: DictConfig) -> float:
     try:
         require_texts_in_files(hydra_of)
         config = resolve(cfg)
+        if hydra_of.mode is RunMode.MULTIRUN:
+            own = [x for x in hydra_of.overrides.task if x not in GIVEN]
+            config.track = tracked(config.track, config.name, hydra_of.job.num, own)
         shared = config.share is not None and hydra_of.mode is RunMode.MULTIRUN
         # shares that a sweep does belong to one run, whose folder is not the sweep's
         objective = train.run(config, None if shared else folder)
@@ -69,27 +74,41 @@ def main(cfg: DictConfig) -> float:
 @contextmanager
 def tidied(folder: Path) -> Iterator[None]:
     """Remove the folder that Hydra makes for a run or a sweep, and the parents made for it, if at
-    the end of the block, as after a mistake, nothing is in it but what Hydra writes itself."""
+    the end of the block, as after a mistake, nothing is in it but what Hydra writes itself. Of a
+    sweep, the folders of its trials go likewise."""
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = {*folder.iterdir()} if folder.is_dir() else set[Path]()
     try:
         yield
     finally:
-        files = {path.name for path in folder.rglob("*") if not path.is_dir()}
-        if folder in absent and files <= {"multirun.yaml", "train.log"}:
+        trials = {path for path in folder.glob("*") if path.is_dir()} - before
+        for path in trials:
+            if _only_of_hydra(path):
+                shutil.rmtree(path, ignore_errors=True)
+        if folder in absent and _only_of_hydra(folder):
             shutil.rmtree(folder, ignore_errors=True)
             for path in absent[1:]:
                 with suppress(OSError):
                     path.rmdir()
 
 
+def _only_of_hydra(folder: Path) -> bool:
+    """Whether nothing is in a folder but what Hydra writes itself."""
+    files = {path.name for path in folder.rglob("*") if not path.is_dir()}
+    return files <= {"multirun.yaml", "train.log"}
+
+
 def start(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
     single run is first composed here, as an error is then told before anything is written."""
-    flags = [argument for argument in arguments if argument.startswith("-")]
-    sweeps = not {"-m", "--multirun"}.isdisjoint(flags)
-    if not flags:
-        composed(arguments)
-    with tidied(folder_of_hydra(arguments, sweeps)) if sweeps or not flags else nullcontext():
+    asked = Arguments.of(arguments)
+    folder = None
+    if asked.runs:
+        folder, sweeps = folder_of_hydra(asked)
+        if not sweeps:
+            composed(asked.overrides, asked)
+        GIVEN[:] = quoted(asked.overrides)
+    with tidied(folder) if folder is not None else nullcontext():
         sys.argv[1:] = quoted(arguments)
         try:
             main()

@@ -193,6 +193,20 @@ def of_files(error: OSError | SafetensorError) -> UserError:
     )
 
 
+def exit_code_of(error: BaseException | None) -> int:
+    """The code with which `command` exits after this error; 0 without one, 1 after a bug."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, Terminated):
+        return signals.TERMINATED
+    if isinstance(error, KeyboardInterrupt) or signals.interrupted():
+        return signals.INTERRUPTED
+    users = isinstance(error, UserError | OSError | SafetensorError)
+    return 2 if users or (isinstance(error, Exception) and is_out_of_memory(error)) else 1
+
+
 def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     """Run a command line: a user's mistake becomes one line on stderr and exit code 2. If a
     launcher started several processes and all meet the same mistake, only the first of them prints

@@ -6,11 +6,15 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
@@ -263,6 +267,7 @@ def register() -> None:
     """Register the schema, every drafter, those of other installed packages too, and every
     objective with Hydra, by name."""
     add_installed()
+    OmegaConf.register_new_resolver("groups_of_settings", groups_of_settings, replace=True)
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
     schema.objective.terms = {}  # objective=NAME fills it
@@ -351,14 +356,58 @@ def require_texts_in_files(hydra: Any) -> None:
                 require_texts_in(path, group.partition("@")[0], _kinds_of)
 
 
-def composed(overrides: Sequence[str]) -> Config:
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of `train.py` as Hydra reads them: the overrides, which configuration they change,
+    and whether they ask for a run or for a sweep rather than for a page of help."""
+
+    overrides: Sequence[str] = ()
+    name: str = "config"
+    folder: Path = CONF  # of the primary configuration
+    beside: str | None = None  # a folder with more of it
+    sweeps: bool = False
+    runs: bool = True
+
+    @classmethod
+    def of(cls, arguments: Sequence[str]) -> "Arguments":
+        given = get_args_parser().parse_args(arguments)
+        pages = [given.help, given.hydra_help, given.cfg, given.info]
+        pages += [given.shell_completion, given.experimental_rerun]
+        return cls(
+            given.overrides,
+            given.config_name or "config",
+            (CONF.parent / given.config_path).resolve() if given.config_path else CONF,
+            str(Path(given.config_dir).absolute()) if given.config_dir else None,
+            bool(given.multirun),
+            not any(pages),
+        )
+
+    def composed(self, overrides: Sequence[str], **more: Any) -> DictConfig:
+        """What Hydra composes for these overrides, with the files that the arguments name. Like
+        `initialize_config_dir`, but that function takes one folder only."""
+        if self.beside is not None and not Path(self.beside).is_dir():
+            raise UserError(f"--config-dir {self.beside}: there is no such folder: name another")
+        GlobalHydra.instance().clear()
+        places = create_config_search_path(str(self.folder))
+        if self.beside is not None:
+            before = SearchPathQuery(provider="schema")  # as Hydra's own command line has it
+            places.prepend("command-line", f"file://{self.beside}", before)
+        version.setbase("1.3")
+        Hydra.create_main_hydra2("train", places)
+        try:
+            return compose(self.name, [*overrides], **more)
+        finally:
+            GlobalHydra.instance().clear()
+
+
+def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config:
     """The configuration that `python train.py OVERRIDES` runs; nothing is written. The schema must
     be registered. Raises UserError for whatever Hydra refuses, and as `resolve` does."""
-    _require_group_names(overrides)
-    GlobalHydra.instance().clear()
+    asked = asked or Arguments()
+    if asked.beside is None and asked.folder == CONF:
+        _require_group_names(overrides)
     try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("config", quoted(overrides), return_hydra_config=True)
+        cfg = asked.composed(quoted(overrides), return_hydra_config=True)
         require_texts_in_files(cfg.hydra)
         with open_dict(cfg):
             del cfg["hydra"]
@@ -367,17 +416,16 @@ def composed(overrides: Sequence[str]) -> Config:
     return resolve(cfg)
 
 
-def folder_of_hydra(overrides: Sequence[str], sweeps: bool) -> Path:
-    """The folder that Hydra makes for the run or the sweep of these arguments of `train.py`.
-    Nothing is checked but what does not vary in a sweep. Raises UserError as `composed` does."""
-    GlobalHydra.instance().clear()
+def folder_of_hydra(asked: Arguments) -> tuple[Path, bool]:
+    """The folder that Hydra makes for the run or the sweep of these arguments of `train.py`, and
+    whether it is a sweep, which the configuration may say too. Nothing is checked but what does not
+    vary in a sweep. Raises UserError as `composed` does."""
     try:
-        settings = [x for x in quoted(overrides) if not x.startswith("-")]
-        parsed = OverridesParser.create().parse_overrides(settings)
+        parsed = OverridesParser.create().parse_overrides(quoted(asked.overrides))
         fixed = [x.input_line or "" for x in parsed if not x.is_sweep_override()]
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("config", fixed, return_hydra_config=True)
-        return Path(cfg.hydra.sweep.dir if sweeps else cfg.hydra.run.dir)
+        hydra = asked.composed(fixed, return_hydra_config=True).hydra
+        sweeps = asked.sweeps or hydra.mode is RunMode.MULTIRUN
+        return Path(hydra.sweep.dir if sweeps else hydra.run.dir), sweeps
     except REFUSALS as error:
         raise of_hydra(error) from error
 
@@ -477,6 +525,14 @@ def _unknown_file(path: str, known: Sequence[str] | None) -> UserError:
         except UserError as broken:
             return broken
     return UserError(f"{group}={name} is unknown{nearest(name, known or ())}")
+
+
+def groups_of_settings() -> str:
+    """The groups that a command line may choose from, with the names in them, for `--help`."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = sorted({*loader.list_groups("")} - {*NO_GROUPS})
+    names = {group: loader.get_group_options(group) for group in groups}
+    return "\n".join(f"{group}: {', '.join(known)}" for group, known in names.items() if known)
 
 
 def _groups() -> list[str]:

@@ -2,7 +2,7 @@
 to bottom; each stage is passed what it needs."""
 
 import time
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from uuid import uuid4
@@ -93,7 +93,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.stores_features:
             held.enter_context(folder_for(Path(cfg.features.path or cfg.features.root)))
         accelerator.wait_for_everyone()
-        tracker = held.enter_context(closing(Tracker(folder, main)))
+        tracker = held.enter_context(Tracker(folder, main))
         progress = held.enter_context(bars(console, main))
 
         # Load the target, and check what the run asks of it.
@@ -105,10 +105,12 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.needs_layers:
             target.whole()
         console.print(opening(target.parts, cfg.target, reason))
-        ranks.first(lambda: check_target(cfg, target.parts))
+        ranks.first(lambda: check_target(cfg, folder, target.parts))
         if spread:
             console.print(spread)
         identity = ranks.first(lambda: config_of(folder).get("identity") or uuid4().hex)
+        if sharing is None:  # before the responses: W&B may not let the run begin
+            ranks.first(lambda: tracker.begin(cfg.track, cfg.name, asdict(cfg)))
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
@@ -136,7 +138,6 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
         ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
-        tracker.begin(cfg.track, cfg.name, asdict(cfg))
 
         # Train, round by round.
         training = None

@@ -1,10 +1,23 @@
 """The trials of a sweep, and which of them was best."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec.terminal import one_line
+from train.tracking import LONGEST_TAG, TrackConfig
+
+
+def tracked(track: TrackConfig, name: str, number: int, own: Sequence[str]) -> TrackConfig:
+    """How a sweep's trial of this `number` is tracked, unless the user has said so: under a title
+    and tags of its `own` settings, in a group with the others."""
+    tags = [x if len(x) <= LONGEST_TAG else f"{x[: LONGEST_TAG - 3]}..." for x in own]
+    return replace(
+        track,
+        title=track.title or f"{name}-{number}",
+        group=track.group or f"{name}-sweep",
+        tags=track.tags or tags,
+    )
 
 
 @dataclass(frozen=True)

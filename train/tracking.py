@@ -4,11 +4,11 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec.errors import UserError, first_line, require, require_known
+from specdec.errors import UserError, exit_code_of, first_line, require, require_known
 from specdec.files import read_lines, write_whole
 from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
@@ -17,18 +17,30 @@ from specdec.terminal import plain
 
 Figures = Mapping[str, object]  # by name: numbers, lists of numbers, or further mappings
 MODES = ("offline", "online", "disabled")
+LONGEST_TAG = 64  # characters of a tag that W&B takes
 
 
 @dataclass
 class TrackConfig:
-    """`mode`: offline (needs no key or network; `wandb sync` uploads later), online or disabled."""
+    """`mode`: offline (needs no key or network; `wandb sync` uploads later), online or disabled.
+    `title` is the run's name in W&B (null: `name`); `group` and `tags` say what it belongs to. In a
+    sweep, those that are not given are made from the trial: its title is the sweep's name and the
+    trial's number, its group the sweep, and its tags the settings that the sweep varies."""
 
     mode: str = "offline"
     project: str = "draftsmith"
     entity: str | None = None
+    title: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_known("track", self, mode=MODES)
+        for tag in self.tags:
+            require(
+                1 <= len(tag) <= LONGEST_TAG,
+                f"track.tags: {tag[:80]!r} has {len(tag)} characters: W&B takes 1 to {LONGEST_TAG}",
+            )
 
 
 def require_login(cfg: TrackConfig) -> None:
@@ -55,7 +67,7 @@ def require_login(cfg: TrackConfig) -> None:
 
 class Tracker:
     """Appends each record to metrics.jsonl and, once `begin` was called, logs it to W&B under the
-    same names. Only the main process writes anything."""
+    same names, until the end of a `with` block. Only the main process writes anything."""
 
     def __init__(self, folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
@@ -63,7 +75,8 @@ class Tracker:
         self._run: Any = None  # a wandb.Run
 
     def begin(self, cfg: TrackConfig, name: str, settings: Mapping[str, Any]) -> None:
-        """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled."""
+        """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled. Raises
+        UserError if W&B does not let it begin, as with an entity that is not the user's."""
         folder = self.path.parent
         if not self.main or cfg.mode == "disabled":
             return
@@ -73,16 +86,26 @@ class Tracker:
         noted = folder / "wandb-id"  # a resumed run continues the same W&B run
         if not noted.exists():
             write_whole(noted, os.urandom(4).hex())
-        self._run = wandb.init(
-            project=cfg.project,
-            entity=cfg.entity,
-            name=name,
-            id=noted.read_text(),
-            resume="allow",
-            dir=folder,
-            mode=cfg.mode,  # type: ignore[arg-type]
-            config=dict(settings),
-        )
+        try:
+            self._run = wandb.init(
+                project=cfg.project,
+                entity=cfg.entity,
+                name=cfg.title or name,
+                group=cfg.group,
+                tags=cfg.tags or None,
+                id=noted.read_text(),
+                resume="allow",
+                dir=folder,
+                mode=cfg.mode,  # type: ignore[arg-type]
+                config=dict(settings),
+            )
+        except wandb.Error as error:
+            place = f"project {cfg.project!r}" + f" of {cfg.entity!r}" * (cfg.entity is not None)
+            reason = first_line(error).rstrip(".")
+            raise UserError(
+                f"track: W&B does not begin a run in the {place} ({reason}): "
+                "check track.entity and track.project, or give track.mode=offline or track=none"
+            ) from error
 
     def log(self, step: int, figures: Figures) -> None:
         """Log the figures of a step. In W&B, the entries of a list become `name/0`, `name/1`, …"""
@@ -128,10 +151,15 @@ class Tracker:
         artifact.add_dir(str(draft))
         self._run.log_artifact(artifact)
 
-    def close(self) -> None:
-        """End the W&B run, so that the next trial of a sweep begins its own."""
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """End the W&B run, with the exit code that `error` leads to, so that the next trial of a
+        sweep begins its own."""
         if self._run:
-            self._run.finish()
+            self._run.finish(exit_code=exit_code_of(error))
+            self._run = None
 
 
 def main_figures(results: Results) -> dict[str, float]:

@@ -29,7 +29,7 @@ CHATS = 24
 SETTINGS = (
     *("target=model", "target.device=cpu", "data=conversations", "data.answers=target"),
     *("data.max_length=128", "data.max_prompt=64", "data.held_out=0.2", "answers.batch=8"),
-    *("answers.max_new_tokens=16", "drafter=eagle3", "drafter.layers=[1,2,3]", "drafter.depth=2"),
+    *("answers.max_new_tokens=16", "drafter.layers=[1,2,3]", "drafter.depth=2"),
     *("loop.rows=2", "loop.epochs=1", "loop.log_every=1", "loop.eval_every=4", "track=none"),
     *("decode.prompts=0", "export=null"),
 )
