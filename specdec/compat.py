@@ -134,6 +134,29 @@ def random_model(kind: Any, config: Any, attention: str | None = None) -> Any:
     return kind._from_config(copied, dtype=torch.float32, attn_implementation=attention)
 
 
+def restore_rescaled_weights(model: nn.Module) -> bool:
+    """Give a model its weights as they are stored, if a forward pass has rescaled them in place, as
+    RWKV's first one does; the next one rescales them again. Returns whether it is such a model. The
+    factors are powers of two. The public way, `train()` and a forward pass, would switch dropout
+    on."""
+    rescaling: list[Any] = [m for m in model.modules() if hasattr(m, "layers_are_rescaled")]
+    for module in rescaling:
+        if module.layers_are_rescaled and not module.training:
+            module.training = True
+            module._rescale_layers()
+            module.training = False
+    return bool(rescaling)
+
+
+def keep_stored_weights(model: nn.Module) -> None:
+    """Have such a model give and take its weights as they are stored whenever its state dict is
+    made or loaded."""
+    for module in model.modules():
+        if hasattr(module, "layers_are_rescaled"):
+            module.register_state_dict_pre_hook(lambda m, *_: restore_rescaled_weights(m))
+            module.register_load_state_dict_pre_hook(lambda m, *_: restore_rescaled_weights(m))
+
+
 def attention_of(config: Any) -> str | None:
     """Which attention a model of this configuration computes ("sdpa", "eager", …). The public
     `set_attn_implementation` of a model sets it, and nothing public reads it."""

@@ -73,7 +73,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 def group(model: Any) -> None:
     """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone. So is sparse
     attention: it hides the keys that its indexer did not choose only under the name of sdpa."""
-    sparse = "indexed_attention" in layer_kinds(model.config.get_text_config(decoder=True))
+    kinds = layer_kinds(model.config.get_text_config(decoder=True))
+    sparse = any(kind.endswith("_sparse") or kind == "indexed_attention" for kind in kinds)
     if attention_of(model.config) == "sdpa" and not sparse:
         model.set_attn_implementation("grouped")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.compat import restore_rescaled_weights
 from specdec.context import Context, FeatureSpec
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
@@ -106,6 +107,7 @@ class Target(Parts, ABC):
             f"{folder}: not written: {self.title} is quantised ({self.quantisation}), and an "
             "engine can load it from where it is: export the draft alone",
         )
+        restore_rescaled_weights(self.model)
         self.model.save_pretrained(folder)
         if set(self.eos) - set(
             self.generation_eos

@@ -117,16 +117,16 @@ def _unlike(target: Parts) -> UserError:
 
 def _reads_on(target: Target, twin: TwinCheck | None) -> bool:
     """Whether the logits over a cache are right."""
-    if twin is not None and twin.lean_right(target) and _lean_right(target):
+    if twin is not None and twin.lean_right() and _lean_right(target):
         return True
     target.lean_allowed = False
     if twin is not None and not twin.texts_right():
         return False
-    right = (twin is None or twin.cache_right(target)) and _cache_right(target)
+    right = (twin is None or twin.cache_right()) and _cache_right(target)
     if not right and target.holders:
         for module in target.holders:
             in_steps(module)
-        right = (twin is None or twin.cache_right(target, steps=True)) and _cache_right(target)
+        right = (twin is None or twin.cache_right(steps=True)) and _cache_right(target)
     return right
 
 
@@ -160,9 +160,12 @@ def _head_right(target: Parts) -> bool:
     )
 
 
-def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
-    """Raise UserError unless `logits(final)` equals what the model itself returns. `start` is the
-    decoder's start token; a text holds it `twice` if it also ends the encoder's tokens."""
+def check_encoder_decoder(target: Any) -> None:
+    """Raise UserError unless `logits(final)` equals what the model itself returns, and unless the
+    target's shrunken twin gives transformers' logits beyond every length threshold. Settle whether
+    texts of unequal length can be encoded together."""
+    twin = _twin_of(target)  # before a short text has the encoder change its attention
+    start, twice = target.seq2seq.start, target.seq2seq.twice
     some = [i for i in range(target.vocab_size) if i != start][:4]
     encoder = some + [start] * twice
     text, asked, answer = (
@@ -178,6 +181,10 @@ def check_encoder_decoder(target: Target, start: int, twice: bool) -> None:
         <= (SAME if target.dtype in (torch.float32, torch.float64) else ROUGH),
         f"{target.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
     )
+    if twin is not None and not (twin.texts_right() and twin.cache_right()):
+        target.seq2seq.encodes_apart = True
+        if not (twin.texts_right() and twin.cache_right()):
+            raise _unlike(target)
 
 
 def _cache_right(target: Target) -> bool:

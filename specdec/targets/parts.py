@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specdec.compat import restore_rescaled_weights
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense, dense_linear, plain
@@ -310,12 +311,14 @@ class Parts:
     def _state(self, module: nn.Module, without: str | None = None) -> dict[str, Tensor]:
         """The state dict of a part of the model, as plain numbers. Quantised weights at the path
         `without` are not read."""
+        rescales = restore_rescaled_weights(self.model)
         if self.quantisation:
             return dense(module, self.dtype, without)
         state = module.state_dict()
         if any(x.is_meta for x in state.values()):  # offloaded
             state = {n: x for n, x in tensors(module) if not (without and n.startswith(without))}
-        return state
+        # the next forward pass would change these in place
+        return {n: x.clone() for n, x in state.items()} if rescales else state
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
@@ -363,6 +366,7 @@ class Parts:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight in memory by name, as it is stored there."""
+        restore_rescaled_weights(self.model)
         if is_spread(self.model):
             return tensors(self.model)
         if not self.quantisation:

@@ -91,14 +91,18 @@ class Split(NamedTuple):
 
 
 class Seq2SeqModel:
-    """An encoder-decoder model that is run over texts; its weights need not be frozen. While it
-    runs, hooks tell the decoder the positions of its tokens, which T5 and BART derive from the
-    length of the cache: neither handles ragged rows, trees or uncommitted tokens. Raises UserError
-    for a model that gets positions in another way."""
+    """An encoder-decoder model that is run over texts; its weights need not be frozen. An encoder
+    that has read a short text with full attention (BigBird-Pegasus) reads the next long one with
+    sparse blocks again. While the model runs, hooks tell the decoder the positions of its tokens,
+    which T5 and BART derive from the length of the cache: neither handles ragged rows, trees or
+    uncommitted tokens. Raises UserError for a model that gets positions in another way."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.encoder, self.decoder = model.get_encoder(), model.get_decoder()
+        self._blocks = getattr(self.encoder, "attention_type", None) is not None
+        # whether texts of unequal length cannot be encoded in one batch
+        self.encodes_apart = self._blocks
         generation = model.generation_config
         ids = [getattr(c, "decoder_start_token_id", None) for c in (generation, model.config)]
         self.start: int = next((i for i in ids if i is not None), -1)
@@ -181,14 +185,38 @@ class Seq2SeqModel:
             f"a prompt of {Te} tokens does not fit the {longest} positions of the encoder: give "
             "fewer tokens",
         )
-        encoded = self.encoder(input_ids=split.encoder_NTe, attention_mask=split.mask_NTe)
-        memory = encoded.last_hidden_state, split.mask_NTe
+        memory = self._encoded(split), split.mask_NTe
         if cache is None:
             place = Place(torch.arange(Td, device=ids_BT.device).expand(N, -1))
         else:
             place = cache.place(split.decoder_NTd)
             cache.starts, cache.memory = split.starts, memory
         return self._decode(split.decoder_NTd, place, memory, cache), split
+
+    def _encoded(self, split: Split) -> Tensor:
+        """The encoder's states [N, Te, D]; those of padding are anything."""
+        if not self.encodes_apart or split.mask_NTe is None:
+            return self._encode(split.encoder_NTe, split.mask_NTe)
+        rows, states = list[Tensor](), list[Tensor]()
+        for length in sorted(set(split.starts)):
+            rows_n = torch.tensor([n == length for n in split.starts]).nonzero()[:, 0]
+            part = self._encode(split.encoder_NTe[rows_n, :length], None)
+            rows.append(rows_n)
+            states.append(nn.functional.pad(part, (0, 0, 0, split.encoder_NTe.shape[1] - length)))
+        return torch.cat(states)[torch.cat(rows).argsort()]
+
+    def _encode(self, ids_NTe: Tensor, mask_NTe: Tensor | None) -> Tensor:
+        config = self.encoder.config
+        if (
+            self._blocks
+            and self.encoder.attention_type != config.attention_type
+            # as transformers decides, which switches to full attention, but never back
+            and ids_NTe.shape[1] > (5 + 2 * config.num_random_blocks) * config.block_size
+        ):
+            with torch.random.fork_rng(devices=[]):  # new parts draw weights and drop them
+                self.encoder.set_attention_type(config.attention_type)
+        states: Tensor = self.encoder(input_ids=ids_NTe, attention_mask=mask_NTe).last_hidden_state
+        return states
 
     def continued(
         self, ids_BT: Tensor, cache: Seq2SeqCache, parents_BT: Tensor | None = None
@@ -268,7 +296,9 @@ class Seq2SeqTarget(Target):
         revision: str | None = None,
         quantisation: str | None = None,
         fingerprint: str | None = None,
+        checked: bool = True,
     ) -> None:
+        """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
         super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
         with understood(self):
             self.seq2seq = Seq2SeqModel(model)
@@ -282,7 +312,14 @@ class Seq2SeqTarget(Target):
             self.tokenizer = copy.deepcopy(tokenizer)
             start = tokenizer.convert_ids_to_tokens(self.seq2seq.start)
             self.tokenizer.chat_template = TEMPLATE % {"eos": tokenizer.eos_token, "start": start}
-        check_encoder_decoder(self, self.seq2seq.start, self.seq2seq.twice)
+        if checked:
+            check_encoder_decoder(self)
+
+    def twin_target(self, model: Any) -> "Seq2SeqTarget":
+        """A small model of the same classes as a target, for the self-check."""
+        twin = Seq2SeqTarget(model, None, self.name, checked=False)
+        twin.seq2seq.encodes_apart = self.seq2seq.encodes_apart
+        return twin
 
     @property
     def depth(self) -> int:

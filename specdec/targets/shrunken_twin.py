@@ -183,8 +183,8 @@ def _cut(key: str, value: Any, longest: int | None) -> Any:
         return {name: _cut(str(name), part, longest) for name, part in value.items()}
     if key.endswith(("_token_id", "_token_index", "_token_ids")) and value is not None:
         if isinstance(value, list):
-            return value and [_special(key)]
-        return value if isinstance(value, int) and 0 <= value < WORDS.start else _special(key)
+            return [_cut(key, x, longest) for x in value]
+        return value if isinstance(value, int) and value < WORDS.start else _special(value)
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and key in NARROW:
         return min(NARROW[key], value) if key in AT_MOST else NARROW[key]
@@ -207,9 +207,9 @@ AT_MOST = (
 )
 
 
-def _special(key: str) -> int:
-    """A token that no text of a twin has."""
-    return VOCAB - 1 - sum(map(ord, key)) % (VOCAB - WORDS.stop)
+def _special(token: int) -> int:
+    """A token that no text of a twin has, in the place of a special one."""
+    return VOCAB - 1 - int(token) % (VOCAB - WORDS.stop)
 
 
 def _of_layers(whole: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
@@ -325,8 +325,8 @@ DOCUMENTS = (12, 13, 11, 4), (20, 16)  # of packed rows; padding follows those o
 
 
 class ShrunkenTwin:
-    """A twin of a causal target, and the logits that transformers gives for it. Raises NoTwin where
-    none can be made."""
+    """A twin of a target, and the logits that transformers gives for it. Raises NoTwin where none
+    can be made."""
 
     def __init__(self, model: Any, attention: str | None) -> None:
         """`attention` is that of the target; transformers' own choice stands in for `grouped`."""
@@ -350,7 +350,9 @@ class ShrunkenTwin:
                 self.ours.set_attn_implementation(self.attention)
             self._steps = any(map(bounds_steps, self.plain.modules()))
             self._known: dict[Any, Tensor] = {}
-            finite = self.logits(tuple(_words(0, LONGEST)), {}).isfinite().all()
+            self._decodes = bool(self.config.is_encoder_decoder)
+            ids = tuple(_words(0, LONGEST // 2))
+            finite = self.logits(ids, {}, encoded=len(ids) // 2 * self._decodes).isfinite().all()
         except (NoTwin, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # configurations and models may raise anything
@@ -359,13 +361,26 @@ class ShrunkenTwin:
             raise NoTwin("its logits are not finite")
 
     @torch.no_grad()
-    def logits(self, ids: tuple[int, ...], inputs: Mapping[str, Tensor], prompt: int = 0) -> Tensor:
+    def logits(
+        self,
+        ids: tuple[int, ...],
+        inputs: Mapping[str, Tensor],
+        prompt: int = 0,
+        encoded: int = 0,
+    ) -> Tensor:
         """transformers' logits [T, V] of one text by itself: of a single pass, or, where steps of
-        one token are bounded otherwise (Mamba 2) and a `prompt` length is given, of its steps."""
+        one token are bounded otherwise (Mamba 2) and a `prompt` length is given, of its steps. The
+        first `encoded` tokens are for the encoder, and have no logits."""
         key = ids, bool(inputs), prompt if self._steps else 0
         if key not in self._known:
             text = torch.tensor([ids])
-            if self._steps and prompt:
+            if encoded:
+                for part in self.plain.modules():  # it may have read a short text before
+                    if hasattr(part, "set_attention_type"):
+                        part.set_attention_type(self.config.attention_type)
+                parts = {"input_ids": text[:, :encoded], "decoder_input_ids": text[:, encoded:]}
+                self._known[key] = self.plain(use_cache=False, **parts).logits[0]
+            elif self._steps and prompt:
                 self._known[key] = self._stepped(text, prompt)
             else:
                 self._known[key] = self.plain(input_ids=text, use_cache=False, **inputs).logits[0]
@@ -395,50 +410,63 @@ def _words(seed: int, count: int) -> list[int]:
     return torch.randint(WORDS.start, WORDS.stop, (count,), generator=draw).tolist()
 
 
+def _text(target: Any, seed: int, length: int) -> list[int]:
+    """A text of so many tokens; of an encoder-decoder, the last few are for the decoder."""
+    if (seq2seq := getattr(target, "seq2seq", None)) is None:
+        return _words(seed, length)
+    marks = [seq2seq.start] * (2 if seq2seq.twice else 1)
+    decoded = min(length // 4, 9)
+    encoded = _words(seed, length - decoded - len(marks))
+    return [*encoded, *marks, *_words(seed + 50, decoded)]
+
+
 @torch.no_grad()
 def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
     """The distances of logits from transformers' own for a long text, for a batch, and for
     documents that share rows. `target` is a target made of `twin.ours`."""
     for batch in ((0,), (1, 2)):
-        rows = [_words(seed, LONGEST) for seed in batch]
+        rows = [_text(target, seed, LONGEST) for seed in batch]
         _, final = target.features(torch.tensor(rows), FeatureSpec())
         for ids, ours in zip(rows, target.logits(final), strict=True):
-            yield distance(ours, _theirs(target, twin, ids))
-    rows = [_words(3, sum(DOCUMENTS[0])), _words(4, sum(DOCUMENTS[0]))]
-    position, document = ([list[int](), list[int]()] for _ in range(2))
-    for b, lengths in enumerate(DOCUMENTS):
-        for n, length in enumerate((*lengths, len(rows[b]) - sum(lengths))):
-            position[b] += range(length)
-            document[b] += [n if n < len(lengths) else -1] * length
+            theirs = _theirs(target, twin, ids)
+            yield distance(ours[-len(theirs) :], theirs)
+    texts = [[_text(target, 3 + n, n) for n in lengths] for lengths in DOCUMENTS]
+    width = max(sum(map(len, row)) for row in texts)
+    ids_BT = torch.full((len(texts), width), WORDS.start)
+    position_BT, document_BT = torch.zeros_like(ids_BT), torch.full_like(ids_BT, -1)
+    places = list[tuple[int, slice, list[int]]]()
+    for b, row in enumerate(texts):
+        begin = 0
+        for n, text in enumerate(row):
+            part = slice(begin, begin + len(text))
+            ids_BT[b, part], document_BT[b, part] = torch.tensor(text), n
+            position_BT[b, part] = torch.arange(len(text))
+            places.append((b, part, text))
+            begin = part.stop
+        position_BT[b, begin:] = torch.arange(width - begin)
     _, final = target.features(
-        torch.tensor(rows),
-        FeatureSpec(),
-        position_BT=torch.tensor(position),
-        document_BT=torch.tensor(document),
+        ids_BT, FeatureSpec(), position_BT=position_BT, document_BT=document_BT
     )
     ours_BTV = target.logits(final)
-    for b, lengths in enumerate(DOCUMENTS):
-        begin = 0
-        for length in lengths:
-            part = slice(begin, begin + length)
-            yield distance(ours_BTV[b, part], _theirs(target, twin, rows[b][part]))
-            begin += length
+    for b, part, text in places:
+        theirs = _theirs(target, twin, text)
+        yield distance(ours_BTV[b, part][-len(theirs) :], theirs)
 
 
 @torch.no_grad()
 def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
     """The same for passes over a cache: prompts of unequal length, trees whose paths are kept,
-    single tokens, rows that change places, and one that is given to another text."""
+    single tokens, and rows that change places."""
     for lengths in _together(target, PROMPTS):
         cache = target.new_cache()
-        texts = [_words(10 + n, n) for n in lengths]
-        prompts = list(lengths)
-        width = max(lengths)
-        padded = [text + [WORDS.start] * (width - len(text)) for text in texts]
+        texts = [_text(target, 10 + n, n) for n in lengths]
+        prompts = list(map(len, texts))
+        padded = [text + [WORDS.start] * (max(prompts) - len(text)) for text in texts]
         _, final = target.features(torch.tensor(padded), FeatureSpec(), cache=cache)
         for text, ours in zip(texts, target.logits(final), strict=True):
-            yield distance(ours[: len(text)], _theirs(target, twin, text, len(text)))
-        cache.keep(lengths)
+            theirs = _theirs(target, twin, text, len(text))
+            yield distance(ours[: len(text)][-len(theirs) :], theirs)
+        cache.keep(prompts)
         for seed, (tokens, kept) in enumerate(ROUNDS):
             room = target.room(min(map(len, texts))) - max(map(len, texts))
             if tokens > room:
@@ -473,8 +501,9 @@ def _together(target: Any, prompts: Sequence[int]) -> list[list[int]]:
 
 
 def _theirs(target: Any, twin: ShrunkenTwin, ids: Sequence[int], prompt: int = 0) -> Tensor:
-    text = torch.tensor([ids])
-    return twin.logits(tuple(ids), target.position_inputs(text), prompt)
+    inputs = target.position_inputs(torch.tensor([ids]))
+    encoded = len(ids) - target.placed(ids)
+    return twin.logits(tuple(ids), inputs, prompt, encoded)
 
 
 class TwinCheck:
@@ -501,31 +530,52 @@ class TwinCheck:
 
     def texts_right(self) -> bool:
         """Whether long texts, batches and packed documents get transformers' logits."""
-        return self._once("texts", errors_of_texts)
 
-    def lean_right(self, target: Any) -> bool:
+        def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
+            if hasattr(ours, "seq2seq"):
+                ours.seq2seq.encodes_apart = self._apart
+            return errors_of_texts(ours, twin)
+
+        return self._once(("texts", self._apart), errors)
+
+    def lean_right(self) -> bool:
         """Whether passes over a cache get transformers' logits in the fused fast path, of which
         there must be one."""
-        if target.lean is None or not self.texts_right():
+        if self._target.lean is None or not self.texts_right():
             return False
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
-            ours.reading, ours.counted, ours.lean_allowed = target.reading, target.counted, True
+            (ours.reading, ours.counted), ours.lean_allowed = self._way or (None, False), True
             return iter([math.inf]) if ours.lean is None else errors_over_cache(ours, twin)
 
         return self._once("lean", errors)
 
-    def cache_right(self, target: Any, steps: bool = False) -> bool:
+    def cache_right(self, steps: bool = False) -> bool:
         """Whether passes over a cache get transformers' logits in the reading that the target has
         now. `steps`: modules with states read one token at a time from now on (`in_steps`)."""
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
-            ours.reading, ours.counted, ours.lean_allowed = target.reading, target.counted, False
+            if self._way is not None:
+                ours.reading, ours.counted = self._way
+            ours.lean_allowed = False
             for module in ours.holders if steps else ():
                 in_steps(module)
             return errors_over_cache(ours, twin)
 
-        return self._once((target.reading, target.counted, steps), errors)
+        return self._once(("cache", self._way, self._apart, steps), errors)
+
+    @property
+    def _way(self) -> tuple[Any, bool] | None:
+        """How the target reads on now, if it has several ways."""
+        reading = getattr(self._target, "reading", None)
+        return None if reading is None else (reading, self._target.counted)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether an encoder reads texts of unequal length apart."""
+        return (
+            bool(self._target.seq2seq.encodes_apart) if hasattr(self._target, "seq2seq") else False
+        )
 
     def _once(self, what: Any, errors: Callable[[Any, ShrunkenTwin], Iterator[float]]) -> bool:
         if isinstance(reason := self._verdicts.get("none"), str):

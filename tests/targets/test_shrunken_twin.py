@@ -6,22 +6,25 @@ Run alone: python -m pytest tests/targets/test_shrunken_twin.py (about 20 s)
 import copy
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specdec.compat import attention_of
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
+from specdec.drafters.models.pretrained import fresh
 from specdec.errors import UserError
 from specdec.runtime import cache
 from specdec.targets import attention, causal, documents, shrunken_twin
 from specdec.targets.attention import group
 from specdec.targets.causal import CausalTarget, Reading
+from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.shrunken_twin import (
     NoTwin,
     ShrunkenTwin,
@@ -31,6 +34,7 @@ from specdec.targets.shrunken_twin import (
     shrunken_config,
 )
 from tests.targets.test_architectures import CHUNKED, LONGROPE, SMALL, words
+from tests.tiny import make_tokenizer
 
 V = 61
 MINISTRAL = {
@@ -254,3 +258,67 @@ def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.Monkey
     with pytest.raises(NoTwin, match="no small one"):
         ShrunkenTwin(model, "sdpa")
     assert attention.attention_of(model.config) == "sdpa"
+
+
+# --- Models that change themselves --------------------------------------------------------------
+
+RWKV = {
+    **{"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 4},
+    **{"rescale_every": 2, "context_length": 128},
+}
+BLOCKS = {
+    **{"d_model": 32, "vocab_size": V, "max_position_embeddings": 128, "init_std": 0.3},
+    **{"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48},
+    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "block_size": 4},
+    **{"num_random_blocks": 1, "attention_type": "block_sparse"},
+    **{"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "decoder_start_token_id": 2},
+}
+
+
+def test_weights_that_a_forward_pass_rescales(tmp_path: Path) -> None:
+    """RWKV divides weights of its later layers in place, in its first forward pass."""
+    model = model_of("rwkv", RWKV)
+    stored = {name: x.clone() for name, x in model.state_dict().items()}
+    target = CausalTarget(model, make_tokenizer(), "rwkv")
+    before, ids = target.checksum(), torch.tensor([words(20)])
+    theirs = target.model(ids).logits
+    assert model.rwkv.layers_are_rescaled
+    last, k = target.layer(-1), len(target.layers) - 1
+    theirs = target.model(ids).logits
+    for name, x in last.items():
+        assert torch.equal(x, stored[f"rwkv.blocks.{k}.{name}"])
+    target.save(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(ids).logits, theirs, rtol=1e-5, atol=1e-5)
+    target.model(ids)
+    assert target.checksum() == before == CausalTarget(again, None, "again").checksum()
+
+
+def test_the_draft_of_such_a_model_keeps_its_weights() -> None:
+    config = AutoConfig.for_model("rwkv", vocab_size=V, **RWKV).to_dict()
+    draft, ids = fresh(AutoModelForCausalLM, config, True).eval(), torch.tensor([words(20)])
+    stored = {name: x.clone() for name, x in draft.state_dict().items()}
+    expected = draft(ids).logits
+    assert all(torch.equal(x, stored[name]) for name, x in draft.state_dict().items())
+    draft(ids)
+    draft.load_state_dict(stored)
+    torch.testing.assert_close(draft(ids).logits, expected)
+
+
+def test_block_sparse_encoders_stay_sparse() -> None:
+    """BigBird-Pegasus switches to full attention at the first short text, and never back. In a
+    batch, its blocks would depend on the longest text."""
+    torch.manual_seed(0)
+    made = AutoConfig.for_model("bigbird_pegasus", **BLOCKS)
+    model = AutoModelForSeq2SeqLM.from_config(made).float().eval()
+    theirs = copy.deepcopy(model)
+    target = Seq2SeqTarget(model, None, "blocks")
+    assert target.without_twin is None
+    texts = [words(40), words(9, 4), words(55, 5)]  # blocks are sparse from 29 tokens on
+    prompts = [target.begun(text) for text in texts]
+    made_ids = [answer.ids for answer in decode(target, prompts, max_new_tokens=8, eos=())]
+    for text, ids in zip(texts, made_ids, strict=True):
+        fresh_model, given = copy.deepcopy(theirs), torch.tensor([text])
+        options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "eos_token_id": None}
+        whole = fresh_model.generate(given, attention_mask=torch.ones_like(given), **options)
+        assert ids == whole[0, -8:].tolist()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.pytorch_utils import Conv1D
 
+from specdec.compat import keep_stored_weights
 from specdec.context import Context
 from specdec.drafters.capabilities import Extends
 from specdec.drafters.growth import growth_over
@@ -242,6 +243,7 @@ def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
     """A model of one of transformers' auto classes with fresh weights, from its config keys."""
     config = AutoConfig.for_model(**keys)
     model = auto.from_config(config, trust_remote_code=False).float()
+    keep_stored_weights(model)
     group(model)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(train_embeddings)
