@@ -8,11 +8,13 @@ import copy
 import csv
 import ctypes
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from logging import WARNING, Handler, LogRecord
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch._dynamo import mark_static_address
 from torch._inductor import config as inductor_config
 from transformers import GenerationConfig, modeling_gguf_pytorch_utils
 from transformers.utils import chat_template_utils, logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 __all__ = ["dynamo_config", "inductor_config", "mark_static_address"]
 # torch.compile's own settings have no other place; `torch.compiler.config` has few of them. A
@@ -224,6 +227,55 @@ def quiet_libraries() -> Iterator[None]:
         logging.set_tqdm_hook(hook)
         gguf.tqdm = bar_of_gguf
         logging.set_verbosity(verbosity)
+
+
+# what transformers says at loading that changes nothing that is computed
+NO_MATTER = re.compile(
+    r"deprecated|fast path|falling back|load report|generation flags|pad_token|attention mask|"
+    r"flash",
+    re.IGNORECASE,
+)
+
+
+class _Shown(Handler):
+    """Passes each warning that is not one of NO_MATTER on to `show`."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__(WARNING)
+        self.show = show
+
+    def emit(self, record: LogRecord) -> None:
+        message = record.getMessage()
+        if not NO_MATTER.search(message):
+            self.show(message)
+
+
+@contextmanager
+def shown_warnings(show: Callable[[str], None]) -> Iterator[None]:
+    """Within `quiet_libraries`, pass on what transformers warns of while it loads a model or a
+    tokenizer, such as an incorrect tokenization or weights that are not tied: it changes what is
+    computed. Elsewhere transformers shows its warnings itself."""
+    verbosity = logging.get_verbosity()
+    if verbosity <= WARNING or "TRANSFORMERS_VERBOSITY" in os.environ:
+        yield
+        return
+    handler = _Shown(show)
+    logging.set_verbosity_warning()
+    logging.disable_default_handler()
+    logging.add_handler(handler)
+    try:
+        yield
+    finally:
+        logging.remove_handler(handler)
+        logging.enable_default_handler()
+        logging.set_verbosity(verbosity)
+
+
+def adapter_beside(path: str, revision: str | None) -> str | None:
+    """The adapter_config.json beside a model in a folder or on the hub, which transformers applies
+    when it loads the model; None if there is none."""
+    adapter: str | None = find_adapter_config_file(path, revision=revision)
+    return adapter
 
 
 # datasets and fsspec

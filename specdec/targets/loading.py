@@ -29,9 +29,11 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
 
+from specdec.compat import adapter_beside, shown_warnings
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
 from specdec.files import make_folder
+from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
@@ -59,6 +61,9 @@ from specdec.targets.parts import Parts, config_of_layers, depth_of
 from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.spread import AUTO, DISK, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
+from specdec.terminal import one_line
+
+WARNED = set[str]()  # what this process has shown of transformers' warnings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # the same as types in the header of a safetensors file
@@ -374,9 +379,23 @@ def _options(cfg: TargetConfig) -> dict[str, Any]:
     return {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
 
 
+def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
+    """Raise UserError for a model with an adapter beside it. transformers would apply the adapter,
+    but engines, and whatever reads the model's own files, would not."""
+    with _told(cfg):
+        adapter = adapter_beside(path, cfg.revision)
+    require(
+        adapter is None,
+        f"target.path={cfg.path!r}: adapter_config.json beside the model names an adapter, which "
+        "engines do not apply: merge it into the model (merge_and_unload of peft) and give the "
+        "merged model, or take adapter_config.json away for the model without it",
+    )
+
+
 def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
     """The resolved configuration, and the path, config, tokenizer and files of its model."""
     cfg, path = resolved(cfg), located(cfg)
+    _require_no_adapter(cfg, path)
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
     _require_packages(cfg, config)
@@ -497,9 +516,17 @@ def _unpack(model: Any, cfg: TargetConfig, config: Any) -> None:
 @contextmanager
 def _told(cfg: TargetConfig) -> Iterator[None]:
     """Turn the errors, of whatever class, that transformers and its libraries raise for a model
-    that they cannot load into a UserError."""
+    that they cannot load into a UserError, and show what transformers warns of, each once."""
+
+    def show(warning: str) -> None:
+        line = f"target.path={cfg.path!r}: transformers warns: {one_line(warning)[:400]}"
+        if line not in WARNED:
+            WARNED.add(line)
+            tell(line)
+
     try:
-        yield
+        with shown_warnings(show):
+            yield
     except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
