@@ -59,11 +59,12 @@ class CausalTarget(Target):
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        *,
         fingerprint: str | None = None,
         checked: bool = True,
     ) -> None:
         """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
-        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
+        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint=fingerprint)
         with understood(self):
             self.layers = self._decoder_layers()
         self._compiled: dict[FeatureSpec, Pass] = {}

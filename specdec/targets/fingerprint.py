@@ -106,13 +106,13 @@ def computing_keys(config: Any) -> str:
 
 def _described(config: PreTrainedConfig) -> dict[str, Any]:
     nested = {k: x for k, x in vars(config).items() if isinstance(x, PreTrainedConfig)}
-    found = config.to_dict()
-    keys = {k: x for k, x in found.items() if not IDLE.fullmatch(k) and k not in nested}
+    all_keys = config.to_dict()
+    keys = {k: x for k, x in all_keys.items() if not IDLE.fullmatch(k) and k not in nested}
     if not _counts_by_padding(config):
         keys.pop("pad_token_id", None)
-    needed = _not_derived(type(config), keys, {k: found[k] for k in nested if k in found})
+    needed = _not_derived(type(config), keys, {k: all_keys[k] for k in nested if k in all_keys})
     parts = {name: _described(part) for name, part in nested.items()}
-    return _plain({**needed, "model_type": config.model_type, **parts})
+    return dict(_plain({**needed, "model_type": config.model_type, **parts}))
 
 
 def _not_derived(kind: Any, keys: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def _not_derived(kind: Any, keys: dict[str, Any], rest: dict[str, Any]) -> dict[
             again = kind(**some, **rest).to_dict()
         except Exception:  # a config's own checks raise anything
             return False
-        return _plain({k: again.get(k) for k in keys}) == whole
+        return bool(_plain({k: again.get(k) for k in keys}) == whole)
 
     whole = _plain(keys)
     try:

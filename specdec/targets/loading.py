@@ -204,7 +204,8 @@ def load_target(cfg: TargetConfig) -> Target:
     quantisation = method(config)
     model = _model(cfg, path, config)
     whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
-    target = whole(model, tokenizer, named(cfg), cfg.revision, quantisation, fingerprint)
+    of_target = model, tokenizer, named(cfg), cfg.revision, quantisation
+    target: Target = whole(*of_target, fingerprint=fingerprint)
     target.weights = weights
     return target
 

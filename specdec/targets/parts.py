@@ -47,6 +47,7 @@ class Parts:
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        *,
         fingerprint: str | None = None,
     ) -> None:
         """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain.

@@ -295,11 +295,12 @@ class Seq2SeqTarget(Target):
         name: str,
         revision: str | None = None,
         quantisation: str | None = None,
+        *,
         fingerprint: str | None = None,
         checked: bool = True,
     ) -> None:
         """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
-        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint)
+        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint=fingerprint)
         with understood(self):
             self.seq2seq = Seq2SeqModel(model)
         self.layers = self.seq2seq.layers
