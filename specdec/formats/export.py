@@ -23,10 +23,20 @@ from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
 from specdec.formats.draft import require_finite, require_same, untied
-from specdec.formats.layout import CONFIG, LAYOUT, MARK, OVERRIDES, WEIGHTS, Layout, renamed
+from specdec.formats.layout import (
+    CONFIG,
+    LAYOUT,
+    MARK,
+    OVERRIDES,
+    WEIGHTS,
+    Description,
+    Layout,
+    renamed,
+)
 from specdec.runtime.packed import is_packed, pack
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
+from specdec.targets.saved import both_forms, save_tokenizer
 
 PATTERNS = [  # of the files of exports whose mark does not list them
     *(MARK, CONFIG, OVERRIDES, "model*.safetensors", "model.safetensors.index.json"),
@@ -104,7 +114,7 @@ def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAY
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
-    config = chosen.config(drafter, target)
+    config = both_forms(chosen.config(drafter, target))
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     with replaced(folder, _written(folder)) as partial:
         theirs = renamed(tensors, chosen.prefixes)
@@ -113,7 +123,7 @@ def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAY
         if chosen.overrides:
             (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
         if chosen.whole_model and target.tokenizer is not None:
-            target.tokenizer.save_pretrained(partial)
+            save_tokenizer(target.tokenizer, partial)
         _mark(partial, name, layout, target)
         again = read(partial, drafter, target, layout)
         before, twice, after = (logits(d, target) for d in (drafter, drafter, again))
@@ -131,8 +141,22 @@ def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAY
             )
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
-        f"{len(tensors)} tensors read back, logits {same}; transformers' own layers, built from "
-        f"{CONFIG}, differ by {elsewhere:.0e} of the largest logit{_stops(target)}"
+        f"{len(tensors)} tensors read back, logits {same}; a network of {CONFIG} as vLLM builds it "
+        f"differs by {elsewhere:.0e} of the largest logit{_partial(config)}{_stops(target)}"
+    )
+
+
+def _partial(config: Description) -> str:
+    """Which readers would draft other tokens, where only a part of each head is rotated."""
+    of_layers = config.get("transformer_layer_config", config)
+    whole = of_layers.get("model_type") in ("llama", "qwen3")  # whose classes rotate whole heads
+    share = (of_layers.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
+    if not whole or share == 1:
+        return ""
+    return (
+        f"; only {share:.3g} of each head is rotated, as in the target: serve it with vLLM, since "
+        "SGLang and transformers' own Llama and Qwen3 rotate whole heads and would draft other "
+        "tokens"
     )
 
 

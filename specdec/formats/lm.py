@@ -14,8 +14,10 @@ from specdec.targets.parts import Parts
 
 
 def config(drafter: LM, target: Parts) -> Description:
+    head, embedding = drafter.model.get_output_embeddings(), drafter.model.get_input_embeddings()
     return {
         **drafter.model.config.to_dict(),
+        "tie_word_embeddings": head.weight is embedding.weight,
         "architectures": [type(drafter.model).__name__],
         **special_tokens(target),
     }

@@ -1,6 +1,5 @@
 """The target: a frozen Hugging Face language model, causal (causal.py) or not (seq2seq.py)."""
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +16,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.sampling.choose import Processor
 from specdec.targets.parts import Parts
+from specdec.targets.saved import save_model, save_tokenizer
 
 # The layers of a `FeatureSpec` [B, T, F], None if it names none, and the final states [B, T, D]
 States = tuple[Tensor | None, Tensor]
@@ -107,15 +107,17 @@ class Target(Parts, ABC):
             f"{folder}: not written: {self.title} is quantised ({self.quantisation}), and an "
             "engine can load it from where it is: export the draft alone",
         )
+        require(
+            not getattr(self.model, "_hf_peft_config_loaded", False),
+            f"{folder}: not written: an adapter was loaded with {self.title}, such as from an "
+            "adapter_config.json in its folder, and engines would load the model without it: merge "
+            "it into the weights, or remove it, and train for that target",
+        )
+        # engines must stop where answers end here
+        eos = self.eos if set(self.eos) - set(self.generation_eos) else None
         restore_rescaled_weights(self.model)
-        self.model.save_pretrained(folder)
-        if set(self.eos) - set(
-            self.generation_eos
-        ):  # else an engine would not stop where answers end here
-            stops = copy.deepcopy(self.model.generation_config)
-            stops.eos_token_id = list(self.eos)
-            stops.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        save_model(self.model, folder, eos)
+        save_tokenizer(self.tokenizer, folder)
 
     @contextmanager
     def _watched(self, needs: FeatureSpec) -> Iterator[dict[int, Tensor]]:
