@@ -163,7 +163,7 @@ class CausalTarget(Target):
 
     def twin_target(self, model: Any) -> "CausalTarget":
         """A small model of the same classes as a target, for the self-check."""
-        twin = CausalTarget(model, None, self.name, checked=False)
+        twin = CausalTarget(model, None, self.name, fingerprint="", checked=False)
         check_head(twin)
         return twin
 

@@ -38,10 +38,11 @@ def both_forms(config: dict[str, Any]) -> dict[str, Any]:
         older["rope_local_base_freq"] = by_kind[LOCAL].get("rope_theta")
     if whole.get("rope_type", "default") != "default":
         older["rope_scaling"] = dict(whole)
-    if (share := whole.get("partial_rotary_factor")) is not None:
+    share = whole.get("partial_rotary_factor")
+    if keys.get("model_type") in ("gpt_neox", "gpt_neox_japanese"):  # with names of its own
+        older = {"rotary_emb_base": older["rope_theta"], "rotary_pct": share}
+    elif share is not None:
         older["partial_rotary_factor"] = share
-    if keys.get("model_type") in ("gpt_neox", "gpt_neox_japanese"):
-        older |= {"rotary_pct": share, "rotary_emb_base": whole.get("rope_theta")}
     return {name: x for name, x in older.items() if x is not None} | keys
 
 
