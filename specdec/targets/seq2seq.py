@@ -318,7 +318,7 @@ class Seq2SeqTarget(Target):
 
     def twin_target(self, model: Any) -> "Seq2SeqTarget":
         """A small model of the same classes as a target, for the self-check."""
-        twin = Seq2SeqTarget(model, None, self.name, checked=False)
+        twin = Seq2SeqTarget(model, None, self.name, fingerprint="", checked=False)
         twin.seq2seq.encodes_apart = self.seq2seq.encodes_apart
         return twin
 
