@@ -51,6 +51,9 @@ CHANGES: dict[str, Change] = {
     "track.mode": Change.ALLOWED,
     "track.project": Change.ALLOWED,
     "track.entity": Change.ALLOWED,
+    "track.title": Change.ALLOWED,
+    "track.group": Change.ALLOWED,
+    "track.tags": Change.ALLOWED,
     "name": Change.ALLOWED,  # it chooses the folder
     # the plan was made when the run began
     "budget.minutes": Change.NO_EFFECT,

@@ -44,6 +44,7 @@ from train.loop import LoopConfig
 from train.portion import Portion
 from train.shares import line_of_beginning
 from train.texts import Texts
+from train.tracking import OF_WANDB
 
 # the setting of runs from before there was a validation part
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
@@ -52,7 +53,7 @@ KEPT = 4000  # the most prompts in it
 BEGAN = "began"  # the file that says when a run began to answer prompts
 PLAN = "plan.json"
 # what a run may have written before it has begun
-NAMES = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT)))
+NAMES = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT, *OF_WANDB)))
 EARLY = re.compile(rf"\.?({NAMES})(\.[0-9a-f]{{32}})?|\.lock|shares")
 
 

@@ -17,6 +17,7 @@ from specdec.terminal import plain
 
 Figures = Mapping[str, object]  # by name: numbers, lists of numbers, or further mappings
 MODES = ("offline", "online", "disabled")
+OF_WANDB = ("wandb", "wandb-id")  # in a run's folder: the files of its W&B run, and that run's id
 LONGEST_TAG = 64  # characters of a tag that W&B takes
 
 
@@ -83,7 +84,7 @@ class Tracker:
         os.environ.setdefault("WANDB_SILENT", "true")
         import wandb
 
-        noted = folder / "wandb-id"  # a resumed run continues the same W&B run
+        noted = folder / OF_WANDB[1]  # a resumed run continues the same W&B run
         if not noted.exists():
             write_whole(noted, os.urandom(4).hex())
         try:
