@@ -26,6 +26,7 @@ LONG = {
     "decoding/test_beam.py",
     "drafters/test_early_exit.py",
     "drafters/test_medusa2.py",
+    "drafters/test_packed_documents.py",
     "drafters/test_recurrent.py",
     "drafters/test_regression.py",
     "drafters/test_translated.py",
