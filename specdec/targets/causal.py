@@ -15,6 +15,7 @@ from specdec.runtime.cache import (
     SlotCache,
     cache_argument,
     cacheable,
+    counts_positions,
     keeps_states,
     masks_by_slots,
     model_inputs,
@@ -122,7 +123,39 @@ class CausalTarget(Target):
         if not cacheable(self.config):
             return last
         own = [Reading.ROWS, *last]
-        return own if masks_by_slots(self.config) else [Reading.SLOTS, *own]
+        by_rows = masks_by_slots(self.config) or self._layers_ask_for_lengths()
+        return own if by_rows else [Reading.SLOTS, *own]
+
+    @torch.no_grad()
+    def _layers_ask_for_lengths(self) -> bool:
+        """Whether a layer asks the cache how long it is: the answer is right for rows of one length
+        alone. What a layer makes of it may begin beyond any length that is checked. Llama 4 is told
+        true positions (see `TokensBefore`)."""
+        if counts_positions(self.config):
+            return False
+        ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
+        cache, inside, asked = new_cache(self.config), list[nn.Module](), list[nn.Module]()
+        answer = cache.get_seq_length
+
+        def noted(*args: Any, **kwargs: Any) -> int:
+            asked.extend(inside[:1])
+            return answer(*args, **kwargs)
+
+        cache.get_seq_length = noted  # type: ignore[method-assign]
+        try:
+            with ExitStack() as stack:
+                for layer in self.layers:
+                    begin = layer.register_forward_pre_hook(lambda m, _: inside.append(m))
+                    end = layer.register_forward_hook(lambda *_: inside.clear())
+                    stack.enter_context(begin)
+                    stack.enter_context(end)
+                inputs = model_inputs(self.config, cache.place(ids), self.dtype)
+                self._pass(ids, FeatureSpec(), cache, **inputs)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a model may refuse our masks or our cache in any way
+            return False
+        return bool(asked)
 
     @torch.no_grad()
     def _watch_states(self) -> bool:

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
 )
+from transformers.models.llama import modeling_llama
 
 from specdec.compat import attention_of
 from specdec.context import FeatureSpec
@@ -189,6 +190,28 @@ def test_llama4_scales_the_queries_of_each_row_and_branch_by_their_own_positions
     for way in (Way(), Way(drafter)):
         made = decode(target, prompts, way, max_new_tokens=12, eos=())
         assert [row.ids for row in made] == expected
+
+
+def test_a_layer_that_asks_for_a_length_reads_rows_of_one_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What it makes of the answer begins far beyond what a check reads: after 1,000 tokens."""
+    plain, longest = modeling_llama.LlamaAttention.forward, list[int]()
+
+    def asks(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if cache is not None:
+            longest.append(cache.get_seq_length(self.layer_idx))
+            hidden_states = hidden_states * (1 + longest[-1] // 1000)
+        return plain(self, hidden_states, *args, **kwargs)
+
+    assert target_of("llama", **SMALL).reading is Reading.SLOTS
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", asks)
+    target = target_of("llama", **SMALL)
+    assert target.reading is Reading.ROWS and not target.reads_trees
+    longest.clear()
+    decode(target, [words(9), words(5)], max_new_tokens=2, eos=())
+    assert {9, 5} <= set(longest)
 
 
 @pytest.mark.parametrize("family", ["bigram", "sparse"])
