@@ -4,9 +4,10 @@ mask, lengths, what is left out and why, and what would make a draft worthless."
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +16,15 @@ from numpy.typing import NDArray
 from specdec.drafters import frequent_tokens
 from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
-from train.data.answer_files import AnswersConfig
-from train.data.conversations import TEXTS, Conversation, DataConfig, Message, Unusable
+from train.data.answer_files import AnswersConfig, key_of, name_of, of_answer, read_answers
+from train.data.conversations import TEXTS, DataConfig
 from train.data.cut_responses import cut_responses_in_cache
-from train.data.reader import Reader
+from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.spans import DISAGREE
-from train.data.split import Split, split_documents, split_prompts
-from train.data.template import Document, Prompt
+from train.data.split import Split
+from train.data.template import Document, Prompt, too_long_prompt
 
 MOST_WRONG = 0.05  # the share of conversations, or of answers, above which the data are at fault
-ANY_LENGTH = 1 << 30
 QUANTILES = {"median": 0.5, "9 in 10": 0.9, "99 in 100": 0.99, "longest": 1.0}
 VOCABULARIES = (1_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 AROUND = 4  # tokens shown before and after an edge of the mask
@@ -56,6 +56,8 @@ class Diagnosis:
     data: str
     target: str
     tally: str
+    counts: DataCounts
+    prompts: Sequence[Prompt]  # the decoder's, of the test and then the validation part
     texts: dict[str, int]
     lengths: dict[str, list[int]] = field(default_factory=dict)
     longer: dict[int, int] = field(default_factory=dict)
@@ -76,36 +78,35 @@ def diagnose(
     draft_vocab: int | None,
     samples: int,
     answers: AnswersConfig | None = None,
+    depth: int = 1,
 ) -> Diagnosis:
-    """Read the data as a run does, at any length, and describe them. If the target answers, its
+    """Read the data as a run does (`read_run_data`), and describe them. If the target answers, its
     responses that earlier runs have stored are looked at, too: those that `answers` describes.
     Raises UserError as a run does where nothing can be read."""
     answering = cfg.answers == "target"
-    long = replace(cfg, max_length=ANY_LENGTH)
-    if answering:
-        long = replace(cfg, max_prompt=ANY_LENGTH)
-    read = split_prompts if answering else split_documents
-    split: Split[Any] = read(long, target.tokenizer)
+    split = read_run_data(cfg, target, depth)
+    counts = DataCounts.of(split)
     texts: list[Any] = [*split.train, *split.held_out]
-    most = cfg.max_prompt if answering else cfg.max_length
-    split.train, split.held_out = (
-        [text for text in side if len(text.ids) <= most or _cuts(cfg)]
-        for side in (split.train, split.held_out)
-    )
-    diagnosis = Diagnosis(cfg.name, target.name, str(split.tally), _sizes(split, answering))
-    diagnosis.longer = {n: sum(len(t.ids) > n for t in texts) for n in (most, 2 * most, 4 * most)}
-    diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts))
-    diagnosis.lengths["prompts" if answering else "texts"] = _quantiles([len(t.ids) for t in texts])
-    diagnosis.samples = [_sample(text, target, most) for text in split.train[:samples]]
+    prompts = [*split.prompts, *split.validation_prompts]
+    figures = str(split.tally), counts, prompts, _sizes(counts, cfg)
+    diagnosis = Diagnosis(cfg.name, target.name, *figures)
+    diagnosis.longer = _longer(cfg, split)
+    most = min(diagnosis.longer)
+    diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts) + _left_out(cfg, split))
+    lengths = [*(len(t.ids) for t in texts), *split.tally.too_long]
+    diagnosis.lengths["prompts" if answering else "texts"] = _quantiles(lengths)
+    diagnosis.samples = _samples(split.train[:samples], target, most, answers)
     diagnosis.repeated = len(texts) - len({t.ids.tobytes() for t in texts})
     diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
     diagnosis.weights = _weights(texts)
+    new = 0 if answers is None else answers.max_new_tokens
+    diagnosis.faults = [*unusable_data(cfg, split, new, target)]
     if answering:
         if answers is not None:
-            shown = [*split.train, *split.validation]
+            shown = [x for x in (*split.train, *split.validation) if isinstance(x, Prompt)]
             diagnosis.cut = cut_responses_in_cache(target, shown, answers)
-        if cfg.format not in (*TEXTS, "tokens"):
-            diagnosis.faults = _faults_of_template(cfg, target)
+        if cfg.format not in (*TEXTS, "tokens") and target.turn_ends.after is not None:
+            diagnosis.faults.append(f"in this template, {NO_STOP}{_stopping(target)}")
         return diagnosis
     diagnosis.lengths["answers in them"] = _quantiles([int(t.mask.sum()) for t in texts])
     if split.prompts:
@@ -113,7 +114,7 @@ def diagnose(
     diagnosis.coverage = _coverage(split, target.vocab_size, draft_vocab)
     if cfg.format not in TEXTS:
         diagnosis.stops = _stops(texts, target)
-        diagnosis.faults = _faults(split, diagnosis.stops, target)
+        diagnosis.faults += _faults(split, diagnosis.stops, target)
     return diagnosis
 
 
@@ -121,16 +122,36 @@ def _cuts(cfg: DataConfig) -> bool:
     return cfg.too_long == "truncate" and cfg.answers == "data"
 
 
-def _sizes(split: Split[Any], answering: bool) -> dict[str, int]:
-    what = "prompts" if answering else "texts"
-    sizes = {f"{what} to train on": len(split.train), f"{what} held out": len(split.held_out)}
-    if not answering:
-        sizes["prompts to decode"] = len(split.prompts)
-        sides = (split.train, split.held_out)
-        every = [text for side in sides for text in side]
-        sizes["tokens"] = sum(len(text.ids) for text in every)
-        sizes["tokens of answers"] = sum(int(text.mask.sum()) for text in every)
-    return sizes
+def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
+    what = "prompts" if cfg.answers == "target" and not cfg.rounds else "texts"
+    sizes = {f"{what} to train on": counts.train, "tokens of these": counts.train_tokens}
+    if counts.responses:
+        sizes["of which are tokens of responses"] = counts.responses
+    return sizes | {
+        "held out": counts.held_out,
+        "of which to validate on": counts.validation,
+        "prompts to decode": counts.prompts,
+    }
+
+
+def _left_out(cfg: DataConfig, split: Split[Any]) -> int:
+    """How many conversations are skipped because they, or their prompts, are too long."""
+    if cfg.answers == "target":
+        return split.tally.dropped[too_long_prompt(cfg.max_prompt)]
+    return len(split.tally.too_long)
+
+
+def _longer(cfg: DataConfig, split: Split[Any]) -> dict[int, int]:
+    """How many texts are longer than the limit that the settings give; of documents that are
+    skipped, also how many are longer than two and four times as much."""
+    texts = (*split.train, *split.held_out)
+    if cfg.answers == "target":
+        shortened = sum(text.shortened for text in texts if isinstance(text, Prompt))
+        return {cfg.max_prompt: shortened + _left_out(cfg, split)}
+    if _cuts(cfg):
+        return {cfg.max_length: sum(text.truncated for text in texts)}
+    limits = (cfg.max_length, 2 * cfg.max_length, 4 * cfg.max_length)
+    return {limit: sum(n > limit for n in split.tally.too_long) for limit in limits}
 
 
 def _told(cfg: DataConfig, longer: int, count: int) -> str:
@@ -148,6 +169,32 @@ def _told(cfg: DataConfig, longer: int, count: int) -> str:
 
 def _quantiles(lengths: Sequence[int]) -> list[int]:
     return [int(np.quantile(lengths, q, method="higher")) for q in QUANTILES.values()]
+
+
+def _samples(
+    texts: Sequence[Document | Prompt], target: Parts, most: int, answers: AnswersConfig | None
+) -> list[Sample]:
+    """Texts as training reads them. After a prompt comes the target's response, if one is stored,
+    or its place."""
+    samples, stored = list[Sample](), dict[str, Any]()
+    asked = {name_of(x): x.ids.tolist() for x in texts if isinstance(x, Prompt)}
+    if asked and answers is not None and Path(answers.root).is_dir():
+        key = key_of(target, answers, bool(answers.engines))
+        folder = Path(answers.root) / key
+        if folder.is_dir():
+            stored = {**read_answers(folder, key, target.vocab_size, asked).by_prompt}
+    for text in texts:
+        if isinstance(text, Prompt) and name_of(text) in stored:
+            said = stored[name_of(text)]["ids"]
+            document = of_answer(text.id, text.ids, said)
+            assert document is not None
+            samples.append(_sample(document, target, len(document.ids)))
+            continue
+        samples.append(_sample(text, target, most))
+        if isinstance(text, Prompt):
+            limit = "" if answers is None else f" of up to {answers.max_new_tokens} tokens"
+            samples[-1].pieces.append((TRAINED, f"[the target's response{limit}]"))
+    return samples
 
 
 def _sample(text: Document | Prompt, target: Parts, most: int) -> Sample:
@@ -263,17 +310,3 @@ def _stopping(target: Parts) -> str:
         f" ({names}), so a draft would not learn where they stop: mend the chat template, or the "
         "eos_token_id of the target's generation_config.json"
     )
-
-
-def _faults_of_template(cfg: DataConfig, target: Parts) -> list[str]:
-    """Faults that two made-up answers show, since the target has written none yet."""
-    turns = [Message(role, word) for role, word in (("user", "Yak"), ("assistant", "Zebra"))]
-    chat = Conversation("made up", (*turns, *turns), "Yak")
-    try:
-        one = replace(cfg, min_answer=1, max_length=ANY_LENGTH)
-        documents = Reader(one, target.tokenizer).documents(chat)
-    except Unusable as reason:
-        return [f"a chat in this template could not be trained on: {reason}"]
-    if NO_STOP in _stops(documents, target):
-        return [f"in this template, {NO_STOP}{_stopping(target)}"]
-    return []

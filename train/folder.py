@@ -187,6 +187,8 @@ def describe(
     described["processes"] = portion.processes
     described["data"] |= {"held_out": texts.share, "validation": texts.validation_share}
     note_prompts(folder, identity, texts)
+    if texts.counts is not None:
+        described["read"] = asdict(texts.counts)
     write_json(folder / "config.json", described)
 
 

@@ -42,6 +42,7 @@ class Texts:
     validation_share: float  # of these, in the validation part; 0: all select and all are reported
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
     cut: CutResponses | None = None  # of the target's responses
+    counts: DataCounts | None = None  # of what was read, before any response was generated
 
 
 def split_of(
@@ -131,6 +132,7 @@ def texts_of(
         validation_share=split.validation_share,
         asked=asked,
         cut=cut,
+        counts=DataCounts.of(split),
     )
 
 

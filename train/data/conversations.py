@@ -17,7 +17,12 @@ FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
 
 
 class Unusable(Exception):
-    """A record or conversation to be left out; the message is the reason that is counted."""
+    """A record or conversation to be left out; the message is the reason that is counted. `tokens`
+    is the length of a document that is too long."""
+
+    def __init__(self, reason: str, tokens: int = 0) -> None:
+        super().__init__(reason)
+        self.tokens = tokens
 
 
 @dataclass
@@ -227,6 +232,7 @@ class Tally:
         self.changed: Counter[str] = Counter()  # altered records; one may count several times
         self.ignored: Counter[str] = Counter()  # what records say that changes nothing here
         self.unread: Counter[str] = Counter()  # what was not parsed; counted only here
+        self.too_long: list[int] = []  # tokens of the documents that were dropped as too long
         self.examples: defaultdict[str, list[str]] = defaultdict(list)
 
     @property

@@ -57,11 +57,13 @@ class Reader:
         if self.by_text is not None and conversation.tokens is None:
             return self.by_text.prompt(conversation, most)
         tokens = _given(conversation)
-        ends = [end for end in _prompt_ends(tokens) if most is None or end <= most]
+        every = _prompt_ends(tokens)
+        ends = [end for end in every if most is None or end <= most]
         if not ends:
             raise Unusable(too_long_prompt(most))
         ids = np.array(tokens.ids[: ends[-1]], np.int32)
-        return Prompt(conversation.id, ids, self.tokenizer.decode(ids, skip_special_tokens=True))
+        words = self.tokenizer.decode(ids, skip_special_tokens=True)
+        return Prompt(conversation.id, ids, words, shortened=len(ends) < len(every))
 
 
 def tried(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:

@@ -98,6 +98,7 @@ def read(
             conversation, item = _renamed(conversation, item, number)
         if isinstance(item, Unusable):
             tally.count(tally.dropped, str(item))
+            tally.too_long += [item.tokens] * (item.tokens > 0)
             if not usable:
                 require_spans(tally, PATIENCE)
             continue

@@ -62,6 +62,7 @@ class Prompt:
     thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
     notes: tuple[str, ...] = ()
     weight: float = 1.0  # of its answer in a loss, relative to others
+    shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
 
     @property
     def kind(self) -> str:
@@ -101,7 +102,7 @@ class Chat:
         wanted = {i for i, m in enumerate(messages) if m.role == "assistant" and m.trained}
         if not wanted:
             raise Unusable("weight 0 for all answers")
-        reasons, documents = list[str](), list[Document]()
+        reasons, documents, tokens = list[str](), list[Document](), 0
         notes = dict.fromkeys(_unread(writer, tools))
         if any(m.role == "assistant" and not m.trained for m in messages):
             notes["answers of weight 0 not trained on"] = None
@@ -127,6 +128,7 @@ class Chat:
                 rows = self._encoded(conversation, answers, cfg)
             except Unusable as reason:
                 reasons.append(str(reason))
+                tokens = max(tokens, reason.tokens)
                 continue
             for turn, document in rows.items():
                 if turn < len(messages) - 1:
@@ -137,7 +139,7 @@ class Chat:
             told = next(filter(None, reasons), "")
             if not told and any(_reasons(m) for m in messages if m.role == "assistant"):
                 told = OTHERWISE
-            raise Unusable(told or DISAGREE)
+            raise Unusable(told or DISAGREE, tokens)
         if reasons:
             notes[LOST] = None
         if documents[1:]:
@@ -224,7 +226,7 @@ class Chat:
         messages, tools = conversation.messages, conversation.tools
         writer = self.writer.with_arguments(conversation.arguments)
         _require_no_control(_texts(messages, tools, conversation.arguments), writer.control)
-        best, last, text, question, asks = None, 0, "", 0, False
+        best, last, text, question, asks, longer = None, 0, "", 0, False, False
         for i, message in enumerate(messages, 1):
             answer = next(iter(messages[i:]), None)
             if message.role == "user":
@@ -237,6 +239,7 @@ class Chat:
             written, _ = writer.render(messages[:i], tools, True, thinking)
             ids = np.array(self.tokenizer(written, add_special_tokens=False)["input_ids"], np.int32)
             if most is not None and len(ids) > most:
+                longer = True
                 break
             said, turns = messages[question].content, _earlier(messages[:question])
             best = Prompt(conversation.id, ids, said, turns, thinking)
@@ -248,7 +251,7 @@ class Chat:
         notes = _unread(writer, tools)
         if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or writer.marks:
             notes += self._unwritten(writer, messages[:last], tools, text, answers=False)
-        best.notes = tuple(notes)
+        best.notes, best.shortened = tuple(notes), longer
         return best
 
     def _unwritten(
@@ -393,7 +396,7 @@ def too_long_prompt(most: int | None) -> str:
 def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
     """Raise Unusable if there are too many tokens, and they are not to be cut."""
     if len(ids) > cfg.max_length and cfg.too_long == "drop":
-        raise Unusable(f"longer than max_length={cfg.max_length}")
+        raise Unusable(f"longer than max_length={cfg.max_length}", tokens=len(ids))
 
 
 def document_of(

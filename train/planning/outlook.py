@@ -28,10 +28,9 @@ from specdec.targets.on_demand import TargetOnDemand
 from specdec.theory.leviathan import pass_cost
 from train.budget import rehearsal, timed, work_of
 from train.config import Config
-from train.data.conversations import Tally
 from train.data.cut_responses import cut_responses_in_cache
-from train.data.sources import files_of, records
-from train.data.split import SHARE, parts_of
+from train.data.run_data import DataCounts
+from train.data.split import SHARE, Split, parts_of
 from train.data.template import Document, Prompt
 from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
 from train.planning.demand import (
@@ -49,7 +48,7 @@ from train.processes import accelerator_of
 from train.stages import StageConfig, starting
 from train.texts import split_of
 
-SAMPLED = 400  # conversations that are read to estimate the tokens of all
+SAMPLED = 400  # conversations that are timed if planning.tokens says how many there are
 ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
 TURNS = {1: 9, 8: 5, 32: 3}  # timings of each part of a round, by batch
 MANY = (
@@ -63,11 +62,12 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 @dataclass(frozen=True)
 class Amount:
     """The training texts: how many conversations, of how many tokens before the target answers
-    them, and how that is known."""
+    them, and how that is known; and all that the run reads, unless `planning.tokens` is given."""
 
     conversations: int
     tokens: int
     known: str
+    split: Split[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -241,28 +241,35 @@ def _time_and_disk(
 ) -> dict[str, Any]:
     """How long the run takes at these speeds, as much of it as fits `budget.minutes` if that is
     given, and what it writes."""
-    share = cfg.data.held_out if cfg.data.held_out is not None else SHARE
-    n, held = amount.conversations, max(1, round(amount.conversations * share))
-    validation, test = parts_of(held, cfg.data.validation)
-    sides = (n, amount.tokens), (validation, round(amount.tokens * validation / n))
-    prompts = test, held - test
-    work = work_of(cfg, prompts, amount.tokens / n, cfg.planning.devices, regresses)
+    n, split = amount.conversations, amount.split
+    if split is None:
+        share = cfg.data.held_out if cfg.data.held_out is not None else SHARE
+        held = max(1, round(n * share))
+        validation, test = parts_of(held, cfg.data.validation)
+        prompts, asked = (test, held - test), amount.tokens / n
+        each = [[round(amount.tokens / n)] * count for count in (n, validation)]
+        sides = (n, amount.tokens), (validation, round(amount.tokens * validation / n))
+    else:
+        prompts = len(split.prompts), len(split.validation_prompts)
+        asked = float(np.mean([len(prompt.ids) for prompt in split.prompts]))
+        each = [[len(text.ids) for text in side] for side in (split.train, split.validation)]
+        sides = (n, sum(each[0])), (len(each[1]), sum(each[1]))
+    work = work_of(cfg, prompts, asked, cfg.planning.devices, regresses)
     if cfg.answering.engines:  # this process reads the answers, and its time does not tell theirs
         work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
         time = of_size(*sides, speeds, work, work.prompts, n)
         time = replace(time, answering=0.0) if cfg.answering.engines else time
     else:
-        each = [[round(tokens / count)] * count for count, tokens in sides]
         time = fitted(60 * cfg.budget.minutes, cfg.budget.floor, speeds, work, *each)
-    texts = time.conversations + validation
+    texts = time.conversations + len(each[1])
     tokens = texts * (amount.tokens / n + SAID * work.new)
     return {"time": time, "disk": disk_bytes(cfg, target, draft, tokens)}
 
 
 def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
-    """How much there is to train on, and some of it. The tokens of all are estimated from the first
-    conversations."""
+    """How much there is to train on, and some of it: what a run reads (`split_of`), unless
+    `planning.tokens` says how much that is."""
     asked, answering = cfg.planning.tokens, cfg.data.answers == "target"
     tokenizer = parts.tokenizer or _tokenizer(cfg)
     if tokenizer is None:
@@ -271,40 +278,19 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
         known = "as planning.tokens says" if asked else "assumed: planning.tokens sets it"
         return Amount(max(1, tokens // length), tokens, known), []
     parts.tokenizer = tokenizer
-    few = min(SAMPLED, cfg.data.limit or SAMPLED)
-    with console.capture():  # what is said of a sample of the data is not true of all of it
-        split = split_of(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
-    usable = len(split.train) + len(split.held_out)
-    share, mean = len(split.train) / usable, np.mean([len(t.ids) for t in split.train])
     if asked:
+        few = min(SAMPLED, cfg.data.limit or SAMPLED)
+        with console.capture():  # what is said of a sample of the data is not true of all of it
+            split = split_of(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
+        mean = np.mean([len(text.ids) for text in split.train])
         return Amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
-    total = usable
-    if usable >= few != cfg.data.limit:
-        total = _conversations(cfg, usable / max(1, split.tally.read))
-    n = max(1, round(total * share))
-    return Amount(n, round(n * mean), f"estimated from {usable} conversations"), split.train
-
-
-def _conversations(cfg: Config, usable: float) -> int:
-    """How many conversations the data has, if this share of its records is usable. Those of a hub
-    data set are not counted: then it is `data.limit`."""
-    if files_of(cfg.data) is None:
-        require(
-            cfg.data.limit is not None,
-            f"data.path={cfg.data.path} is not on this machine, so its size is unknown: give "
-            "data.limit or planning.tokens",
-        )
-        return cfg.data.limit or 0
-    most = cfg.data.records
-    if cfg.data.limit is not None:
-        enough = int(cfg.data.limit / max(usable, 1e-6)) + 1
-        most = enough if most is None else min(most, enough)
-    count = 0
-    for count, _ in enumerate(records(cfg.data, Tally()), 1):
-        if count == most:
-            break
-    there = round(count * usable)
-    return there if cfg.data.limit is None else min(there, cfg.data.limit)
+    console.print(
+        f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
+    )
+    split = split_of(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth)
+    counts = DataCounts.of(split)
+    known = f"counted in {counts.records:,} records"
+    return Amount(counts.train, counts.train_tokens, known, split), split.train
 
 
 def _tokenizer(cfg: Config) -> Any:
