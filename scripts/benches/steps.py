@@ -83,13 +83,13 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     from specdec.targets.loading import load_target, resolved
     from train.budget import rehearsal
     from train.config import composed, register
-    from train.data.split import split_documents
+    from train.data.run_data import read_run_data
     from train.processes import accelerator_of
 
     register()
     cfg = composed(overrides)
     target = load_target(cfg.target)
-    documents = split_documents(cfg.data, target.tokenizer).train
+    documents = read_run_data(cfg.data, target).train
     cfg = replace(cfg, target=resolved(cfg.target))
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)
     step, _ = rehearsal(cfg, target, documents, accelerator)

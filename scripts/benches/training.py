@@ -29,7 +29,7 @@ from specdec.targets.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
 from train.budget import rehearsal
 from train.config import composed, register
-from train.data.split import split_documents
+from train.data.run_data import read_run_data
 from train.processes import accelerator_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,7 +110,7 @@ def throughput(
     given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
     cfg = composed([*given, f"drafter.draft_vocab={VOCAB}", *overrides])
     target = load_target(cfg.target)
-    documents = split_documents(cfg.data, target.tokenizer).train
+    documents = read_run_data(cfg.data, target).train
     on_gpu = target.device.type == "cuda"
     cfg = replace(cfg, target=resolved(cfg.target))
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)

@@ -71,6 +71,8 @@ class Parts:
         if 0 < (getattr(self.config, "unpadded_vocab_size", None) or 0) < self.vocab_size:
             self.head = _first_rows(self.head, self.config.unpadded_vocab_size)
         self._scale, self.head_factor = head_scaling(self.config), head_factor(self.config)
+        if fingerprint is None and self.embedding.weight.is_meta:  # sizes alone, for a plan
+            fingerprint = ""
         if fingerprint is None:
             held = self._tensors()
             weights = digest_of_weights(held if is_spread(self.model) else untied(held))

@@ -61,7 +61,7 @@ def test_samples_and_figures(
         "1 dropped: not a conversation",
         "1 of 42 texts are longer than data.max_length=128 and are left out",
         "longer than 256 1 longer than 512 0",
-        "<|im_end|> 42",
+        "<|im_end|> 41",
         "Latin 100.0 %",
         "texts that another one equals 1",
     ):
@@ -92,7 +92,7 @@ def test_answers_that_end_in_no_stop_token_are_a_fault(folder: Path, tmp_path: P
         diagnosis = of(folder, parts, answers=answers)
         (fault,) = diagnosis.faults
         assert f"{NO_STOP} ('<|im_end|>')" in fault and "\n" not in fault
-    assert of(folder, parts, answers="data").stops == {NO_STOP: 42}
+    assert of(folder, parts, answers="data").stops == {NO_STOP: 41}
 
 
 def test_template_and_mask_that_disagree_are_a_fault(folder: Path, tmp_path: Path) -> None:
