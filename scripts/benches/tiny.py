@@ -1,7 +1,8 @@
 """Tiny random targets of every architecture, each with a tokenizer and texts to train on.
 
-The default configuration of an architecture is made small by rules for the names of its keys; where
-a rule does not fit, `PATCHES` has the values. Weights are large enough that tokens differ, and no
+The default configuration of an architecture is made small by rules for the names of its keys, and
+every length threshold that a text can pass is cut to a few tokens (`shrunken_twin.py`); where a
+rule does not fit, `PATCHES` has the values. Weights are large enough that tokens differ, and no
 part is silent: norms and biases are random too.
 """
 
@@ -25,68 +26,22 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdec.targets.loading import auto_class
+from specdec.targets.shrunken_twin import BOUNDS, HEADS, LAYERS, NARROW, THRESHOLDS
 
-VOCAB, LAYERS, WIDTH, HEADS, HEAD, POSITIONS, WINDOW = 256, 4, 32, 4, 8, 256, 8
+VOCAB, POSITIONS = 256, 256
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|im_start|>", "<unk>")
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim"), WIDTH),
-    **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), WIDTH),
-    **dict.fromkeys(("word_embed_proj_dim", "attention_hidden_size", "lru_width"), WIDTH),
-    **dict.fromkeys(("encoder_hidden_size", "backbone_hidden_size"), WIDTH),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "dim_ff", "dff"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "d_inner"), 48),
-    **dict.fromkeys(("intermediate_size_mlp", "dense_intermediate_size", "feed_forward_size"), 48),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
-    **dict.fromkeys(("shared_intermediate_size", "shared_experts_intermediate_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), LAYERS),
-    **dict.fromkeys(("decoder_layers", "num_decoder_layers", "num_blocks"), LAYERS),
-    **dict.fromkeys(("encoder_layers", "num_encoder_layers"), LAYERS),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), HEADS),
-    **dict.fromkeys(("attention_heads", "encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("decoder_attention_heads", "num_encoder_attention_heads"), HEADS),
-    **dict.fromkeys(("num_decoder_attention_heads", "swa_num_attention_heads"), HEADS),
-    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), HEADS),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("num_query_groups", "linear_num_key_heads"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "global_head_dim", "kv_channels", "d_kv"), HEAD),
-    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD),
-    **dict.fromkeys(("dim_head", "d_head", "attention_head_dim", "attention_head_size"), HEAD),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), HEAD),
-    **dict.fromkeys(("index_head_dim", "qk_head_dim"), 2 * HEAD),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("laurel_rank", "gated_norm_rank", "adapter_rank", "loop_gate_rank"), 4),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), POSITIONS),
-    **dict.fromkeys(("context_length", "model_max_length"), POSITIONS),
-    **dict.fromkeys(("max_target_positions", "max_source_positions"), POSITIONS),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size"), WINDOW),
-    **dict.fromkeys(("local_attention", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 4),
-    **dict.fromkeys(("moe_num_experts",), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k"), 2),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("n_group", "topk_group", "num_expert_group"), 1),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    **NARROW,
+    **dict.fromkeys(BOUNDS, POSITIONS),
     **dict.fromkeys(("vocab_size", "n_words", "decoder_vocab_size", "unpadded_vocab_size"), VOCAB),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCAB),
-    **dict.fromkeys(("hidden_size_per_layer_input",), 8),
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "mamba_dt_rank", "time_step_rank"), 8),
-    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 1),
     **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.3),
     **dict.fromkeys(("embed_init_std", "embedding_initializer_range"), 0.3),
     **dict.fromkeys(("num_kv_shared_layers",), 0),
-    **dict.fromkeys(("query_pre_attn_scalar",), HEAD),
-    **dict.fromkeys(("rotary_dim",), HEAD // 2),
-    **dict.fromkeys(("index_topk",), 32),
-    **dict.fromkeys(("index_n_heads",), 32),  # of few, all may score 0, and any key may be chosen
-    **dict.fromkeys(("router_hidden_size",), 16),
 }
 WANTED = "eagle3"  # the family of drafters whose share of all targets is counted
 # the encoder-decoders that read text; the others hear, or see
@@ -117,7 +72,6 @@ SWITCHED = ["sliding_attention", "full_attention"] * 2
 PATCHES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "big_bird": {"attention_type": "original_full"},
-    "bigbird_pegasus": {"attention_type": "original_full"},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
     "cohere_compass_text": {
         "layer_types": SWITCHED,
@@ -222,6 +176,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "phi3, longrope RoPE beyond its line": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 12,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0, 1.1, 1.2, 1.3],
+                "long_factor": [1.0, 2.0, 4.0, 6.0],
+                "original_max_position_embeddings": 12,
+            },
+        },
+    ),
+    "minimax_m3_vl_text, sparse layers": (
+        "minimax_m3_vl_text",
+        {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
+    ),
     "qwen2, sliding window": ("qwen2", {"use_sliding_window": True, "layer_types": SWITCHED}),
     "stablelm, parallel residual": ("stablelm", {"use_parallel_residual": True}),
     "gpt_neox, sequential residual": ("gpt_neox", {"use_parallel_residual": False}),
@@ -285,10 +256,15 @@ def config_of(tiny: Tiny) -> Any:
 def _small(default: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a configuration that a rule makes smaller, with their new values."""
     small: dict[str, Any] = {}
+    longest = max((x for key in BOUNDS if isinstance(x := default.get(key), int)), default=0)
     lengths = [default.get(key) for key in ("num_hidden_layers", "n_layer", "num_layers")]
     for key, value in default.items():
         if isinstance(value, dict) and "model_type" in value:
             small[key] = {"model_type": value["model_type"], **_small(value)}
+        elif isinstance(value, dict) and value.keys() & THRESHOLDS.keys():  # rotary parameters
+            small[key] = value | {k: passed(k, x, longest) for k, x in value.items()}
+        elif key in THRESHOLDS and isinstance(value, int) and value > 0:
+            small[key] = passed(key, value, longest)
         elif isinstance(value, list) and len(value) in lengths and value:
             small[key] = sample(value)
         elif key in SMALL and value is not None and not isinstance(value, list | dict):
@@ -301,6 +277,13 @@ def _small(default: Mapping[str, Any]) -> dict[str, Any]:
         elif default.get(of_keys) == 1:
             small[of_keys] = 1
     return small
+
+
+def passed(key: str, value: Any, longest: int) -> Any:
+    """A threshold that texts pass, unless the `longest` text of the default does not."""
+    if key not in THRESHOLDS or not isinstance(value, int):
+        return value
+    return min(value, POSITIONS if 0 < longest <= value else THRESHOLDS[key])
 
 
 def sample(by_layer: Sequence[Any]) -> list[Any]:

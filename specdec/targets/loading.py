@@ -155,11 +155,18 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     spread = f"; {in_words(target.model)}" if is_spread(target.model) else ""
     if cfg.tensor_parallel:
         spread = f"; each of {dist.get_world_size()} processes holds its part of every layer"
+    unchecked = ""
+    if isinstance(target, Target) and target.without_twin is not None:
+        unchecked = (
+            "; transformers' modules and attention alone, as no small model of its classes could "
+            f"be made to check ours ({target.without_twin})"
+        )
     alone = isinstance(target, CausalTarget) and target.reading is not Reading.SLOTS
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
         f"{f'; it {target.only_chains}' if alone else ''}"
+        f"{unchecked}"
         f"{spread}{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
         f"{endless if after is not None else ''}"
     )

@@ -24,6 +24,7 @@ from specdec.runtime import cache
 from specdec.targets import attention, causal, documents, shrunken_twin
 from specdec.targets.attention import group
 from specdec.targets.causal import CausalTarget, Reading
+from specdec.targets.loading import TargetConfig, opening
 from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.shrunken_twin import (
     NoTwin,
@@ -255,6 +256,9 @@ def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.Monkey
     target = CausalTarget(model, None, "alone")
     assert target.without_twin == "no small one can be made"
     assert target.lean is None and attention_of(model.config) == "sdpa"
+    assert "could be made to check ours (no small one can be made)" in opening(
+        target, TargetConfig("alone", "float32", "cpu")
+    )
     with pytest.raises(NoTwin, match="no small one"):
         ShrunkenTwin(model, "sdpa")
     assert attention.attention_of(model.config) == "sdpa"
