@@ -5,6 +5,7 @@ Most options of decoding set the field of `DecodeConfig` that has the same name.
 
 import argparse
 import json
+import os
 from collections.abc import Collection
 from dataclasses import fields
 from pathlib import Path
@@ -40,6 +41,14 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter} | options)
         self.intermixing = False
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Also writes the user's home folder for ~ in paths: a shell leaves it in --out=~/here."""
+        parsed = super().parse_args(args, namespace)
+        for name, value in vars(parsed).items():
+            if isinstance(value, Path):
+                setattr(parsed, name, Path(os.path.expanduser(value)))
+        return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """argparse's own method reads positional arguments that may be left out as soon as it can,

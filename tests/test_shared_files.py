@@ -7,6 +7,7 @@ Run alone: python -m pytest tests/test_shared_files.py (under 20 s)
 import json
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,9 @@ from specdec.errors import Unreadable, UserError
 from specdec.files import new_file, read_json, recover, remove_abandoned, replaced, write_json
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
-from tests.tiny import REPOSITORY, Tiny
+from tests.tiny import REPOSITORY, Tiny, compose
+from train.config import PATHS, expand_home
+from train.data.conversations import SourceConfig
 from train.data.template import Document
 from train.features.store import FeaturesConfig, Store
 
@@ -213,3 +217,44 @@ def test_new_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     with replaced(tmp_path / "y") as folder:
         (folder / "z").touch()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.safetensors", "y"]
+
+
+def test_the_room_for_features_of_responses_is_announced_and_checked(
+    tiny: Tiny,
+    open_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Two prompts of 3 tokens with responses of up to 5: 8 tokens at least, 16 at most."""
+    store = store_in(tiny, open_folder)
+    least, most = store.kind.bytes(8), store.kind.bytes(16)
+
+    def prepared(free: int) -> str:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+        store.prepare_for_responses([[1, 2, 3]] * 2, 5)
+        said = capsys.readouterr()
+        assert "(if every response has 5 tokens)" in " ".join(said.out.split())
+        return " ".join(said.err.split())
+
+    assert "may become full" not in prepared(most)
+    assert "may become full" in prepared(most - 1)
+    with pytest.raises(UserError, match=r"features\.root"):
+        prepared(least - 1)
+
+
+def test_home_is_written_for_a_tilde_in_every_path(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`answers.root=~/x` made a folder named ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compose(tiny.overrides("eagle3", "answers.root=~/x")).answers.root == str(tmp_path / "x")
+    cfg = tiny.config()
+    cfg.data.sources = [SourceConfig("~/a")]
+    settings = [key.split(".") for key in PATHS if key != "drafter.source"]
+    for group, name in settings:
+        assert hasattr(getattr(cfg, group), name)
+        setattr(getattr(cfg, group), name, f"~/{group}.{name}")
+    expand_home(cfg)
+    for group, name in settings:
+        assert getattr(getattr(cfg, group), name) == str(tmp_path / f"{group}.{name}")
+    assert cfg.data.sources[0].path == str(tmp_path / "a")

@@ -1,5 +1,6 @@
 """The typed configuration, all of it in one dataclass, checked before anything runs."""
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
@@ -47,6 +48,9 @@ from train.tracking import TrackConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
+PATHS = ("target.path", "target.cache", "data.path", "data.rounds", "stage.draft")
+PATHS += ("answers.root", "features.path", "features.root", "objective.reference")
+PATHS += ("drafter.source",)
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
 # what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
@@ -448,6 +452,18 @@ def _require_group_names(overrides: Sequence[str]) -> None:
             )
 
 
+def expand_home(config: Config) -> None:
+    """Write the user's home folder for ~ at the beginning of every setting that names a path, as a
+    shell does only at the beginning of a word."""
+    for key in PATHS:
+        group, name = key.split(".")
+        owner = getattr(config, group)
+        if isinstance(path := getattr(owner, name, None), str):
+            setattr(owner, name, os.path.expanduser(path))
+    for source in config.data.sources:
+        source.path = os.path.expanduser(source.path)
+
+
 def resolve(cfg: DictConfig) -> Config:
     """Hydra's composition as a `Config`, with `optim.lr` filled in. Raises UserError for an unknown
     key (even one added with `+`), for a value that is missing, of the wrong type or too large a
@@ -465,6 +481,7 @@ def resolve(cfg: DictConfig) -> Config:
     for name, path in (("target", config.target.path), ("data", config.data.name)):
         require(bool(path), f"{name}.path is missing: add {name}.path=… (see docs/data.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
+    expand_home(config)
     drafter = config.drafter
     record(type(drafter), asdict(drafter), "drafter")  # OmegaConf lets a list pass as a number
     require(

@@ -17,6 +17,7 @@ from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny, compose
 from train.config import CONF
+from train.data.answers import _groups_of
 from train.shares import Share, note_beginning
 
 
@@ -74,6 +75,22 @@ def test_a_run_after_shares_is_the_run_of_one_process(
     job(tmp_path / "shares")
     assert len([*(tmp_path / "shares" / "features").rglob("*.safetensors")]) == count
     require_same_run(tmp_path / "shares" / "run", tmp_path / "whole" / "run")
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 250), (3, 250), (7, 128), (16, 512), (2, 90)])
+def test_no_share_of_1000_prompts_is_empty(count: int, size: int) -> None:
+    """4 of 8 were. No share has more than the mean and a quarter; together they have each prompt
+    once, whatever the others have answered by now."""
+    asked = {f"p{i}": [1] * (1 + i % 40) for i in range(1000)}
+    shares = [
+        [name for group in _groups_of(Share(n + 1, count), asked, (), size) for name in group]
+        for n in range(count)
+    ]
+    assert sorted(name for share in shares for name in share) == sorted(asked)
+    assert max(map(len, shares)) <= 1.25 * 1000 / count
+    known = {*shares[0], *shares[1][:5]}
+    left = [name for g in _groups_of(Share(2, count), asked, known, size) for name in g]
+    assert sorted(left) == sorted(shares[1][5:])
 
 
 def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> None:

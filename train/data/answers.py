@@ -49,6 +49,8 @@ from train.features.store import Store
 from train.processes import ranks_of
 from train.shares import Share
 
+LEAST_OF_SHARE = 32  # prompts; smaller shares are not worth other groups than those of one process
+UNEVEN = 1.25  # times the mean that the largest share may have
 GROUP = 4  # answers in one file, as a multiple of the prompts that are answered at once
 
 
@@ -123,6 +125,8 @@ def answered(
     groups = _groups_of(share, asked, known, whole) if share else _groups(asked, known, whole)
     if not refills:
         groups = _cut(groups, size)
+    if keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
+        keep.prepare_for_responses(unwritten, cfg.max_new_tokens)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} answers", total=None)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
@@ -259,9 +263,16 @@ def _groups_of(
     share: Share, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
     """The groups of a share, without the prompts that have an answer. Which groups it has does not
-    depend on what the others have answered by now, nor on this machine."""
-    whole = share.part(_groups(asked, (), size))
-    groups = ([name for name in names if name not in known] for names in whole)
+    depend on what the others have answered by now, nor on this machine. They are those of one
+    process, whose rounding is then the same, unless that leaves a share with far more prompts than
+    another: then groups are smaller, and all shares have as many."""
+    every = _groups(asked, (), size)
+    most = max(sum(map(len, every[n :: share.count])) for n in range(share.count))
+    even = len(asked) / share.count
+    if even >= LEAST_OF_SHARE and most > UNEVEN * even:
+        groups_each = math.ceil(even / size)
+        every = _groups(asked, (), math.ceil(even / groups_each))
+    groups = ([name for name in names if name not in known] for names in share.part(every))
     return [group for group in groups if group]
 
 

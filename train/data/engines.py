@@ -399,6 +399,8 @@ def _ask(
     require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     console.print(f"answers{' and features' if keep else ''} from {client.title}")
+    if keep and mine:
+        keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
     task = progress.add_task("engine's answers", total=len(mine))
     failed, written = dict[str, Failed](), time.monotonic()
     # each server writes to a file of its own, and to a new one after each comparison

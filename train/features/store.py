@@ -46,7 +46,7 @@ from specdec.files import (
 )
 from specdec.forcing.batch import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
-from specdec.progress import tell
+from specdec.progress import console, tell
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
@@ -333,6 +333,22 @@ class Store:
         free, size = shutil.disk_usage(folder).free, self.kind.bytes(tokens)
         added = f"{megabytes(size)} to be added, {megabytes(free)} are free"
         return f"feature cache {self.folder}: {added}"
+
+    def prepare_for_responses(self, prompts: Sequence[Sequence[int]], new: int) -> None:
+        """`prepare` for prompts that are answered with up to `new` tokens each: say how much their
+        features may add, and how much room there is. Raises UserError if the disk has no room even
+        for the prompts."""
+        least = sum(map(len, prompts)) + len(prompts)
+        most = least + len(prompts) * (new - 1)
+        console.print(f"{self.announced(most)} (if every response has {new} tokens)")
+        self.prepare(least)
+        short = self.kind.bytes(most) - shutil.disk_usage(self.folder).free
+        if short > 0:
+            tell(
+                f"the disk of {self.folder} may become full: it is {megabytes(short)} short if "
+                "every response is as long as answers.max_new_tokens; give features.bits=8, "
+                "features.cache=online, or another features.root"
+            )
 
     def _add(self, by_name: Mapping[str, Features]) -> None:
         """Write the features of documents, which are given by name, as one file: those that are not
