@@ -42,10 +42,12 @@ class FakeEngine:
         layers: Sequence[int] = (),
         port: int = 0,
         drafts: Way | None = None,
+        per_request: bool = False,
     ) -> None:
         """With a folder for `states`, it writes the hidden states after these layers there; with
-        `drafts`, it decodes with the draft of that way and counts as vLLM does."""
-        self.drafts, self.counts = drafts, Counter[str]()
+        `drafts`, it decodes with the draft of that way and counts as vLLM does, and with
+        `per_request` also as with its --per-request-spec-decode-metrics=summary."""
+        self.drafts, self.counts, self.per_request = drafts, Counter[str](), per_request
         for name in ("drafts", "accepted_tokens"):  # vLLM's counters are there from the start
             self.counts[f"{name}_total{OF_ENGINE}}}"] = 0
         self.target, self.fault, self.states, self.layers = target, fault, states, list(layers)
@@ -133,6 +135,26 @@ class FakeEngine:
         if body.get("return_token_ids"):
             choice |= {"token_ids": answer.ids, "prompt_token_ids": prompt}
         reply = {"object": "text_completion", "model": "tiny", "choices": [choice]}
+        if self.drafts is not None and self.per_request:
+            assert self.drafts.shape is not None
+            rounds, gamma = answer.rounds, self.drafts.shape.depth
+            accepted, drafted = (
+                sum(getattr(r, x) for r in rounds) for x in ("accepted", "drafted")
+            )
+            reply["metrics"] = {
+                "time_to_first_token_ms": None,
+                "speculative_decoding": {
+                    "mean_acceptance_length": 1 + accepted / max(1, len(rounds)),
+                    "draft_acceptance_rate": accepted / max(1, drafted),
+                    "acceptance_histogram": [
+                        sum(r.accepted == n for r in rounds) for n in range(gamma + 1)
+                    ],
+                    "num_spec_steps": len(rounds),
+                    "num_accepted_draft_tokens": accepted,
+                    "num_draft_tokens": drafted,
+                    "num_spec_tokens": gamma,
+                },
+            }
         asked = body.get("kv_transfer_params")
         if self.states is not None and asked is not None:
             text = [*prompt, *answer.ids][:-1] if asked.get("include_output_tokens") else prompt

@@ -64,6 +64,7 @@ class State:
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
     evaluated: list[tuple[int, float]] = field(default_factory=list)  # the steps, and τ at T = 0
+    gamma: int = 0  # of the chains of that τ; 0: as deep as the draft is trained
     statistics: list[list[float]] = field(default_factory=list)  # sums since the last record
     owed: bool = False  # the evaluation of this step is still to come: SIGTERM was faster
     optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved

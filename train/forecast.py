@@ -22,8 +22,11 @@ def looks(steps: int, every: int) -> list[int]:
     return [math.ceil(share * steps) for share in SHARES]
 
 
-def forecast(points: Sequence[tuple[int, float]], steps: int) -> float | None:
-    """τ after `steps` steps, given held-out τ after some of them; None before there are two.
+def forecast(
+    points: Sequence[tuple[int, float]], steps: int, gamma: float = math.inf
+) -> float | None:
+    """τ of chains of γ tokens after `steps` steps, given held-out τ after some of them; None before
+    there are two. It is between 1 and γ + 1, as any τ.
 
     τ - 1 is taken to be linear in the logarithm of the step, fitted by least squares in which later
     evaluations weigh more, with a normal prior on the slope. docs/notebook/measuring.md has the
@@ -40,4 +43,4 @@ def forecast(points: Sequence[tuple[int, float]], steps: int) -> float | None:
     A = np.concatenate([rows, [[0.0, 1 / (SPREAD * slope)]]])  # the prior is one more observation
     b = np.concatenate([y_P * np.sqrt(weight_P) / NOISE, [1 / SPREAD]])
     (end, _), *_ = np.linalg.lstsq(A, b, rcond=None)
-    return 1 + float(end)
+    return 1 + min(max(float(end), 0.0), float(gamma))

@@ -10,10 +10,18 @@ from specdec.measure.results import ByDepth, HeldOut
 from train.features.source import Source
 
 
-def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Accelerator) -> HeldOut:
-    """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. Rows are spread
-    over the processes; sums are reduced before they are divided. Raises UserError if no answer is
-    long enough to measure τ."""
+def evaluate(
+    model: nn.Module,
+    held_out: Source,
+    rows: int,
+    accelerator: Accelerator,
+    chain: tuple[int, int] | None = None,
+) -> HeldOut:
+    """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. `chain` is the
+    trained depth, up to which α is measured, and the γ of the chains that τ is of; None: both are
+    the trained depth. Rows are spread over the processes; sums are reduced before they are divided.
+    Raises UserError if no response is long enough to measure τ."""
+    depth, gamma = chain or (None, None)
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index
     sums = torch.zeros((), dtype=torch.float64, device=accelerator.device)
@@ -27,18 +35,21 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
         for start, indices in zip(mine, of_starts, strict=True):
             batch = held_out.batch(indices)
             with accelerator.autocast():
-                table = model(batch, measure=True)
+                table = model(batch, measure=True, depth=max(chain) if chain else None)
             real = start is not None  # a surplus forward counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + real * torch.stack([c.sum(0) for c in columns])
             for answer in answers(table, batch) if real else ():
-                both = (answer.greedy, answer.sampled)
+                both = (answer.greedy[:, :gamma], answer.sampled[:, :gamma])
                 walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
     held_out.expect([])
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")
-    count_K, sampled_K, greedy_draft_K, greedy_K = sums.cpu()
-    require(bool(walks[1]), "the held-out answers are too short to measure τ: lower drafter.depth")
+    count_K, sampled_K, greedy_draft_K, greedy_K = sums[:, :depth].cpu()
+    require(
+        bool(walks[1]),
+        "no held-out response has two tokens, so τ cannot be measured: give more data",
+    )
     shares = ((x / count_K.clamp_min(1)).tolist() for x in (sampled_K, greedy_draft_K, greedy_K))
     return HeldOut(
         tau_greedy=float(walks[0] / walks[1]),
@@ -47,4 +58,5 @@ def evaluate(model: nn.Module, held_out: Source, rows: int, accelerator: Acceler
         alpha_greedy=float(greedy_K[0] / count_K[0]),
         by_depth=ByDepth(*shares),
         positions=count_K.long().tolist(),
+        gamma=gamma or len(count_K),
     )

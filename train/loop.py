@@ -118,13 +118,15 @@ class Learner:
     stopped: bool = False  # training stopped early, because nothing got better
     step: int = 0  # steps taken or passed over
     steps: int = 0  # planned for the run, as known by now
+    saved: int = 0  # the step of the newest checkpoint
     passed: int = 0  # tokens in the rows that were passed over
     outlook: str = ""  # the last held-out τ and the forecast for the end, in a few words
 
     def look_ahead(self) -> float | None:
         """Forecast held-out τ at T = 0 at the end (None as long as there is no forecast), and say
         so in `outlook`."""
-        evaluated, expected = self.state.evaluated, forecast(self.state.evaluated, self.steps)
+        evaluated = self.state.evaluated
+        expected = forecast(evaluated, self.steps, self.state.gamma)
         self.outlook = f"  τ {evaluated[-1][1]:.2f}" if evaluated else ""
         self.outlook += f" → {expected:.2f}" if expected else ""
         return expected
@@ -152,6 +154,7 @@ class Learner:
         self.state.statistics = self.statistics.tolist()
         main = self.accelerator.is_main_process
         checkpoint.save(self.folder / "checkpoints", self.model, self.optimizers, self.state, main)
+        self.saved = self.state.step
         self.accelerator.wait_for_everyone()
 
     def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
@@ -171,11 +174,13 @@ def begin(
     run: str,
     accelerator: Accelerator,
     tracker: Tracker,
+    gamma: int,
 ) -> Learner:
     """A draft at the start of its training or, if the run's folder holds a checkpoint, where the
     newest one left it: in float32 bit for bit on as many processes as before, and on another number
-    of them within rounding. `run` is the identity of the run. Raises UserError if no checkpoint can
-    be used, or if the best draft is lost."""
+    of them within rounding. `run` is the identity of the run. Held-out τ is that of chains of
+    `gamma` tokens or, in a continued run, of as many as when it began. Raises UserError if no
+    checkpoint can be used, or if the best draft is lost."""
     drafter = forcing.drafter
     assert isinstance(drafter, Trainable)
     built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
@@ -183,6 +188,15 @@ def begin(
     restored = checkpoint.load(folder / "checkpoints", model, optimizers, accelerator, run)
     state = restored or State()
     state.run = run
+    if state.evaluated:  # else the τ of two steps could not be compared
+        state.gamma = state.gamma or drafter.depth
+    else:
+        state.gamma = gamma
+    if state.gamma != gamma:
+        tell(
+            f"held-out τ stays that of chains of {state.gamma}, as when this run began: drafts "
+            f"are compared by it; the measurement drafts chains of {gamma}"
+        )
     portion = cfg.rows * cfg.accumulate * accelerator.num_processes
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows
     from_main(accelerator, partial(_require_best, folder, state, ended=False))
@@ -202,6 +216,7 @@ def begin(
         portion=portion,
         statistics=statistics,
         stopped=stopped,
+        saved=state.step,
     )
 
 
@@ -326,6 +341,22 @@ def train(
     progress.remove_task(task)
 
 
+@checkpoint_first()
+def finish(learner: Learner, held_out: Source, cfg: LoopConfig, tracker: Tracker) -> None:
+    """Evaluate the draft after the last step, and write a checkpoint, where training ended with
+    another step than was planned for it: with loop.max_tokens, a later round of longer rows has
+    fewer steps left."""
+    state = learner.state
+    if learner.step < state.step:  # a checkpoint of a run that stopped early
+        return
+    if not state.evaluated or state.evaluated[-1][0] != state.step:
+        _evaluate_draft(learner, held_out, cfg, tracker)
+        learner.saved = 0
+    if learner.saved != state.step:
+        state.metrics = tracker.checksum()
+        learner.save_checkpoint()
+
+
 def trained(learner: Learner) -> Training:
     """What training ended with. Raises UserError if the checkpoint's steps read other rows, or if
     the best draft is lost."""
@@ -334,7 +365,8 @@ def trained(learner: Learner) -> Training:
     from_main(accelerator, partial(_require_best, learner.folder, state, ended=True))
     assert state.best is not None
     size, best = (state.step, learner.steps, state.tokens, state.seconds), state.best
-    return Training(*size, best.value, best.figures, learner.stopped)
+    early = learner.stopped and state.step < learner.steps
+    return Training(*size, best.value, best.figures, early)
 
 
 def steps_of(
@@ -369,7 +401,8 @@ def _evaluate_draft(learner: Learner, held_out: Source, cfg: LoopConfig, tracker
     alone = accelerator.num_processes == 1
     try:
         with no_checkpoint_first() if alone else nullcontext():
-            figures = evaluate(learner.model, held_out, cfg.rows, accelerator)
+            chain = learner.forcing.drafter.depth, state.gamma
+            figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain)
     except Terminated:
         if alone:
             state.owed, state.metrics = True, tracker.checksum()

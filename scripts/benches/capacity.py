@@ -49,7 +49,7 @@ def capacity(
         f"{first.drafter}, {tokens:,} training tokens a head, {first.prompts} held-out "
         f"prompts of up to {first.max_new_tokens} new tokens, γ at most "
         f"{max(x.asked[0].way.gamma for x in made.values())}; {first.machine}. Intervals are "
-        "95 % bootstraps over prompts; for c, over timings."
+        "95 % intervals over prompts; for c, over timings."
     )
     rows = []
     for arm, one in made.items():

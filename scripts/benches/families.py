@@ -67,7 +67,7 @@ def families(
     console.print(
         f"{', '.join(f'{n:,}' for n in alike) or 'no'} training tokens a family, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens; {first.machine}. Intervals "
-        "are 95 % bootstraps over prompts; for training tokens/s and c, over timings."
+        "are 95 % intervals over prompts; for training tokens/s and c, over timings."
     )
     alpha = [f"α {v}, depth {k}" for v in ("sampled", "greedy") for k in range(recipe.DEPTHS)]
     tau = [f"τ of {shape}, T = {t}" for shape in ("a chain", "a tree") for t in (0, 1)]

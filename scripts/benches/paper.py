@@ -211,7 +211,7 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
     return [
         f"Target {base.target}, data {base.data}, {base.prompts} held-out prompts of up to "
         f"{base.max_new_tokens} new tokens; drafts trained on {training.tokens:,} tokens of the "
-        f"target's own answers. Machine: {base.machine}. Intervals are 95 % bootstraps over "
+        f"target's own answers. Machine: {base.machine}. Intervals are 95 % intervals over "
         "prompts. The paper's T5-XXL has 11B parameters and runs on a TPU-v4, and its drafts were "
         "well trained. This target is small, so a draft step costs a larger share of its step (c). "
         "Checking several tokens costs more than a plain step (v); the paper takes both as equal.",

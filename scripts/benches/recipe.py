@@ -21,7 +21,7 @@ from specdec.errors import UserError, require
 from specdec.measure.results import FILE, PromptCounts, Results
 from specdec.progress import console
 from specdec.terminal import plain
-from specdec.theory.intervals import Interval, difference_interval, ratio_interval
+from specdec.theory.intervals import Interval, difference_interval, ratio_interval, share_interval
 
 STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
@@ -66,7 +66,7 @@ class Arm:
 
     @property
     def alpha(self) -> Interval:
-        return ratio_interval(*self.sampled())
+        return share_interval(*self.sampled())
 
     @property
     def of_each_seed(self) -> str:
@@ -132,7 +132,7 @@ def trained(
     console.print(
         f"{first.drafter}, {counts} tokens a run, {seeds} seeds, {first.prompts} "
         f"held-out prompts of up to {first.max_new_tokens} new tokens, γ = "
-        f"{first.asked[0].way.gamma}; {first.machine}. Intervals are 95 % bootstraps over "
+        f"{first.asked[0].way.gamma}; {first.machine}. Intervals are 95 % intervals over "
         "prompts, whose counts are added over the seeds."
     )
     best = {

@@ -54,8 +54,9 @@ class Generation:
 
     @property
     def emitted(self) -> int:
-        """Tokens that the rounds committed, before any cut: τ is emitted / rounds, pooled."""
-        return sum(r.accepted + 1 for r in self.rounds)
+        """Tokens of the response that the rounds emitted: all but the first, which prefill emits,
+        and without those beyond the cut. τ is emitted / rounds, pooled."""
+        return max(0, len(self.ids) - 1)
 
 
 # a text, and what its tokens are: "accepted" drafts, "rejected" ones that are not in the answer, or

@@ -12,6 +12,7 @@ from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
 from specdec.sampling.trees import DEEPEST, Chain, Static
 from specdec.targets.parts import Parts
+from specdec.theory.intervals import FEWEST
 
 TREES = ("static", "dynamic", "best_first")
 
@@ -93,10 +94,9 @@ class DecodeConfig:
 
     @property
     def timed_prompts(self) -> int:
-        """How many prompts are timed: whole batches and, since a single one shows no variation, at
-        least three of several prompts; all prompts with a length policy, which looks at the
-        batch."""
-        batches = max(-(-self.timed // self.batch), 3 if self.batch > 1 else 1)
+        """How many prompts are timed: whole batches and, since fewer have no interval, at least
+        `FEWEST` of several prompts; all prompts with a length policy, which looks at the batch."""
+        batches = max(-(-self.timed // self.batch), FEWEST if self.batch > 1 else 1)
         return self.prompts if self.length != "fixed" else min(self.prompts, batches * self.batch)
 
     def chains(self, drafter: Drafter, temperature: float) -> Way:

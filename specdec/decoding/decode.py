@@ -2,8 +2,8 @@
 
 Prefill emits the first token of each row. Then every round drafts, runs the target once over the
 anchors and the drafted tokens, and commits the tokens that the verification rule keeps and one
-more. Plain decoding is a round that drafts nothing. As in serving engines, a round counts in full
-even if the end of an answer cuts off some of its tokens.
+more. Plain decoding is a round that drafts nothing. Tokens that the last round commits beyond the
+end of a response are not part of it, and τ does not count them.
 """
 
 from collections.abc import Sequence

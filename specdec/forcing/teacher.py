@@ -133,10 +133,11 @@ class TeacherForcing(nn.Module):
         moment: Moment | None = None,
         measure: bool = False,
         more: Columns | None = None,
+        depth: int | None = None,
     ) -> tuple[Tensor, Tensor] | Table:
         """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, a `Table`
-        with the columns that `more` computes. Both are computed by `forward`, so that DDP and FSDP
-        see every use of the weights.
+        with the columns that `more` computes, at `depth` depths (None: as many as were trained).
+        Both are computed by `forward`, so that DDP and FSDP see every use of the weights.
 
         `anchors` has those of each row; None takes those of `Batch.anchors`, as `measure` always
         does. The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors'
@@ -147,7 +148,7 @@ class TeacherForcing(nn.Module):
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
         if measure:
-            return self._table(batch, more)
+            return self._table(batch, more, depth)
         depth = self.depth
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen = chosen.rounded().to(batch.mask_BT.device)
@@ -240,8 +241,9 @@ class TeacherForcing(nn.Module):
         cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
         return chunked(part, cut, [], self.objective.chunk)[0]
 
-    def _table(self, batch: Batch, more: Columns | None) -> Table:
-        anchors, chunk = batch.anchors(self.drafter.depth, "token"), self.objective.chunk
+    def _table(self, batch: Batch, more: Columns | None, depth: int | None) -> Table:
+        anchors = batch.anchors(depth or self.drafter.depth, "token")
+        chunk = self.objective.chunk
         copied_NK, hidden_NKD = self._copied(batch, anchors)
         if copied_NK is None:
             hidden_NKD = self._hidden(self.drafter, batch, anchors)
@@ -277,7 +279,9 @@ class TeacherForcing(nn.Module):
             assert isinstance(drafter, Trainable)
             hidden_BAKD = drafter.training_hidden(batch.ctx, at_BA, moment)
         else:
-            hidden_BAKD = drafter.hidden(batch.ctx, at_BA, None)
+            K = anchors.weight_NK.shape[1]
+            deeper = text_after(batch.ctx.ids_BT, at_BA, K - 1) if drafter.depth < K else None
+            hidden_BAKD = drafter.hidden(batch.ctx, at_BA, deeper)
         return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
     def _copied(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:

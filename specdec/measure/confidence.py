@@ -28,7 +28,7 @@ from specdec.sampling.confidence import Calibration, Calibrations, logit
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
-from specdec.theory.intervals import ratio_interval
+from specdec.theory.intervals import share_interval
 from specdec.theory.logistic import minimise
 
 CALIBRATING = 24  # prompts for a calibration
@@ -171,4 +171,4 @@ def _bin(sums: Sequence[Sequence[float]]) -> Bin:
     """A bin, from its sums of weight, confidence and acceptance over the tokens of each answer."""
     weight, c, accepted = zip(*sums, strict=True)
     total = sum(weight)
-    return Bin(sum(c) / max(total, LEAST), ratio_interval(accepted, weight), total)
+    return Bin(sum(c) / max(total, LEAST), share_interval(accepted, weight), total)

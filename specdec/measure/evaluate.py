@@ -6,7 +6,7 @@ at a time, since in float32 a row's tokens do not depend on its batch (in bfloat
 decided differently, as it may between any two passes). So τ and all counts come from many prompts,
 and a speedup combines them with the timed seconds of a round and of a plain step. α is taken over
 the target's own plain text at all positions, and over the decoded text at the anchors where rounds
-started. Intervals are bootstraps over prompts, those of seconds over batches.
+started. Intervals are over prompts, those of seconds over batches (see `theory.intervals`).
 
 Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
 them and is what one process would count: batches, seeds and order are the same. Seconds come from
@@ -62,8 +62,14 @@ from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
-from specdec.theory.alpha import repetition
-from specdec.theory.intervals import Interval, product_interval, ratio_interval
+from specdec.theory.alpha import repeated_ngrams
+from specdec.theory.intervals import (
+    FEWEST,
+    Interval,
+    product_interval,
+    ratio_interval,
+    share_interval,
+)
 from specdec.theory.leviathan import pass_cost
 from specdec.theory.oracle import Oracle, oracle
 
@@ -99,10 +105,11 @@ def evaluate(
     kinds: Sequence[str] = (),
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
-    fastest shape if `cfg.fastest`, and with `subject.also` if there is one. A shape or a length is
-    chosen on the prompts that follow those. `words` are what the user says last in each prompt, for
-    the samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
-    `kinds` names the kind of each prompt; if there are several, each has figures of its own.
+    fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
+    with `subject.also` if there is one. A shape or a length is chosen on the prompts that follow
+    those. `words` are what the user says last in each prompt, for the samples (default: the decoded
+    prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of each
+    prompt; if there are several, each has figures of its own.
     The draft's rounds are appended to the file `log`. All of `ranks` call this with the same
     arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -127,9 +134,15 @@ def evaluate(
     task = progress.add_task("decoding", total=len(asked) * len(cfg.temperatures))
     for temperature in cfg.temperatures:
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
+        repeated = {
+            n
+            for n, choice in enumerate(choices)
+            if any(same_way(choice.way, earlier.way) for earlier in choices[:n])
+        }
+        at_this = [x for n, x in enumerate(zip(ways, choices, strict=True)) if n not in repeated]
         tell = partial(progress.update, task)
-        answers = answers_in_turn(setup, cfg, [c.way for c in choices], asked, together, tell)
-        for (title, each, own), choice, answered in zip(ways, choices, answers, strict=True):
+        answers = answers_in_turn(setup, cfg, [c.way for _, c in at_this], asked, together, tell)
+        for ((title, each, own), choice), answered in zip(at_this, answers, strict=True):
             key = each, repr(choice.way.shape)
             cost = known[key] = known.get(key) or costs(setup, choice.way, asked[0])
             one = _figures(setup, described(title, own, choice.way), choice, answered, cost)
@@ -138,11 +151,14 @@ def evaluate(
                 one.oracle = _oracle(setup, choice.way, cost, learning, answered.rounds)
                 one.samples = _samples(target, answered, words, earlier)
                 one.slices = slices(one.prompts, kinds)
+                one.fastest = bool(repeated)
                 if log is not None and ranks.rank == 0:
                     log_rounds(log, answered.drafted)
             measured[title].append(one)
     progress.remove_task(task)
     for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
+        if not of_way:
+            continue
         chains = Way(each, Chain(of_way[0].way.gamma))
         c_hat, step = ranks.first(partial(operations, target, chains, asked[0]))
         for one in of_way:
@@ -170,6 +186,14 @@ def evaluate(
     if before is not None and before is not target:
         results.shift = shift(before, target, asked, cfg.max_new_tokens, cfg.batch, ranks)
     return results
+
+
+def same_way(one: Way, other: Way) -> bool:
+    """Whether two ways draft the same tokens and judge them alike, so that one measurement is that
+    of both. Length policies learn, so two of them are never the same."""
+    fixed = one.length is other.length is None
+    how = [(w.sampler, w.rule, w.greedy_draft, w.compiled, repr(w.shape)) for w in (one, other)]
+    return fixed and one.drafter is other.drafter and how[0] == how[1]
 
 
 def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
@@ -204,22 +228,18 @@ def _figures(
     """What was counted and timed in one way of decoding."""
     gamma, depths, rounds = way.gamma, range(way.gamma), answered.rounds
 
-    def share(
-        one: Callable[[Round], float], of: Callable[[Round], float] = lambda r: 1
-    ) -> Interval:
-        """Σ `one` / Σ `of` over all rounds, bootstrapped over prompts."""
-        numerators, denominators = (
-            [sum(map(x, g.rounds)) for g in answered.drafted] for x in (one, of)
-        )
-        return ratio_interval(numerators, denominators)
+    def of_prompts(count: Callable[[Round], float]) -> list[float]:
+        """The sum of a count over the rounds of each prompt."""
+        return [sum(map(count, g.rounds)) for g in answered.drafted]
 
     def accepted(k: int, of_tested: bool = False) -> Interval:
         """The share of rounds that accepted depth k: of all, or of those that tested it."""
-        return share(lambda r: r.accepted > k, lambda r: r.tested > k or not of_tested)
+        tested = of_prompts(lambda r: r.tested > k or not of_tested)
+        return share_interval(of_prompts(lambda r: r.accepted > k), tested)
 
     plain_step = answered.plain_seconds, answered.plain_tokens
     a_round = answered.row_rounds, answered.round_seconds
-    kept = [len(g.ids) - 1 for g in answered.drafted], [len(g.rounds) for g in answered.drafted]
+    kept = [g.emitted for g in answered.drafted], [len(g.rounds) for g in answered.drafted]
     timed_speedup = ratio_interval(answered.plain_seconds, answered.seconds)
     if answered.timed < len(answered.drafted):
         speedup = product_interval([kept], [plain_step, a_round])
@@ -227,25 +247,23 @@ def _figures(
     else:
         speedup = timed_speedup
         tokens_per_second = ratio_interval(answered.plain_tokens, answered.seconds)
-    if len(answered.seconds) < 2:  # the counts alone would make too narrow an interval
+    if len(answered.seconds) < FEWEST:  # the counts alone would make too narrow an interval
         speedup = speedup.without_interval()
         tokens_per_second = tokens_per_second.without_interval()
     same = sum(p.ids == d.ids for p, d in zip(answered.plain, answered.drafted, strict=True))
     return Measured(
         way=way,
-        tau=share(lambda r: r.accepted + 1),
+        tau=ratio_interval(*kept).within(1, gamma + 1),
         speedup=speedup,
         timed_speedup=timed_speedup,
         tokens_per_second=tokens_per_second,
         plain_tokens_per_second=ratio_interval(answered.plain_tokens, answered.plain_seconds),
         rounds=len(rounds),
-        drafted_per_round=share(lambda r: r.nodes),
+        drafted_per_round=ratio_interval(of_prompts(lambda r: r.nodes), kept[1]),
         accepted_lengths=[sum(r.accepted == n for r in rounds) for n in range(gamma + 1)],
         drafted=[sum(r.drafted > k for r in rounds) for k in depths],
         accepted=[sum(r.accepted > k for r in rounds) for k in depths],
-        repetition=ratio_interval(
-            [repetition(g.ids) for g in answered.plain], [1] * len(answered.plain)
-        ),
+        repetition=share_interval(*zip(*(repeated_ngrams(g.ids) for g in answered.plain))),
         costs=cost,
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
@@ -283,7 +301,8 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     one.confidence = reliability(beliefs) if beliefs else []
     one.calibrated = reliability(beliefs, calibration) if beliefs and calibration else []
     one.prompts = [
-        prompt_counts(t, g, gamma, greedy) for t, g in zip(every, answered.drafted, strict=True)
+        prompt_counts(text, plain, drafted, gamma, greedy)
+        for text, plain, drafted in zip(every, answered.plain, answered.drafted, strict=True)
     ]
 
 
@@ -298,8 +317,8 @@ def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Sl
         return Slice(
             len(some),
             ratio_interval([c.emitted for c in some], [c.rounds for c in some]),
-            ratio_interval([c.sampled[0] for c in some], positions),
-            ratio_interval([c.greedy[0] for c in some], positions),
+            share_interval([c.sampled[0] for c in some], positions),
+            share_interval([c.greedy[0] for c in some], positions),
         )
 
     return {kind: slice_of(of_kind[kind]) for kind in sorted(of_kind) if len(of_kind) > 1}

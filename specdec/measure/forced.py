@@ -20,7 +20,7 @@ from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import sample
 from specdec.targets.base import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
-from specdec.theory.intervals import Interval, ratio_interval
+from specdec.theory.intervals import Interval, ratio_interval, share_interval
 from specdec.theory.leviathan import lenient_alpha, lk_divergence, non_iterative_alpha
 
 LENIENCES = (1.0, 0.5, 0.3, 0.1)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
@@ -135,7 +135,12 @@ def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
-    """The pooled mean of columns [T], one per answer."""
+    """The pooled mean of columns [T] of probabilities, one column per answer."""
+    return share_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
+
+
+def mean_count(columns: Sequence[Tensor]) -> Interval:
+    """The pooled mean of columns [T] of positive numbers, one column per answer."""
     return ratio_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
 
 
@@ -159,16 +164,20 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
         Lenient(factor, lenient(i, every), lenient(i, visited))
         for i, factor in enumerate(LENIENCES)
     ]
-    rejection = mean([expected_tokens(r.clamp_max(1)) for r in ratios])
-    block = mean([block_expected_tokens(r) for r in ratios])
+    rejection = mean_count([expected_tokens(r.clamp_max(1)) for r in ratios])
+    block = mean_count([block_expected_tokens(r) for r in ratios])
     non_iterative = mean([text.measured.non_iterative[text.anchors, 0] for text in every])
     return Foreseen(by_depth(divergences), by_lenience, rejection, block, non_iterative)
 
 
-def prompt_counts(every: Text, answer: Generation, gamma: int, greedy: bool) -> PromptCounts:
+def prompt_counts(
+    every: Text, plain: Generation, answer: Generation, gamma: int, greedy: bool
+) -> PromptCounts:
+    """The counts of a prompt, from what was measured along its plain answer and from its rounds."""
     alpha = every.measured.alpha
     by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
     sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
-    walked = predicted_rounds(by_anchor[greedy][:, :gamma])
+    along_TK = (alpha.sampled, alpha.greedy)[greedy]
+    walked = predicted_rounds(along_TK[: plain.emitted, :gamma])
     return PromptCounts(answer.emitted, len(answer.rounds), positions, sampled, same, walked)

@@ -12,7 +12,7 @@ from specdec.files import read_record, write_json
 from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
 from specdec.measure.machine import Machine
-from specdec.theory.intervals import Interval
+from specdec.theory.intervals import FEWEST, Interval
 from specdec.theory.oracle import Oracle
 
 FILE = "results.json"
@@ -188,6 +188,7 @@ class Measured:
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
+    fastest: bool = False  # whether the shape expected to be fastest is this one
 
     @property
     def alpha(self) -> Forced:
@@ -209,7 +210,8 @@ class ByDepth:
 @dataclass
 class HeldOut:
     """Held-out figures by teacher forcing. `tau_*`: tokens per pass of a decoder that walks the
-    texts; `alpha_*`: α at depth 0 over all positions; `positions`: their number by depth."""
+    texts with chains of `gamma` tokens (0: as many as the draft was trained for); `alpha_*`: α
+    at depth 0 over all positions; `positions`: their number by depth."""
 
     tau_greedy: float
     tau_sampled: float
@@ -217,6 +219,7 @@ class HeldOut:
     alpha_greedy: float
     by_depth: ByDepth
     positions: list[int]
+    gamma: int = 0
 
 
 @dataclass
@@ -349,15 +352,19 @@ class Results:
 
     @property
     def without_interval(self) -> str:
-        """Why τ has no interval, in words; empty if several prompts were measured."""
-        return "" if self.prompts > 1 else "measured on 1 prompt: no interval"
+        """Why τ has no interval, in words; empty if `FEWEST` prompts or more were measured."""
+        prompts = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        return "" if self.prompts >= FEWEST else f"measured on {prompts}: no interval"
 
     @property
     def times_without_interval(self) -> str:
         """The same for speedups and tokens/s, which come from whole batches."""
         timed = self.timed_prompts
-        if self.prompts > 1 and timed <= self.batch:
-            prompts = "1 prompt" if timed == 1 else f"1 batch of {timed} prompts"
+        batches = -(-timed // self.batch)
+        if self.prompts >= FEWEST and batches < FEWEST:
+            prompts = "1 prompt" if timed == 1 else f"{timed} prompts"
+            if self.batch > 1:
+                prompts = f"{batches} batch{'es' * (batches > 1)} of {self.batch} prompts"
             return f"timed on {prompts}: no interval"
         return self.without_interval
 

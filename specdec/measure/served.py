@@ -1,8 +1,10 @@
 """A draft in a serving engine: acceptance by position, τ and tokens/s, beside plain serving.
 
-All figures are the engine's own. Acceptance comes from vLLM's counters of speculation, read before
-and after each answer, so nobody else may use the engine meanwhile. Prompts are answered one at a
-time, in turn with and without drafts.
+All figures are the engine's own. Acceptance comes from the figures that vLLM 0.32 gives with each
+response (`metrics.speculative_decoding`, with --per-request-spec-decode-metrics) or, without them,
+from its counters of speculation, read before and after each response, so that nobody else may use
+the engine meanwhile. Prompts are answered one at a time, in turn with and without drafts. τ counts
+the tokens of the responses, without those that a round accepts beyond their end.
 """
 
 import re
@@ -29,7 +31,12 @@ from specdec.errors import UserError, require
 from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
 from specdec.targets.parts import Parts
-from specdec.theory.intervals import Interval, ratio_interval
+from specdec.theory.intervals import (
+    Interval,
+    product_interval,
+    ratio_interval,
+    share_interval,
+)
 
 FILE = "served.json"  # in the folder of an evaluation
 COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
@@ -40,7 +47,7 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 @dataclass(frozen=True)
 class Reply:
     """An answer, the seconds that it took with its prefill, the rounds that were drafted for it,
-    and how many of these accepted each position."""
+    and how many of these accepted each position, beyond the end of the answer too."""
 
     ids: list[int]
     seconds: float
@@ -55,7 +62,7 @@ class ServedAt:
 
     temperature: float
     rounds: int
-    tau: Interval  # tokens per pass of the target
+    tau: Interval  # tokens of the responses per pass of the target
     accepted: list[Interval]  # the share of rounds that accepted each position and all before it
     tokens_per_second: Interval
     plain_tokens_per_second: Interval | None = None
@@ -138,9 +145,35 @@ class Engine:
         )
         if not self.speculates:
             return Reply(ids, seconds)
+        if (own := self._figures_of(reply, len(ids))) is not None:
+            return Reply(ids, seconds, *own)
         counted = self._counted(before, len(ids))
         names = [f"accepted_tokens_per_pos/{k}" for k in range(1 + _deepest(counted))]
         return Reply(ids, seconds, counted["drafts"], tuple(counted[name] for name in names))
+
+    def _figures_of(self, reply: Any, length: int) -> tuple[int, tuple[int, ...]] | None:
+        """The rounds of this response of `length` tokens, and how many accepted each position, from
+        the figures that vLLM gives with it; None if it gives none."""
+        metrics = reply.get("metrics")
+        figures = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        if figures is None:
+            return None
+        try:
+            by_accepted = [int(count) for count in figures["acceptance_histogram"]]
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(
+                f"{self.server.url} gives figures of speculation without an acceptance_histogram: "
+                "serve without --per-request-spec-decode-metrics, so that its counters are read"
+            ) from error
+        committed = 1 + sum((1 + n) * count for n, count in enumerate(by_accepted))
+        # the rounds while a long prompt is read emit nothing, so there may be more than these
+        require(
+            committed >= length,
+            f"{self.server.url} says that its rounds made {committed} tokens for a response of "
+            f"{length}: its figures do not fit its responses",
+        )
+        positions = range(1, len(by_accepted))
+        return sum(by_accepted), tuple(sum(by_accepted[k:]) for k in positions)
 
     def _counted(self, before: Counter[str], length: int) -> Counter[str]:
         """What was counted for an answer of this many tokens, once all of it is: one from prefill
@@ -220,7 +253,7 @@ def figures(
     """The figures of answers with drafts, and of plain ones to the same prompts."""
     rounds = [reply.rounds for reply in drafted]
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
-    tokens = [n + sum(reply.accepted) for n, reply in zip(rounds, drafted, strict=True)]
+    tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first
 
     def speed(replies: Sequence[Reply]) -> Interval:
         return ratio_interval([len(r.ids) for r in replies], [r.seconds for r in replies])
@@ -229,13 +262,15 @@ def figures(
         temperature=temperature,
         rounds=sum(rounds),
         tau=ratio_interval(tokens, rounds),
-        accepted=[ratio_interval(counts, rounds) for counts in by_position],
+        accepted=[share_interval(counts, rounds) for counts in by_position],
         tokens_per_second=speed(drafted),
     )
     if plain is None:
         return at
-    per_token, plain_per_token = ([r.seconds / len(r.ids) for r in x] for x in (drafted, plain))
+    lengths, plain_lengths = ([len(r.ids) for r in x] for x in (drafted, plain))
+    seconds, plain_seconds = ([r.seconds for r in x] for x in (drafted, plain))
     same = sum(a.ids == b.ids for a, b in zip(drafted, plain, strict=True))
     beside = {"plain_tokens_per_second": speed(plain), "identical": same}
-    beside["speedup"] = ratio_interval(plain_per_token, per_token)
+    # the one speed over the other: each prompt has both
+    beside["speedup"] = product_interval([(lengths, seconds), (plain_seconds, plain_lengths)])
     return ServedAt(**{**vars(at), **beside})

@@ -10,7 +10,7 @@ from specdec.forcing.pairs import kl_divergence
 from specdec.measure.results import Shift
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.base import Target
-from specdec.theory.intervals import ratio_interval
+from specdec.theory.intervals import ratio_interval, share_interval
 
 
 def shift(
@@ -41,4 +41,4 @@ def shift(
 
     batches = ranks.shared(range(0, len(prompts), batch), moved)
     kl, counts, same = map(list, zip(*(answer for of in batches for answer in of), strict=True))
-    return Shift(original.name, ratio_interval(kl, counts), ratio_interval(same, [1] * len(same)))
+    return Shift(original.name, ratio_interval(kl, counts), share_interval(same, [1] * len(same)))

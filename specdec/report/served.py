@@ -42,8 +42,9 @@ def page(served: Served, promised: Results | None) -> str:
         f"These are the figures of {served.engine}{beside}, not of Draftsmith's decoder. "
         f"{served.prompts} {served.origin} were answered one at a time, with at most "
         f"{served.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
-        "of a position is the share of rounds that accepted it and all before it. Intervals "
-        "are 95 % bootstraps over prompts. An engine does not say which draft it loaded.",
+        "of a position is the share of rounds that accepted it and all before it, also beyond the "
+        "end of a response; τ counts the tokens of the responses. Brackets "
+        "are 95 % intervals over prompts. An engine does not say which draft it loaded.",
         table("", columns, rows),
     ]
     if promised is not None and told:
@@ -80,6 +81,8 @@ def _compared(at: ServedAt, ours: Measured) -> str:
             f"{where} the engine drafts {len(at.accepted)} tokens and the report {ours.way.gamma}: "
             "compare the positions, not τ."
         )
+    if not (at.tau.claims and ours.tau.claims):
+        return f"{where} there are too few prompts to compare the two τ."
     if at.tau.low <= ours.tau.high and ours.tau.low <= at.tau.high:
         return f"{where} the two intervals of τ overlap."
     return (

@@ -7,7 +7,9 @@ from pathlib import Path
 from specdec.measure.results import Measured, Results, Training
 from specdec.report import first, theory
 from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
+from specdec.theory.intervals import FEWEST
 
+FASTEST = ", also the topology expected to be fastest"
 VARIANTS = {
     "sampled": "sampled, Σ min(p, q)",
     "greedy_draft": "greedy-draft, p(argmax q)",
@@ -54,11 +56,12 @@ def _setting(results: Results) -> str:
         ats = zip(shapes, results.asked, strict=True)
         drafted = ", ".join(f"{shape} at T = {one.way.temperature:g}" for shape, one in ats)
     batches = ", or over batches for times" * (results.batch > 1)
-    intervals = f"Intervals are 95 % bootstraps over prompts{batches}."
+    intervals = f"Brackets are 95 % intervals over prompts{batches}."
     prompts = results.origin
     if results.prompts == 1:
         prompts = prompts.replace("prompts", "prompt", 1)
-        intervals = "A single prompt shows no variation, so there are no intervals over prompts."
+    if results.prompts < FEWEST:
+        intervals = f"Fewer than {FEWEST} prompts have no intervals."
     return (
         f"{results.prompts} {prompts} ({results.data}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
@@ -135,7 +138,7 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
         same = f"{one.identical} of {results.prompts}{why}"
     at_most = way.drafter != results.drafter and way.length == "fixed"
     rows = {
-        "drafts": way.shape + " at most" * at_most,
+        "drafts": way.shape + " at most" * at_most + FASTEST * one.fastest,
         "**speedup over plain decoding**": claimed(
             one.speedup.text(2), results.times_without_interval
         ),
@@ -294,7 +297,8 @@ def _training(results: Results) -> list[str]:
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
         f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
-        f"{held_out.tau_sampled:.3f} (sampled), over {held_out.positions[0]:,} positions.",
+        f"{held_out.tau_sampled:.3f} (sampled){_of_chains(held_out.gamma)}, over "
+        f"{held_out.positions[0]:,} positions.",
         selection(training),
     ]
 
@@ -311,3 +315,8 @@ def selection(training: Training) -> str:
         "so their figures are slightly too high: fewer than 24 conversations are held out, or "
         "data.validation=0."
     )
+
+
+def _of_chains(gamma: int) -> str:
+    """What a held-out τ is of, where that is known."""
+    return f" in chains of γ = {gamma}" if gamma else ""

@@ -1,8 +1,9 @@
 """The verdict on a draft: in which way to serve the target at each temperature, in words and by
 which commands.
 
-A way gains something if the interval of its speedup over plain decoding lies above 1. The fastest
-of those that gain is served. A speedup without an interval claims nothing.
+A way gains something if the interval of its speedup over plain decoding lies above 1, and nothing
+if it lies below. The fastest of those that gain is served. An interval that contains 1 shows
+neither, and a speedup without an interval claims nothing.
 """
 
 import json
@@ -24,6 +25,7 @@ class Choice:
     temperature: float
     served: Measured | None  # the fastest way that gains something; None: the target alone
     unclaimed: str = ""  # why nothing is claimed
+    undecided: Measured | None = None  # nothing gains, but the interval of this way contains 1
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,15 @@ def gains(results: Results) -> bool:
 
 def _choice(results: Results, temperature: float) -> Choice:
     ways = [one for one in results.measured if one.way.temperature == temperature]
-    claiming = [one for one in ways if one.speedup.low < one.speedup.high]
+    claiming = [one for one in ways if one.speedup.claims]
     if results.times_without_interval or not claiming:
         return Choice(temperature, None, results.times_without_interval or "no interval")
     gaining = [one for one in claiming if one.speedup.low > 1]
-    return Choice(temperature, max(gaining, key=lambda one: one.speedup.value, default=None))
+    if gaining:
+        return Choice(temperature, max(gaining, key=lambda one: one.speedup.value))
+    open_ = [one for one in claiming if one.speedup.high >= 1]
+    undecided = max(open_, key=lambda one: one.speedup.value, default=None)
+    return Choice(temperature, None, undecided=undecided)
 
 
 def named(way: Described, results: Results) -> str:
@@ -66,20 +72,28 @@ def sentence(results: Results) -> str:
     """The verdict in a sentence, with another for whatever restricts it."""
     choice = choices(results)
     served = [c.served for c in choice if c.served]
-    idle = [f"T = {c.temperature:g}" for c in choice if not (c.served or c.unclaimed)]
+    idle = [
+        f"T = {c.temperature:g}" for c in choice if not (c.served or c.unclaimed or c.undecided)
+    ]
+    undecided = [one for c in choice if (one := c.undecided)]
     silent = [f"T = {c.temperature:g}" for c in choice if c.unclaimed]
     parts = [f"with {_gain(ways, results)}" for ways in _by_name(served, results).values()]
     if idle:
         parts.append(f"at {' and '.join(idle)} nothing is gained")
+    for one in undecided:
+        parts.append(
+            f"at T = {one.way.temperature:g} no gain is shown ({_article(one.way, results)}: "
+            f"{_times(one)})"
+        )
     if silent:
         why = next(c.unclaimed for c in choice if c.unclaimed)
         parts.append(f"nothing can be claimed at {' and '.join(silent)} ({why})")
     said = "; ".join(parts)
     if served:
         said = f"Serve it {said}"
-    elif idle:
+    elif idle or undecided:
         said = f"Serve the target alone: {said}"
-    if served or idle:
+    if served or idle or undecided:
         where = "one prompt at a time" if results.batch == 1 else f"at batch {results.batch}"
         said += f" (measured {where})"
     said = f"{said[0].upper()}{said[1:]}."
@@ -176,7 +190,10 @@ def _vllm(results: Results) -> list[Command]:
     if layout is None or not layout.served or not chains:
         return []
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
-    alike = {one.way.temperature: one for one in chains if one.way.gamma == gamma}
+    alike: dict[float, Measured] = {}
+    for one in chains:
+        if one.way.gamma == gamma:  # the first is the one that was asked for
+            alike.setdefault(one.way.temperature, one)
     here = ", ".join(f"{_times(one)} at T = {t:g}" for t, one in alike.items())
     settings = {"method": layout.method, "model": EXPORT, "num_speculative_tokens": gamma}
     settings |= {"parallel_drafting": True} if layout.parallel else {}

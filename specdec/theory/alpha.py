@@ -132,7 +132,8 @@ def visits(alpha_TK: Tensor) -> Tensor:
     return torch.tensor(visit[:T], dtype=torch.float64)
 
 
-def repetition(ids: Sequence[int], n: int = 4) -> float:
-    """Share of n-grams in `ids` that occurred earlier in it: small targets loop at T = 0."""
+def repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
+    """How many n-grams of `ids` occurred earlier in it, and how many it has: small targets loop at
+    T = 0."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+    return len(grams) - len(set(grams)), len(grams)

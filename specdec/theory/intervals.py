@@ -1,29 +1,64 @@
-"""Measured figures with their intervals: 95 % percentile bootstraps of whole prompts (or timings),
-never of single positions, because the positions of one prompt are not independent."""
+"""Measured figures with their 95 % intervals. Observations are whole prompts (or timed batches),
+never single positions, because the positions of one prompt are not independent.
 
+The intervals hold at small n and for skewed data (`scripts/bench coverage` simulates this). A ratio
+of totals R = Σy / Σx is studentised on a scale g that suits it: the logarithm for ratios of
+positive totals, the logit for shares, and R itself for differences. With
+the influence of an observation, e_i = g'(R) n (y_i - R x_i) / Σx, and its leverage h_i = x_i / Σx,
+the interval is
+
+    g(R) ± t s,    s² = Σ (e_i / (1 - h_i))² / n²
+
+where the leverage correction is that of HC3 (MacKinnon and White 1985, Journal of Econometrics 29)
+and t is Student's quantile with 1 / Σ h_i² - 1 degrees of freedom, since a few long prompts count
+for most of a total. On the side to which the data are skewed, the interval is longer by the first
+term of the Edgeworth expansion of a studentised mean, skewness (2 z² + 1) s / (6 √n) (Hall 1992,
+The Bootstrap and Edgeworth Expansion, Section 2.6). Fewer than `FEWEST` observations have no
+interval, and nothing is claimed from them.
+"""
+
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
-LEVEL, RESAMPLES = 0.95, 2000
+LEVEL = 0.95
+FEWEST = 3  # observations behind an interval
+FEWEST_TIMINGS = 6  # behind that of a median: of 5, all lie on one side of it in 6 % of cases
+NORMAL = 1.959964  # the normal quantile z of `LEVEL`
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A figure with its interval, and the number `n` of observations behind it."""
+    """A figure with its interval, and the number `n` of observations or positions behind it. The
+    interval has no width, and claims nothing, where the observations are too few or all alike."""
 
     value: float
     low: float
     high: float
     n: int
 
+    @property
+    def claims(self) -> bool:
+        """Whether there is an interval from which something can be claimed."""
+        return self.low < self.high
+
     def text(self, digits: int = 3) -> str:
         """`0.403 [0.338, 0.467]`; only the figure if the interval has no width."""
         value = f"{self.value:.{digits}f}"
-        if self.low == self.high:
+        if not self.claims:
             return value
         return f"{value} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def within(self, least: float, most: float) -> "Interval":
+        """The interval without what lies outside the figure's possible values."""
+        if not self.claims:
+            return self
+        low, high = max(self.low, min(least, self.value)), min(self.high, max(most, self.value))
+        return replace(self, low=low, high=high)
 
     def without_interval(self) -> "Interval":
         """The figure without its interval."""
@@ -33,23 +68,57 @@ class Interval:
         return self.text()
 
 
-def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0
-) -> Interval:
-    """The pooled ratio Σ numerators / Σ denominators, with one entry per prompt; `n` is Σ
-    denominators, rounded. Prompts whose denominator is 0 are left out; without others all is 0."""
-    num, den = np.asarray(numerators, float), np.asarray(denominators, float)
-    num, den = num[den > 0], den[den > 0]
-    return _bootstrap(
-        lambda at: num[at].sum(-1) / den[at].sum(-1), len(den), round(den.sum()), seed
-    )
+class Scale(NamedTuple):
+    """A scale g on which a ratio is studentised; figures outside `lowest` … `highest` have none."""
+
+    g: Callable[[float], float]
+    slope: Callable[[float], float]
+    inverse: Callable[[float], float]
+    lowest: float
+    highest: float
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 700.0))
+
+
+LOG = Scale(math.log, lambda r: 1 / r, _exp, 0.0, math.inf)
+LOGIT = Scale(
+    g=lambda r: math.log(r / (1 - r)),
+    slope=lambda r: 1 / (r * (1 - r)),
+    inverse=lambda x: 1 / (1 + _exp(-x)),
+    lowest=0.0,
+    highest=1.0,
+)
+PLAIN = Scale(lambda r: r, lambda r: 1.0, lambda x: x, -math.inf, math.inf)
+
+
+class Spread(NamedTuple):
+    """How far an estimate may be from the truth: its variance, its third cumulant (of which the
+    sign says to which side the data are skewed), and the degrees of freedom of the variance."""
+
+    variance: float
+    cumulant: float
+    freedom: float
+
+
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
+    """The pooled ratio Σ numerators / Σ denominators of positive totals, with one entry per prompt;
+    `n` is Σ denominators, rounded. Prompts whose denominator is 0 are left out; without others all
+    is 0."""
+    return _pooled(numerators, denominators, LOG)
+
+
+def share_interval(counted: Sequence[float], of: Sequence[float]) -> Interval:
+    """The pooled share Σ counted / Σ of, between 0 and 1, as `ratio_interval` takes them."""
+    return _pooled(counted, of, LOGIT)
 
 
 def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
     """The product of pooled ratios Σ numerators / Σ denominators. The ratios of a group belong to
-    the same observations, which are resampled together, and groups are resampled on their own: so
-    counts of many prompts can be combined with timings of few. Observations of a group in which a
-    denominator is 0 are left out; `n` counts those of the first group. Without any, all is 0."""
+    the same observations, and groups to different ones: so counts of many prompts can be combined
+    with timings of few. Observations of a group in which a denominator is 0 are left out; `n`
+    counts those of the first group. Without any, all is 0."""
     sides = []
     for group in groups:
         columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [R, 2, n]
@@ -57,19 +126,14 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
     sizes = [columns.shape[-1] for columns in sides]
     if 0 in sizes:
         return Interval(0.0, 0.0, 0.0, 0)
-
-    def figure(columns: np.ndarray, at: np.ndarray) -> np.ndarray:
-        sums = columns[..., at].sum(-1)
-        products: np.ndarray = (sums[:, 0] / sums[:, 1]).prod(0)
-        return products
-
-    random = np.random.default_rng(0)
-    resampled = np.ones(RESAMPLES)
-    for columns, size in zip(sides, sizes, strict=True):
-        resampled = resampled * figure(columns, random.integers(0, size, (RESAMPLES, size)))
-    low, high = np.quantile(resampled, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    value = np.prod([figure(columns, np.arange(size)) for columns, size in zip(sides, sizes)])
-    return Interval(float(value), float(low), float(high), sizes[0])
+    value, spreads = 1.0, []
+    for columns in sides:
+        ratios = columns[:, 0].sum(-1) / columns[:, 1].sum(-1)
+        value *= float(ratios.prod())
+        if value <= 0:
+            return Interval(value, value, value, sizes[0])
+        spreads.append(_spread(columns, [1 / r for r in ratios]))
+    return _interval(value, spreads, min(sizes), sizes[0], LOG)
 
 
 def difference_interval(
@@ -78,33 +142,110 @@ def difference_interval(
 ) -> Interval:
     """Σ / Σ of ours minus Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
     the same order; `n` counts the prompts. Pairing removes the variation that both share."""
-    columns = [np.asarray(x, float) for x in (*ours, *theirs)]
-    kept = (columns[1] > 0) & (columns[3] > 0)
-    a, b, c, d = (x[kept] for x in columns)
-
-    def figure(at: np.ndarray) -> np.ndarray:
-        differences: np.ndarray = a[at].sum(-1) / b[at].sum(-1) - c[at].sum(-1) / d[at].sum(-1)
-        return differences
-
-    return _bootstrap(figure, len(a), len(a))
+    columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in (ours, theirs)])
+    columns = columns[:, :, (columns[:, 1] > 0).all(0)]
+    n = columns.shape[-1]
+    if n == 0:
+        return Interval(0.0, 0.0, 0.0, 0)
+    ours_R, theirs_R = columns[:, 0].sum(-1) / columns[:, 1].sum(-1)
+    return _interval(float(ours_R - theirs_R), [_spread(columns, [1, -1])], n, n, PLAIN)
 
 
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:
-    """The median of `values`, divided by the median of `per` if given. Entries i of the two were
-    timed in the same repetition; `n` counts the repetitions."""
-    over = np.asarray(values, float)
-    under = np.ones_like(over) if per is None else np.asarray(per, float)
+    """The median of positive `values`, divided by the median of `per` if given. Entries i of the
+    two were timed in the same repetition; `n` counts the repetitions.
+
+    The interval of a median lies between two order statistics (binomial, exact for any
+    distribution); fewer than `FEWEST_TIMINGS` have none. Those of two medians are combined on
+    their logarithms (Zou and Donner 2008, Statistics in Medicine 27), as if they were independent:
+    what the two share in a repetition makes the interval too wide, never too narrow."""
+    over = np.sort(np.asarray(values, float))
     n = len(over)
-    return _bootstrap(lambda at: np.median(over[at], -1) / np.median(under[at], -1), n, n)
+    if n == 0:
+        return Interval(0.0, 0.0, 0.0, 0)
+    value = float(np.median(over))
+    if per is not None:
+        under = np.sort(np.asarray(per, float))
+        value /= float(np.median(under))
+    if n < FEWEST_TIMINGS or value <= 0 or over[0] <= 0:
+        return Interval(value, value, value, n)
+    cut = _order(n)
+    below, above = np.log(np.median(over) / over[cut]), np.log(over[-1 - cut] / np.median(over))
+    if per is not None:
+        middle = np.median(under)
+        down, up = np.log(middle / under[cut]), np.log(under[-1 - cut] / middle)
+        below, above = np.hypot(below, up), np.hypot(above, down)
+    return Interval(value, value * math.exp(-below), value * math.exp(above), n)
 
 
-def _bootstrap(
-    figure: Callable[[np.ndarray], np.ndarray], count: int, n: int, seed: int = 0
-) -> Interval:
-    """The figure of all `count` observations, with quantiles of its resamples as the interval.
-    `figure` gets the indices [..., count] of the observations to use."""
+def _pooled(numerators: Sequence[float], denominators: Sequence[float], scale: Scale) -> Interval:
+    columns = np.array([np.asarray(numerators, float), np.asarray(denominators, float)])
+    columns = columns[:, columns[1] > 0]
+    count = columns.shape[-1]
     if count == 0:
         return Interval(0.0, 0.0, 0.0, 0)
-    index = np.random.default_rng(seed).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile(figure(index), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Interval(float(figure(np.arange(count))), float(low), float(high), n)
+    total = float(columns[1].sum())
+    value = float(columns[0].sum()) / total
+    if not scale.lowest < value < scale.highest:
+        return Interval(value, value, value, round(total))
+    spread = _spread(columns[None], [scale.slope(value)])
+    return _interval(value, [spread], count, round(total), scale)
+
+
+def _spread(columns_R2n: np.ndarray, slopes: Sequence[float]) -> Spread:
+    """That of Σ slope · ratio over R ratios of the same n observations."""
+    n = columns_R2n.shape[-1]
+    if n < 2:
+        return Spread(0.0, 0.0, 1.0)
+    influence, leverage, freedom = np.zeros(n), np.zeros(n), math.inf
+    for (y, x), slope in zip(columns_R2n, slopes, strict=True):
+        share = x / x.sum()
+        influence += slope * n * (y - y.sum() / x.sum() * x) / x.sum()
+        leverage = np.maximum(leverage, share)
+        freedom = min(freedom, 1 / float((share**2).sum()) - 1)
+    if np.abs(influence).max() < 1e-12 * sum(map(abs, slopes)) * n:
+        influence[:] = 0  # all alike but for rounding
+    influence /= np.maximum(1 - leverage, 1e-9)
+    skewed = n * float((influence**3).sum()) / ((n - 1) * (n - 2)) if n > 2 else 0.0
+    return Spread(float((influence**2).sum()) / n**2, skewed / n**2, max(1.0, freedom))
+
+
+def _interval(
+    value: float, spreads: Sequence[Spread], fewest: int, n: int, scale: Scale
+) -> Interval:
+    """The interval of a figure that depends on independent groups, the smallest of `fewest`
+    observations; `n` is what the interval reports. Degrees of freedom are Welch's."""
+    variance = sum(s.variance for s in spreads)
+    if fewest < FEWEST or variance <= 0:
+        return Interval(value, value, value, n)
+    freedom = variance**2 / sum(s.variance**2 / s.freedom for s in spreads)
+    reach = _student(round(min(freedom, 1000.0), 2)) * math.sqrt(variance)
+    cumulant = sum(s.cumulant for s in spreads)
+    longer = cumulant * (1 + 2 * NORMAL**2) / (6 * variance)
+    low = scale.g(value) - reach + min(0.0, longer)
+    high = scale.g(value) + reach + max(0.0, longer)
+    return Interval(value, scale.inverse(low), scale.inverse(high), n)
+
+
+@cache
+def _student(freedom: float) -> float:
+    """Student's quantile of `LEVEL`, two-sided, for any number of degrees of freedom from 1. With
+    t = √ν tan θ, its density is proportional to cos^(ν - 1) θ."""
+    angle = np.linspace(0, math.pi / 2, 40_001)
+    density = np.cos(angle) ** (freedom - 1)
+    below = np.concatenate([[0], ((density[1:] + density[:-1]) / 2).cumsum()])
+    at = np.interp(LEVEL * below[-1], below, angle)
+    return math.sqrt(freedom) * math.tan(at)
+
+
+@cache
+def _order(n: int) -> int:
+    """The largest k for which the median lies between the order statistics k and n - 1 - k (from 0)
+    with a probability of `LEVEL`, from 0 up (n = 6: 96.9 %)."""
+    tail, k = 0.5**n, 0
+    for j in range(1, n // 2):
+        tail += math.comb(n, j) * 0.5**n
+        if 2 * tail > 1 - LEVEL:
+            break
+        k = j
+    return k

@@ -254,7 +254,7 @@ def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
     row = f"| **speedup over plain decoding** | {remark} | {remark} |"
     assert page.count(row) == 3 and f"| **speedup, measured** | {remark} | {remark} |" in page
     assert "1.500 (measured on 1 prompt: no interval)" in page
-    assert "**1." not in page and "bootstraps over prompts" not in page
+    assert "**1." not in page and "intervals over prompts" not in page
     assert "1 held-out prompt (" in page
     assert said.count(" 1.20 ") == 6 and "1.20 [" not in said
     silent = "Nothing can be claimed at T = 0 and T = 1 (measured on 1 prompt: no interval)"

@@ -77,28 +77,71 @@ def test_the_counters_give_what_our_decoder_counts(
 ) -> None:
     way = Way(drafter, Chain(2))
     greedy, sampled = measured(target, serve(drafts=way), serve())
-    rounds = [
-        r for prompt in PROMPTS for r in generate(target, prompt, way, max_new_tokens=NEW).rounds
-    ]
+    made = [generate(target, prompt, way, max_new_tokens=NEW) for prompt in PROMPTS]
+    rounds = [r for g in made for r in g.rounds]
     assert greedy.rounds == len(rounds)
-    assert greedy.tau.value == pytest.approx(1 + sum(r.accepted for r in rounds) / len(rounds))
+    assert greedy.tau.value == pytest.approx(sum(len(g.ids) - 1 for g in made) / len(rounds))
     shares = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(2)]
     assert [share.value for share in greedy.accepted] == pytest.approx(shares) and shares[0] > 0
     assert greedy.identical == len(PROMPTS)
     assert sampled.temperature == 1.0 and sampled.rounds > 0
 
 
+def test_figures_of_each_response_are_taken_where_the_engine_gives_them(
+    target: Target, drafter: Drafter, serve: Serve
+) -> None:
+    """They are those of the counters. With them, somebody else may use the engine; figures that do
+    not fit their response are told."""
+    way = Way(drafter, Chain(2))
+    counted, own = (measured(target, serve(drafts=way, per_request=x))[0] for x in (False, True))
+    assert (own.rounds, own.tau, own.accepted) == (counted.rounds, counted.tau, counted.accepted)
+    busy = serve(drafts=way, per_request=True)
+    busy.fault = lambda _n, reply: busy.counts.update(dict.fromkeys(busy.counts, 50)) or reply
+    assert measured(target, busy)[0].tau == own.tau
+
+    def changed(histogram: Any) -> Callable[[int, Any], Any]:
+        def fault(_n: int, reply: Any) -> Any:
+            reply["metrics"]["speculative_decoding"]["acceptance_histogram"] = histogram
+            return reply
+
+        return fault
+
+    for histogram, said in (([1, 0, 0], "do not fit its responses"), (None, "without an accept")):
+        other = serve(drafts=way, per_request=True, fault=changed(histogram))
+        with pytest.raises(UserError, match=said):
+            measured(target, other)
+
+
+def test_tokens_beyond_the_end_of_a_response_are_none_of_its_own() -> None:
+    """One round accepts five tokens, of which the second is the end: 2 tokens in 1 pass, not 6."""
+    at = figures(0.0, [Reply([1, 2, 3], 1.0, 1, (1, 1, 1, 1, 1))], None)
+    assert at.tau.value == 2.0
+
+
+def test_the_speedup_is_the_quotient_of_the_two_speeds() -> None:
+    """A mean of the prompts' seconds per token said 1.45 where 15 and 7.9 tokens/s are 1.90."""
+    drafted = [Reply([1] * 100, 5.0, 60), Reply([1] * 5, 2.0, 4), Reply([1] * 15, 1.0, 9)]
+    plain = [Reply([1] * 100, 10.0), Reply([1] * 15, 3.0), Reply([1] * 3, 2.0)]
+    at = figures(1.0, drafted, plain)
+    assert at.tokens_per_second.value == 120 / 8
+    assert at.plain_tokens_per_second is not None and at.speedup is not None
+    assert at.plain_tokens_per_second.value == pytest.approx(118 / 15)
+    assert at.speedup.value == pytest.approx((120 / 8) / (118 / 15))
+    assert at.speedup.low < at.speedup.value < at.speedup.high
+
+
 def test_figures_by_hand() -> None:
-    """Two prompts: 3 rounds with 2 and 1 accepted, 1 round with none; 7 and 2 tokens."""
+    """Two prompts: 3 rounds with 2 and 1 accepted, 1 round with none; 7 and 2 tokens, of which
+    prefill emits one each."""
     drafted = [Reply([1] * 7, 2.0, 3, (2, 1)), Reply([2] * 2, 1.0, 1, (0,))]
     plain = [Reply([1] * 7, 6.0), Reply([2, 3], 1.0)]
     at = figures(0.0, drafted, plain)
-    assert at.tau.value == (3 + 3 + 1) / 4 and at.rounds == 4
+    assert at.tau.value == (6 + 1) / 4 and at.rounds == 4
     assert [share.value for share in at.accepted] == [2 / 4, 1 / 4]
     assert at.tokens_per_second.value == 9 / 3
     assert at.plain_tokens_per_second is not None and at.plain_tokens_per_second.value == 9 / 7
     assert at.speedup is not None
-    assert at.speedup.value == pytest.approx((6 / 7 + 1 / 2) / (2 / 7 + 1 / 2))
+    assert at.speedup.value == pytest.approx((9 / 3) / (9 / 7))
     assert at.identical == 1
     assert figures(0.0, drafted, None).speedup is None
 

@@ -38,8 +38,11 @@ def test_the_runs_own_figures_stand_below_the_engines(tmp_path: Path) -> None:
     assert [row.split(" | ")[0] for row in rows] == ["| T = 0", "| T = 0, the run's report"]
     assert f"| {ours.tau.text(2)} |" in rows[1] and f"| {ours.rounds:,} |" in rows[1]
     assert "At T = 0 the two intervals of τ overlap." in shown
-    far = engine(exactly(ours.tau.high + 1), ours.way.gamma)
+    beyond = ours.tau.high + 1
+    far = engine(Interval(beyond, beyond - 0.1, beyond + 0.1, 8), ours.way.gamma)
     assert "do not overlap" in serving.page(far, report)
+    few = engine(exactly(beyond), ours.way.gamma)
+    assert "too few prompts to compare" in serving.page(few, report)
     deeper = engine(exactly(ours.tau.value), ours.way.gamma + 1)
     assert "compare the positions, not τ" in serving.page(deeper, report)
     hotter = engine(exactly(ours.tau.value), ours.way.gamma, 0.7)

@@ -56,6 +56,7 @@ def test_serving_with_a_draft_or_plainly(tiny: Tiny, tmp_path: Path, drafted: bo
     vllm = options(tiny, "--draft", str(tmp_path / "draft"), "--gamma", "2")
     how = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
     assert json.loads(vllm["--speculative-config"]) == how
+    assert vllm["--per-request-spec-decode-metrics"] == "summary"
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path) -> None:

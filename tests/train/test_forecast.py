@@ -39,6 +39,14 @@ def test_a_curve_in_the_logarithm_of_the_step_is_continued(slope: float) -> None
     assert flat == pytest.approx(1.5, abs=0.02)
 
 
+def test_a_forecast_is_a_tau_of_its_chains() -> None:
+    """A chain of one token emits two tokens a pass at most, and one at least."""
+    rising, falling = [(100, 1.5), (200, 1.98)], [(100, 1.3), (200, 1.01)]
+    free, bound = forecast(rising, 1000), forecast(rising, 1000, 1)
+    assert free is not None and free > 2 and bound == 2
+    assert forecast(falling, 1000, 1) >= 1  # type: ignore[operator]
+
+
 def test_there_is_none_before_two_evaluations() -> None:
     assert forecast([], 1000) is None
     assert forecast([(200, 1.3)], 1000) is None

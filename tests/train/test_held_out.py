@@ -7,11 +7,15 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
+from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain
 from tests.drafters.families import make_drafter, make_target, text
 from train.data.packing import pack
 from train.data.template import Document
@@ -59,3 +63,35 @@ def test_a_process_without_rows_adds_nothing_and_all_reduce_alike() -> None:
     second = Process(1, 2, others=first.given)  # for which no row is left
     assert evaluate(forcing, source, 1, second) == whole  # type: ignore[arg-type]
     assert all(not x.any() for x in second.given)
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["eagle3", "lm"])
+def test_promised_tau_is_that_of_the_decoder_on_the_target_s_own_responses(
+    family: str, gamma: int
+) -> None:
+    """Greedy, in float64, at the γ that is decoded, below and beyond the trained depth of 3: each
+    round of the decoder starts where the walk along its response says, and tokens beyond the end of
+    a response count on neither side. The responses end at their limit or at an end token."""
+    target = make_target()
+    drafter = make_drafter(family, target).double().eval()
+    if drafter.limits.depth is not None and gamma > drafter.limits.depth:
+        pytest.skip("it cannot draft as deep")
+    prompts = [text(seed)[0, :6].tolist() for seed in range(6)]
+    way = Way(drafter, Chain(gamma))
+    made = decode(target, prompts, way, max_new_tokens=24, eos=(3, 7, 11))
+    assert 1 < min(len(g.ids) for g in made) < 24
+    rows = [
+        row
+        for g in made
+        for ids in [np.array(g.prompt + g.ids, dtype=np.int32)]
+        for row in pack([Document("d", ids, np.arange(len(ids)) >= len(g.prompt))], 64)
+    ]
+    source = Online(target, drafter.needs, Sampler(1.0), rows)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0))
+    chain = drafter.depth, gamma
+    found = evaluate(forcing, source, 2, Process(0, 1), chain)  # type: ignore[arg-type]
+    rounds, emitted = sum(len(g.rounds) for g in made), sum(len(g.ids) - 1 for g in made)
+    assert found.tau_greedy == pytest.approx(emitted / rounds, abs=1e-9)
+    assert family != "lm" or emitted > 1.1 * rounds
+    assert found.gamma == gamma and len(found.positions) == drafter.depth

@@ -18,8 +18,8 @@ from specdec.files import read_lines
 from specdec.formats import draft as drafts
 from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
-from tests.tiny import Tiny, losses, make_tokenizer, write_jsonl
-from train import optim
+from tests.tiny import Tiny, losses, make_tokenizer, records, write_jsonl
+from train import checkpoint, loop, optim
 from train.data.answer_files import name_of
 from train.data.split import split_prompts
 from train.rounds import RoundsConfig
@@ -95,6 +95,30 @@ def test_no_text_is_written_for_rounds_without_a_step(tiny: Tiny, tmp_path: Path
     tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.data=draft", "loop.max_tokens=1")
     assert [step for step, _ in losses(tmp_path / "run")] == [1]
     assert not written(tmp_path / "run", 1) and not written(tmp_path / "run", 2)
+
+
+def test_a_later_round_of_longer_rows_ends_a_run_with_its_last_draft(
+    tiny: Tiny, tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """loop.max_tokens are the tokens of 5 steps as long as those of the first round, which takes 4.
+    In the second, rows are twice as long, so that no step is left: the draft after step 4, which
+    was not planned to be the last, is evaluated and saved all the same."""
+    planned = loop.steps_of
+
+    def longer(cfg: Any, lengths: Any, epoch: int, *more: Any) -> Any:
+        return planned(cfg, [n * (1 + epoch) for n in lengths], epoch, *more)
+
+    monkeypatch.setattr(loop, "steps_of", longer)
+    of_step = max(r["tokens"] / r["step"] for r in records(whole) if "tokens" in r)
+    more = [*ROUNDS, "rounds.count=2", "rounds.data=draft", f"loop.max_tokens={5 * of_step:.0f}"]
+    tiny.job(tmp_path / "run", "medusa", *more)
+    assert [r["step"] for r in records(tmp_path / "run") if "held_out" in r] == [4]
+    newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
+    assert int(newest.name.partition("-")[2]) == 4
+    assert drafts.require_whole(tmp_path / "run" / "best").notes["step"] == 4
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    tiny.job(tmp_path / "run", "medusa", *more)  # it stays ended
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
 def test_by_a_lossless_rule_the_text_is_the_target_s(tiny: Tiny, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.targets.loading import load_target
 from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, batch_of, losses, records
-from train import optim
+from train import loop, optim
 from train.loop import OBJECTIVES, LoopConfig, steps_of
 from train.optim import OptimConfig
 
@@ -45,6 +45,19 @@ def test_patience_ends_a_run_that_does_not_get_better(
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     tiny.job(tmp_path / "run", "medusa", *more)  # it stays ended
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
+
+
+def test_a_run_that_took_all_its_steps_did_not_stop_early(
+    tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last of 12 steps is the one at which patience ends."""
+    found, trained = [], loop.trained
+    monkeypatch.setattr(loop, "trained", lambda learner: found.append(trained(learner)) or found[0])
+    more = ["loop.patience=1", "loop.eval_every=6", "optim.lr=1e-30"]
+    tiny.job(tmp_path / "run", "medusa", *more)
+    evaluated = [r["step"] for r in records(tmp_path / "run") if "held_out" in r]
+    assert evaluated == [6, 12] and found[0].step == found[0].steps == 12
+    assert not found[0].stopped_early
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
