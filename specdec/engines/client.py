@@ -252,12 +252,13 @@ class Engines:
         self,
         requests: Sequence[Request[K]],
         at_once: int,
-        read: Callable[[K, Any], T],
+        read: Callable[[K, Any, Server], T],
     ) -> Iterator[tuple[K, T | Failed]]:
         """The results of requests, in the order in which they come. `read` makes a result of an
-        answer, in a thread of its own; it may raise Refused or Unavailable as a server does. A
-        request fails once it is refused or all its tries are used up. Raises UserError after
-        `IN_A_ROW` failures without a result between them, and whatever else `read` raises."""
+        answer and the server that gave it, in a thread of its own; it may raise Refused or
+        Unavailable as a server does. A request fails once it is refused or all its tries are used
+        up. Raises UserError after `IN_A_ROW` failures without a result between them, and whatever
+        else `read` raises."""
         todo: queue.SimpleQueue[Request[K]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()
         stop, in_a_row, waiting = threading.Event(), 0, set[HTTPConnection]()
@@ -302,7 +303,7 @@ class Engines:
     def _result(
         self,
         request: Request[K],
-        read: Callable[[K, Any], T],
+        read: Callable[[K, Any, Server], T],
         stop: threading.Event,
         waiting: set[HTTPConnection],
     ) -> T | Failed:
@@ -311,7 +312,8 @@ class Engines:
             server = self._taken()
             try:
                 body = {"model": self.models[server].name, **request.body}
-                return read(request.name, server.ask("POST", request.path, body, waiting))
+                reply = server.ask("POST", request.path, body, waiting)
+                return read(request.name, reply, server)
             except Refused as error:
                 return Failed(str(error), refused=True)
             except Unavailable as error:

@@ -3,17 +3,22 @@
 import ctypes
 import gc
 import sys
+from dataclasses import replace
 
 import torch
 
 from specdec.errors import require
 from specdec.progress import tell
+from specdec.runtime.memory import free_bytes
 from specdec.targets import loading
 from specdec.targets.base import Target
 from specdec.targets.divided import FREE, LOAD, DividedTarget, Team
 from specdec.targets.loading import TargetConfig
 from specdec.targets.parts import Parts
+from specdec.targets.spread import AUTO
 from specdec.targets.stored import StoredParts
+
+FITTING = 0.8  # share of the free memory that the weights of a target may take
 
 
 class TargetOnDemand:
@@ -64,6 +69,20 @@ class TargetOnDemand:
                 "or the config are not those that it began with: run the job again",
             )
         return self._whole
+
+    def to_compare(self) -> Target:
+        """The whole target for a few forward passes, with which what an engine gave is compared.
+        Where it does not fit into the free memory, the layers that do not are read from disk."""
+        spread = self._whole is None and self.team is None and self.cfg.device_map is None
+        if spread and self._stored is not None and self._stored.weights is not None:
+            files = {*self._stored.weights.files.values()}
+            size = sum(file.stat().st_size for file in files)
+            if self._stored.dtype == torch.float32 and self._stored.weights.kind in ("BF16", "F16"):
+                size *= 2
+            free = free_bytes(self._stored.device)
+            if free is not None and FITTING * free < size:
+                return loading.load_target(replace(self.cfg, device_map=AUTO))
+        return self.whole()
 
     def release(self) -> None:
         """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""

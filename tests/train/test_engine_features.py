@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/test_engine_features.py (under 40 s)
 """
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from tests.lives import Life, Lives
 from tests.runs import draft
 from tests.tiny import LAYERS, Tiny, architectures, losses, random_target, save_target
 from tests.told import require_one_line, told
+from train import loop
 
 pytestmark = pytest.mark.usefixtures("training_alone")
 BY_TARGET = ["data.answers=target", "decode.prompts=0", "export=null"]
@@ -56,13 +58,21 @@ def serve(target: Target, tmp_path: Path) -> Iterator[Serve]:
 
 
 @pytest.fixture
-def layers_stay_out(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    """From here on, loading the target's layers is an error."""
+def layers_go_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often the target's layers were loaded. Once it trains, they must be gone."""
+    loads, load, begin = list[int](), loading.load_target, loop.begin
 
-    def load(_: TargetConfig) -> Target:
-        raise AssertionError("the target's layers were loaded")
+    def counted(cfg: TargetConfig) -> Target:
+        loads.append(1)
+        return load(cfg)
 
-    monkeypatch.setattr(loading, "load_target", load)
+    def checked(forcing: Any, parts: Any, *args: Any) -> Any:
+        assert len(parts.layers) == 0, "the target's layers are still in memory"
+        return begin(forcing, parts, *args)
+
+    monkeypatch.setattr(loading, "load_target", counted)
+    monkeypatch.setattr(loop, "begin", checked)
+    return loads
 
 
 def roots(folder: Path) -> list[str]:
@@ -75,13 +85,13 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
     tiny: Tiny,
     tmp_path: Path,
     serve: Serve,
-    layers_stay_out: None,
+    layers_go_early: list[int],
     answers: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Answers and features come in one request each; the features of texts in one that writes a
     single token. Every step then has the loss that it has with features of this process, up to the
-    rounding of batches."""
+    rounding of batches. The layers are loaded once, to compare the first hidden states."""
     engine, options = serve(), [*BY_TARGET[1:], f"data.answers={answers}"]
     served = [*options, f"features.from={engine.url}", *roots(tmp_path / "served")]
     tiny.job(tmp_path / "run", "eagle3", *served)
@@ -91,6 +101,7 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
     assert left == [FOLDER_MARK], "files are deleted once they were read"
     tiny.job(tmp_path / "again", "eagle3", *served)
     assert len(engine.asked) == 29, "nothing is asked twice"
+    assert len(layers_go_early) == 1
     monkeypatch.undo()
     tiny.job(tmp_path / "here", "eagle3", *options, *roots(tmp_path / "own"))
     for (_, ours), (_, theirs) in zip(
@@ -201,6 +212,33 @@ def test_another_model_is_told(
     engine = f"features.from={serve(of=other).url}"
     said = told(capsys, tiny.overrides("eagle3", *options, engine), tmp_path / "run")
     require_one_line(said, "the engine's next token is only . times .* another model")
+
+
+def half_of_another(target: Target) -> Target:
+    """A model with the embedding, the final norm and the head of this one, and other layers."""
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        for weight in other.layers.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    return other
+
+
+@pytest.mark.parametrize("answers", ["target", "data"])
+def test_another_model_with_the_same_head_is_told(
+    tiny: Tiny,
+    tmp_path: Path,
+    serve: Serve,
+    target: Target,
+    capsys: pytest.CaptureFixture[str],
+    answers: str,
+) -> None:
+    """Its tokens follow from its states in our head, so only the states tell it apart."""
+    options = [f"data.answers={answers}", *BY_TARGET[1:], *roots(tmp_path)]
+    engine = f"features.from={serve(of=half_of_another(target)).url}"
+    said = told(capsys, tiny.overrides("eagle3", *options, engine), tmp_path / "run")
+    require_one_line(said, "hidden states after layer . are .* off .* another model")
+    assert not list((tmp_path / "features.root").rglob("*.safetensors"))
+    assert not list((tmp_path / "answers.root").rglob("*.jsonl"))
 
 
 MISTAKES = [

@@ -5,10 +5,10 @@ prompt is a prefix."""
 import json
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
 import torch
@@ -56,7 +56,14 @@ from train.features.store import Store
 from train.processes import ranks_of
 from train.shares import Share
 
-COMPARED = 8  # answers that are compared with what the target would say before any is kept
+K = TypeVar("K", bound=Hashable)
+T = TypeVar("T")
+COMPARED = 8  # results of a server that are compared with the target's before any is kept
+AGAIN = 256  # results of a server that are kept before its next ones are compared again
+NEAR_TIES = 2  # greedy tokens that may differ, however few there are
+# relative error of hidden states, in the median over tokens, that rounding alone may give
+ROUNDING = {torch.float32: 0.01}
+ROUNDING_16 = 0.1
 GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
 # features of answers are written after so many seconds or bytes
 SECONDS, AT_ONCE = 2.0, 32 * 2**20
@@ -64,11 +71,58 @@ SECONDS, AT_ONCE = 2.0, 32 * 2**20
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer's ids and, if they were asked for, the states [T, D] after some layers, for the
-    prompt and the answer without its last token."""
+    """An answer's ids, the server that gave it and, if they were asked for, the states [T, D] after
+    some layers, for the prompt and the answer without its last token."""
 
     ids: list[int]
+    server: Server
     states: Sequence[Tensor] = ()
+
+
+class ComparedServers(Generic[K, T]):
+    """Results of several servers, each kept only once its server was compared with the target: the
+    first `COMPARED` of each server, and as many again after every `AGAIN`. `compare` raises
+    UserError for results that are not the target's; then `drop` is passed what was kept of that
+    server since it was last compared."""
+
+    def __init__(
+        self,
+        compare: Callable[[Server, Mapping[K, T]], None],
+        keep: Callable[[Server, K, T], None],
+        drop: Callable[[Server, Sequence[K]], None],
+    ) -> None:
+        self._compare, self._keep, self._drop = compare, keep, drop
+        self._held: dict[Server, dict[K, T]] = {}  # not compared yet
+        self._since: dict[Server, list[K]] = {}  # kept since the last comparison
+
+    def take(self, server: Server, name: K, result: T) -> None:
+        since = self._since.get(server)
+        if since is not None and len(since) < AGAIN:
+            since.append(name)
+            self._keep(server, name, result)
+            return
+        held = self._held.setdefault(server, {})
+        held[name] = result
+        if len(held) == COMPARED:
+            self._settle(server)
+
+    def finish(self) -> None:
+        """Compare what is held, however few these results are."""
+        for server in [*self._held]:
+            self._settle(server)
+
+    def _settle(self, server: Server) -> None:
+        held = self._held.pop(server)
+        try:
+            self._compare(server, held)
+        except UserError as error:
+            since = self._since.pop(server, [])
+            self._drop(server, since)
+            dropped = f"; what it gave since it was last compared ({len(since)}) is dropped"
+            raise UserError(f"{server.url}: {error}{dropped if since else ''}") from error
+        self._since[server] = []
+        for name, result in held.items():
+            self._keep(server, name, result)
 
 
 def engines_of(setting: str, urls: Sequence[str], target: Parts) -> Engines:
@@ -117,11 +171,11 @@ def answers_of(
         for name, prompt in asked.items()
     ]
 
-    def read(name: str, reply: Any) -> Answer:
+    def read(name: str, reply: Any, server: Server) -> Answer:
         ids = ids_of(reply, asked[name], target, limit)
         if layers is None:
-            return Answer(ids)
-        return Answer(ids, states_of(reply, [*asked[name], *ids], layers, target.width))
+            return Answer(ids, server)
+        return Answer(ids, server, states_of(reply, [*asked[name], *ids], layers, target.width))
 
     return engines.results(requests, at_once, read)
 
@@ -195,15 +249,45 @@ def features_of(states: Sequence[Tensor], target: Parts) -> tuple[Tensor, Tensor
 
 
 @torch.no_grad()
-def final_of(target: Target | None, parts: Parts, prompt: Sequence[int], answer: Answer) -> Tensor:
-    """The final states [N, D] before each token of an answer: read by the target or, if there is
-    none here, those that came with the answer."""
-    if target is None:
-        final_1TD, _ = features_of(answer.states, parts)
-    else:
-        ids_BT = torch.tensor([[*prompt, *answer.ids]], device=target.device)
-        _, final_1TD = target.features(ids_BT, FeatureSpec())
+def final_of(target: Target, prompt: Sequence[int], answer: Answer) -> Tensor:
+    """The final states [N, D] before each token of an answer, as the target reads them."""
+    ids_BT = torch.tensor([[*prompt, *answer.ids]], device=target.device)
+    _, final_1TD = target.features(ids_BT, FeatureSpec())
     return final_1TD[0, len(prompt) - 1 :][: len(answer.ids)]
+
+
+@torch.no_grad()
+def require_same_states(
+    target: Target,
+    layers: Sequence[int],
+    read: Sequence[tuple[Sequence[int], Sequence[Tensor]]],
+) -> None:
+    """Raise UserError unless the states [T, D] that an engine gave for texts, after these `layers`
+    and after all layers, are the target's own but for rounding. Another model may have the same
+    embedding, final norm and head, so that its tokens follow from its states in this one, too."""
+    places = [*layers, len(target.layers)]
+    errors: list[list[Tensor]] = [[] for _ in places]
+    for text, states in read:
+        ids_BT = torch.tensor([list(text)[: len(states[0])]], device=target.device)
+        ctx, final_1TD = target.features(ids_BT, FeatureSpec(tuple(layers)))
+        theirs_1TD, theirs_1TF = features_of(states, target)
+        pairs = [(theirs_1TD, final_1TD)]
+        if theirs_1TF is not None and ctx.layers_BTF is not None:
+            shape = (len(layers), -1)
+            both = (x.unflatten(-1, shape).unbind(-2) for x in (theirs_1TF, ctx.layers_BTF))
+            pairs = [*zip(*both, strict=True), *pairs]
+        for error, (theirs, ours) in zip(errors, pairs, strict=True):
+            ours_TD, theirs_TD = ours[0].float(), theirs[0].float()
+            error.append((theirs_TD - ours_TD).norm(dim=-1) / ours_TD.norm(dim=-1).clamp_min(1e-9))
+    most = ROUNDING.get(target.dtype, ROUNDING_16)
+    for place, error in zip(places, errors, strict=True):
+        median = float(torch.cat(error).median())
+        require(
+            median <= most,
+            f"the engine's hidden states after layer {place} are {median:.2f} (relative error) off "
+            f"those of {target.name}: the engine serves another model, or one that is quantised "
+            "otherwise: serve the checkpoint of target.path",
+        )
 
 
 @torch.no_grad()
@@ -227,7 +311,7 @@ def require_same_model(
             spread += float(((log_p_NV.exp() * log_p_NV.square()).sum(-1) - mean_N.square()).sum())
     if sampler.temperature == 0:
         require(
-            likeliest >= GREEDY * count,
+            likeliest >= min(GREEDY * count, count - NEAR_TIES),
             f"of {count} tokens that the engine wrote greedily, only {likeliest} are the likeliest "
             f"ones of {target.name}: the engine serves another model, or one that is quantised "
             "otherwise: serve the checkpoint of target.path",
@@ -303,7 +387,8 @@ def _ask(
 ) -> list[str]:
     """Let engines answer this process's share of the prompts that are not `known`; the names of the
     files that it writes. The first
-    answers are compared with what the target would say. From then on, each is written as it comes,
+    answers of each server, and some later ones, are compared with what the target would say. From
+    then on, each is written as it comes,
     so that only requests under way are lost if the process is killed; with features, which are
     written before their answers, also those of the last two seconds. Prompts without an answer are
     noted at the end and not asked again, unless no engine answers any more; so are those that were
@@ -317,41 +402,57 @@ def _ask(
     if keep and mine:
         keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
     task = progress.add_task("engine's answers", total=len(mine))
-    path, failed = folder / f"{uuid4().hex}.jsonl", dict[str, Failed]()
-    first, accepted = dict[str, Answer](), dict[str, list[int]]()
-    compared, written = False, time.monotonic()
+    failed, written = dict[str, Failed](), time.monotonic()
+    # each server writes to a file of its own, and to a new one after each comparison
+    current, files = dict[Server, str](), list[str]()
+    accepted: dict[str, dict[str, list[int]]] = {}  # by the name of their file, to be written
+    whole, kept = list[Target](), dict[str, list[int]]()
 
     def write() -> None:
         nonlocal written
         if keep:
             keep.write()
-        lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in accepted.items()]
-        if lines:
-            with path.open("ab", buffering=0) as file:
+        for file_name, responses in accepted.items():
+            lines = [json.dumps(sealed({"prompt": n, "ids": x}, key)) for n, x in responses.items()]
+            if file_name not in files:
+                files.append(file_name)
+            with (folder / file_name).open("ab", buffering=0) as file:
                 file.write("".join(f"{line}\n" for line in lines).encode())
         accepted.clear()
         written = time.monotonic()
 
-    def accept(name: str, answer: Answer) -> None:
+    def accept(server: Server, name: str, answer: Answer) -> None:
         if keep:
-            keep.keep([*asked[name], *answer.ids], *features_of(answer.states, parts), parts)
-        accepted[name] = answer.ids
+            kept[name] = [*asked[name], *answer.ids]
+            keep.keep(kept[name], *features_of(answer.states, parts), parts)
+        accepted.setdefault(current[server], {})[name] = answer.ids
         late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
         if not keep or late:
             write()
 
-    def compare() -> None:
-        """Accept the first answers if they are the target's."""
-        whole = None if keep or not first else target.whole()
-        read = [
-            (final_of(whole, parts, asked[name], answer), answer.ids)
-            for name, answer in first.items()
-        ]
+    def compare(server: Server, answers: Mapping[str, Answer]) -> None:
+        """Raise UserError unless these answers of a server are the target's."""
+        if not whole:
+            whole.append(target.to_compare())
+        texts = [(asked[name], answer) for name, answer in answers.items()]
+        if keep:
+            states = [([*prompt, *answer.ids], answer.states) for prompt, answer in texts]
+            require_same_states(whole[0], keep.kind.layers, states)
+        read = [(final_of(whole[0], prompt, answer), answer.ids) for prompt, answer in texts]
         require_same_model(parts, read, sampler)
-        for name, answer in first.items():
-            accept(name, answer)
-        first.clear()
-        write()
+        current[server] = f"{uuid4().hex}.jsonl"
+
+    def drop(server: Server, names: Sequence[str]) -> None:
+        """Remove what this process has written of a server since it was last compared."""
+        if (file_name := current.get(server)) is not None:
+            accepted.pop(file_name, None)
+            (folder / file_name).unlink(missing_ok=True)
+            if file_name in files:
+                files.remove(file_name)
+        if keep:
+            keep.remove([kept[name] for name in names])
+
+    results = ComparedServers[str, Answer](compare, accept, drop)
 
     def note(failed: Mapping[str, Failed]) -> None:
         """Note which prompts have no answer, so that they are not asked again."""
@@ -361,11 +462,11 @@ def _ask(
             json.dumps(sealed({"prompt": name, "reason": x.reason}, key))
             for name, x in failed.items()
         ]
-        write_whole(path.with_suffix(UNANSWERED), "".join(f"{line}\n" for line in lines))
+        path = folder / f"{uuid4().hex}{UNANSWERED}"
+        write_whole(path, "".join(f"{line}\n" for line in lines))
         tell(
             f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
-            f"because of {next(iter(failed.values())).reason}; to ask them again, delete "
-            f"{path.with_suffix(UNANSWERED)}"
+            f"because of {next(iter(failed.values())).reason}; to ask them again, delete {path}"
         )
 
     layers = None if keep is None else [*keep.kind.layers, parts.depth]
@@ -379,22 +480,22 @@ def _ask(
             progress.advance(task, 1)
             if isinstance(answer, Failed):
                 failed[name] = answer
-            elif compared:
-                accept(name, answer)
             else:
-                first[name] = answer
-                if compared := len(first) == COMPARED:
-                    compare()
+                results.take(answer.server, name, answer)
     except UserError:
-        compare()  # what was received before the mistake
+        try:
+            results.finish()  # what was received before the mistake
+        finally:
+            write()
         if known:  # this engine has answered others, so these are at fault
             note({name: x for name, x in failed.items() if x.refused})
         raise
-    compare()
+    results.finish()
+    write()
     progress.remove_task(task)
     if failed:
         client.require_one()  # else it is the engine that failed, not these prompts
         reason = next(iter(failed.values())).reason
         require(len(failed) < len(asked), f"no prompt was answered, the first because of {reason}")
         note(failed)
-    return [path.name]
+    return files

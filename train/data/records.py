@@ -29,6 +29,7 @@ from train.data.conversations import (
 from train.data.rendering import RENDERED, THINKING
 from train.data.tokenised import is_tokenised, tokens_of
 from train.data.turns import (
+    CONTENT,
     REASONING,
     SURROGATE,
     is_turn,
@@ -55,6 +56,8 @@ MORE = ("input", "context")  # what an instruction is about
 ANSWERS = ("output", "completion", "response", "answer", "targets", "chosen", "preferred_output")
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = "answers", "history"  # an answer's calls (xLAM); pairs before the prompt (Alpaca)
+# items of OpenAI's Responses API
+RESPONSES = {"message", "reasoning", "function_call", "function_call_output"}
 SYSTEM = ("system", "system_prompt")
 EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
 ARGUMENTS = "chat_template_kwargs"  # of a request: variables of the chat template
@@ -144,7 +147,9 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     calls, and with system turns before, between and after them. No turn is blank, and there is no
     white space around any text but the results of tools: a space before an answer would become part
     of the answer's first token. `name` is its id if it has none of its own. Raises Unusable."""
-    record, changes = _unwrapped(record), list[str]()
+    record, changes = _responses(_unwrapped(record)), list[str]()
+    if format == "auto":
+        _require_known_form(record)
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}
     if turns[1:] and any(_are_texts(record.get(key)) for key in read if key in PROMPTS):
@@ -260,6 +265,70 @@ def _unwrapped(record: Any) -> Any:
                 }
         return record
     return record
+
+
+def _responses(record: Any) -> Any:
+    """A record of OpenAI's Responses API as messages: `instructions`, the items of `input` and
+    those of `output`. Raises Unusable for items of other kinds, as a summary of the reasoning."""
+    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
+        return record
+    asked, said = record.get("input"), record.get("output")
+    items = [x for part in (asked, said) if isinstance(part, list) for x in part]
+    kinds = {x.get("type") for x in items if isinstance(x, dict)}
+    if asked is None or not (kinds & RESPONSES or isinstance(record.get("instructions"), str)):
+        return record
+    turns = list[Any]()
+    for role, part in (("user", asked), ("assistant", said)):
+        if isinstance(part, str):
+            turns.append({"role": role, "content": part})
+            continue
+        for item in part if isinstance(part, list) else ():
+            turns += _items(item)
+    system = {} if absent(record.get("instructions")) else {"system": record["instructions"]}
+    rest = {k: x for k, x in record.items() if k not in ("input", "output", "instructions")}
+    return rest | system | {"messages": turns}
+
+
+def _items(item: Any) -> list[Any]:
+    """The turns that an item of the Responses API is."""
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message" and is_turn(item):
+        return [{k: x for k, x in item.items() if k not in ("type", "id", "status")}]
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "name": item.get("name")}
+        return [{"role": "assistant", "tool_calls": [call | {"arguments": item.get("arguments")}]}]
+    if kind == "function_call_output":
+        result = {"role": "tool", "content": item.get("output")}
+        return [result | {"tool_call_id": item.get("call_id")}]
+    if kind == "reasoning" and not item.get("summary") and not item.get("content"):
+        return []
+    raise Unusable(f"an item of the Responses API that is no message or call: {str(kind)[:40]}")
+
+
+def _require_known_form(record: Any) -> None:
+    """Raise Unusable, with the name of the form, for records that are no conversations, or that
+    would lose what makes them one."""
+    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
+        return
+    inner = record.get("message")
+    if isinstance(record.get("mapping"), dict):
+        raise Unusable("a ChatGPT export: give one path of the tree under 'mapping' as messages")
+    if "message_tree_id" in record or _has_replies(record.get("prompt")):
+        raise Unusable("a tree of replies, as OpenAssistant has it: give one path as messages")
+    if is_turn(inner) and "type" in record:
+        raise Unusable("an agent's session, one turn a record: give its turns as messages")
+    if isinstance(record.get("chat_messages"), list):
+        raise Unusable("a Claude export: give chat_messages as messages, sender as role")
+    if is_turn(record) and not is_record(record) and any(k in record for k in CONTENT):
+        raise Unusable("one turn a record: give all turns of a chat in one record, as messages")
+    if len(record) == 1 and ";" in next(iter(record)):
+        raise Unusable("a table with semicolons between its cells: use commas")
+    if record and all(is_record(value) for value in record.values()):
+        raise Unusable("records under their ids: give a list of the records")
+
+
+def _has_replies(value: Any) -> bool:
+    return isinstance(value, dict) and "replies" in value
 
 
 def is_record(value: Any) -> bool:

@@ -1,26 +1,38 @@
 """Fills a store with the hidden states of engines that serve the target."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.engines.client import COMPLETIONS, Engines, Failed, Request, choice_of, sampling
+from specdec.engines.client import (
+    COMPLETIONS,
+    Engines,
+    Failed,
+    Request,
+    Server,
+    choice_of,
+    sampling,
+)
 from specdec.engines.states import states_of
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
+from specdec.targets.base import Target
+from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.engines import (
     AT_ONCE,
-    COMPARED,
     SECONDS,
+    ComparedServers,
     engines_of,
     features_of,
     require_room_in,
+    require_same_states,
 )
 from train.data.packing import Row
 from train.features.source import documents
@@ -30,11 +42,26 @@ REQUESTS = 64  # at once
 LEAST = 0.5  # share of an engine's next tokens, one after each text, that its states must give
 
 
+@dataclass(frozen=True)
+class Read:
+    """What a server made of a text: the states [T, D] after some layers, and the next token."""
+
+    states: Sequence[Tensor]
+    after: int
+    server: Server
+
+
 def fill(
-    store: Store, rows: Sequence[Row], urls: Sequence[str], target: Parts, progress: Progress
+    store: Store,
+    rows: Sequence[Row],
+    urls: Sequence[str],
+    on_demand: TargetOnDemand,
+    bars: Progress,
 ) -> None:
     """Store the features of all documents of rows, which engines read. Raises UserError if a
-    document cannot be read, and if the states are not those of this target."""
+    document cannot be read, and if the states are not those of this target: the first ones of each
+    server, and some later ones, are compared with the target's own."""
+    target = on_demand.parts
     texts = {
         i: x for i, x in enumerate(row.ids[at].tolist() for row in rows for at in documents(row))
     }
@@ -42,8 +69,32 @@ def fill(
     engines = engines_of("features.from", urls, target)
     require_room_in(engines, max(map(len, texts.values())) + 1)
     console.print(f"features from {engines.title}")
-    task = progress.add_task("engine's features", total=sum(map(len, texts.values())))
-    written, alike, compared = time.monotonic(), list[bool](), False
+    task = bars.add_task("engine's features", total=sum(map(len, texts.values())))
+    written, whole = time.monotonic(), list[Target]()
+
+    def compare(_: Server, read: Mapping[int, Read]) -> None:
+        with torch.no_grad():
+            said = [
+                int(target.logits(features_of(x.states, target)[0][0, -1]).argmax()) == x.after
+                for x in read.values()
+            ]
+        _require_own(said, target)
+        if not whole:
+            whole.append(on_demand.to_compare())
+        states = [(texts[i], x.states) for i, x in read.items()]
+        require_same_states(whole[0], store.kind.layers, states)
+
+    def keep(_: Server, i: int, read: Read) -> None:
+        nonlocal written
+        store.keep(texts[i], *features_of(read.states, target), target)
+        if time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE:
+            store.write()
+            written = time.monotonic()
+
+    def drop(_: Server, names: Sequence[int]) -> None:
+        store.remove([texts[i] for i in names])
+
+    results = ComparedServers[int, Read](compare, keep, drop)
     try:
         for i, result in states(engines, texts, [*store.kind.layers, target.depth], target.width):
             if isinstance(result, Failed):
@@ -52,26 +103,12 @@ def fill(
                     f"{result.reason}: mend that and run the same command again; what was stored "
                     "before is kept"
                 )
-            final_1TD, layers_1TF = features_of(result[0], target)
-            if not compared:
-                with torch.no_grad():
-                    said = int(target.logits(final_1TD[0, -1]).argmax())
-                alike.append(said == result[1])
-                if len(alike) == min(COMPARED, len(texts)):
-                    _require_own(alike, target)
-                    compared = True
-            store.keep(texts[i], final_1TD, layers_1TF, target)
-            late = time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE
-            if compared and late:
-                store.write()
-                written = time.monotonic()
-            progress.advance(task, len(texts[i]))
-    except UserError:
-        if compared:
-            store.write()
-        raise
-    store.write()
-    progress.remove_task(task)
+            results.take(result.server, i, result)
+            bars.advance(task, len(texts[i]))
+        results.finish()
+    finally:
+        store.write()
+    bars.remove_task(task)
 
 
 def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int], width: int) -> Any:
@@ -81,9 +118,9 @@ def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int],
     how |= sampling(Sampler(0.0), 0)
     requests = [Request(i, COMPLETIONS, {"prompt": ids, **how}) for i, ids in texts.items()]
 
-    def read(i: int, reply: Any) -> tuple[list[Tensor], int]:
+    def read(i: int, reply: Any, server: Server) -> Read:
         after = choice_of(reply).get("token_ids") or [-1]
-        return states_of(reply, texts[i], layers, width), after[0]
+        return Read(states_of(reply, texts[i], layers, width), after[0], server)
 
     return engines.results(requests, REQUESTS, read)
 

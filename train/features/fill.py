@@ -169,6 +169,6 @@ class Features:
     def _fill(self, needs: FeatureSpec, rows: Sequence[Row], progress: Progress) -> None:
         assert self.store is not None
         if self.engines:
-            engines.fill(self.store, rows, self.engines, self.target.parts, progress)
+            engines.fill(self.store, rows, self.engines, self.target, progress)
         else:
             self.store.fill(self._online(needs, rows), progress)

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, partial
@@ -178,6 +178,7 @@ class Store:
         self._sums: dict[str, str] = {}  # likewise; an earlier version wrote none
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
         self._decoded: dict[str, Features] = {}  # not written yet
+        self._own: set[Path] = set()  # the files that this process has written
         self.lock = RLock()  # held while files are read or mended, as a thread reads ahead
         self._require_kind()
         remove_abandoned(self.folder)
@@ -364,6 +365,7 @@ class Store:
         path = self.folder / f"{name}.safetensors"
         with new_file(path) as partial:
             save_file(tensors, partial, metadata={SUMS: checksums})
+        self._own.add(path)
         with self.lock:
             self._open.cache_clear()  # it may hold the file that was replaced
             self._files |= dict.fromkeys(by_name, path)
@@ -400,6 +402,23 @@ class Store:
             put_aside(path)
             if sound:
                 self._add(sound)
+
+    def remove(self, texts: Iterable[Sequence[int]]) -> None:
+        """Remove the features of texts that this process has stored and that are wrong. Files of
+        other processes stay."""
+        names = {name_of(np.array(text, np.int32)) for text in texts}
+        for name in names:
+            self._decoded.pop(name, None)
+        with self.lock:
+            for path in {self._files[n] for n in names if n in self._files} & self._own:
+                beside = [name for name, other in self._files.items() if other == path]
+                right = {name: self._sound(path, name) for name in beside if name not in names}
+                for name in beside:
+                    del self._files[name]
+                self._open.cache_clear()
+                if right:
+                    self._add(right)
+                path.unlink(missing_ok=True)
 
     def _document(self, name: str, parts: Sequence[str], size: tuple[int, ...]) -> Features:
         """The parts of a document. Raises Damaged unless their first sizes are these."""

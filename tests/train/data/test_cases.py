@@ -175,6 +175,50 @@ def test_a_shape_that_is_left_out_is_named(tmp_path: Path, record: Any, reason: 
     assert reason in str(tally)
 
 
+LOGS: dict[str, str] = {  # another log's file → its name in the message
+    "agent_session.jsonl": "an agent's session, one turn a record",
+    "chatgpt_export.json": "a ChatGPT export",
+    "claude_export.json": "a Claude export",
+    "oasst_tree.jsonl": "a tree of replies, as OpenAssistant has it",
+    "one_turn_a_line.jsonl": "one turn a record",
+    "rows_by_id.json": "records under their ids",
+    "semicolons.csv": "a table with semicolons",
+    "sharegpt_model_names.json": "a turn of another role: gpt-4o",
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_another_log_is_rejected_by_its_name(name: str) -> None:
+    with pytest.raises(UserError, match=LOGS[name]) as error:
+        read_all(str(CASES / "other_logs" / name))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["responses_api.jsonl", "responses_plain.jsonl"])
+def test_records_of_the_responses_api_are_read(name: str) -> None:
+    (one,), tally = read_all(str(CASES / "other_logs" / name))
+    assert [(m.role, m.content) for m in one.messages] == [
+        ("system", "Be short."),
+        ("user", "How do I tie a bowline?"),
+        ("assistant", "Make a loop."),
+    ]
+    assert not tally.ignored and not tally.changed
+
+
+def test_calls_of_the_responses_api_are_read(tmp_path: Path) -> None:
+    called = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"x": 1}'}
+    result = {"type": "function_call_output", "call_id": "c", "output": "cold"}
+    record = {"input": [USER, called, result], "output": [{"type": "message", **ANSWER}]}
+    (one,), _ = read_all(write_lines(tmp_path / "x.jsonl", [record]))
+    assert [m.role for m in one.messages] == ["user", "assistant", "tool", "assistant"]
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"x": 1}}}
+    assert one.messages[1].beside == {"tool_calls": [call]}
+    assert one.messages[2].beside == {"tool_call_id": "c"} and one.messages[2].content == "cold"
+    summed = record | {"output": [{"type": "reasoning", "summary": [{"text": "t"}]}]}
+    with pytest.raises(UserError, match=r"an item of the Responses API .*: reasoning"):
+        read_all(write_lines(tmp_path / "x.jsonl", [summed]))
+
+
 def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
     record = {
         "model": "m",

@@ -4,7 +4,8 @@ Run alone: python -m pytest tests/train/data/test_engines.py (under 20 s)
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.engines import client
-from specdec.errors import UserError
+from specdec.engines.client import Server
+from specdec.errors import UserError, require
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig
 from specdec.targets.on_demand import TargetOnDemand
@@ -24,7 +26,7 @@ from train.data import engines
 from train.data.answer_files import AnswersConfig
 from train.data.answers import answered
 from train.data.conversations import DataConfig
-from train.data.engines import ids_of
+from train.data.engines import ComparedServers, ids_of
 from train.data.split import split_prompts
 from train.data.template import Document, Prompt
 
@@ -268,6 +270,48 @@ def test_another_model_is_told(
     sound = serve()
     answer(sound, temperature=temperature)
     assert len(sound.asked) == PROMPTS, "none of the other model's answers was kept"
+
+
+def test_each_server_is_compared_and_the_sound_one_s_answers_are_kept(
+    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path
+) -> None:
+    """The other model answers more slowly than the first, so that the first eight answers are all
+    sound; before, all that it wrote after these was believed."""
+    other = TargetOnDemand(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
+    sound, before = serve(), texts(answer())
+
+    def slow(number: int, reply: dict[str, Any]) -> dict[str, Any]:
+        time.sleep(0.2)
+        return reply
+
+    wrong = serve(slow, of=other.whole())
+    with pytest.raises(UserError, match=f"{wrong.url}: .*the engine serves another model"):
+        answer(sound, wrong, batch=4)
+    assert wrong.asked
+    rest = serve()
+    assert texts(answer(rest)) == before, "nothing of the other model was kept"
+    assert len(rest.asked) < PROMPTS, "what the sound server wrote was kept"
+
+
+def test_a_server_that_changes_its_model_is_found_and_its_last_results_are_dropped() -> None:
+    """Enumerated: 4 are compared, 6 are kept, and the next 4 are compared again."""
+    server, kept, dropped = Server("http://a/v1"), list[int](), list[int]()
+
+    def compare(_: Server, results: Mapping[int, int]) -> None:
+        require(all(results.values()), "another model")
+
+    results = ComparedServers[int, int](
+        compare, lambda _s, n, _r: kept.append(n), lambda _s, names: dropped.extend(names)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engines, "COMPARED", 4)
+        patch.setattr(engines, "AGAIN", 6)
+        for n in range(13):
+            results.take(server, n, 1)
+            assert kept == [*range(4 * (n // 4) if n < 4 else min(n + 1, 10))] or n == 3
+        with pytest.raises(UserError, match=r"another model; .* last compared \(6\) is dropped"):
+            results.take(server, 13, 0)
+    assert kept == [*range(10)] and dropped == [*range(4, 10)]
 
 
 def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
