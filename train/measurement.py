@@ -62,6 +62,7 @@ def finished(
         if ranks.rank != 0:
             return None
         ranks = ALONE
+    ranks.first(lambda: drafts.copy_trained_on(folder / "best", folder / "best"))
     if not cfg.decode.prompts:
         console.print(
             f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
@@ -134,6 +135,7 @@ def _measured(
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         notes = {k: x for k, x in drafts.read_card(folder / "best").notes.items() if k == "run"}
         ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target, notes=notes))
+        ranks.first(lambda: drafts.copy_trained_on(folder / "best", folder / f"with-{cfg.also}"))
     return evaluate(
         Subject(cfg.name, target, drafter, cfg.data.name, also, original),
         prompts,
@@ -174,7 +176,7 @@ def _write(
 
 def _export(cfg: Config, folder: Path, drafter: Drafter, target: Parts) -> None:
     if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        checked = export.write(folder / "export", drafter, target, cfg.export)
+        checked = export.write(folder / "export", drafter, target, cfg.export, folder / "best")
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
 
 

@@ -42,6 +42,13 @@ class StageConfig:
         )
 
 
+def named_head(config: Any) -> str | None:
+    """The folder of the draft that a drafter with this config contains; None if it contains none,
+    or builds its own."""
+    named = getattr(config, "head", None)
+    return str(named) if named and named not in DRAFTERS else None
+
+
 def starting(
     stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
 ) -> Drafter:
@@ -53,7 +60,7 @@ def starting(
     if stage.draft is not None:
         return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
     kind, vocab_S, head = family(config.name), None, None
-    if (named := getattr(config, "head", None)) and named not in DRAFTERS:
+    if (named := named_head(config)) is not None:
         head = drafts.read(named, target)
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)

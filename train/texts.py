@@ -140,7 +140,8 @@ def _unanswered(prompt: Prompt) -> Document:
     """What stands for a prompt that only later rounds answer."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
-    return Document(prompt.id, ids, silent, weight=evenly(len(ids), prompt.weight))
+    weight = evenly(len(ids), prompt.weight)
+    return Document(prompt.id, ids, silent, weight=weight, opening=prompt.opening)
 
 
 def answer_share(

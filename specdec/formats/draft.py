@@ -8,6 +8,7 @@ checksum covers that of the weights, too, so that the three files belong togethe
 """
 
 import hashlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter, starts_of
 from specdec.errors import UserError, located, require
 from specdec.files import (
+    new_file,
     read_record,
     reading,
     record,
@@ -44,6 +46,7 @@ from specdec.targets.seq2seq import Seq2SeqTarget
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
 CALIBRATION = "calibration.json"
+TRAINED_ON = "trained_on.npz"  # what it was trained on; see train.data.trained_on
 REMEDY = "calibrate the draft again with scripts/evaluate --calibrate"
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that weights may be stored in
 WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # and those of buffers
@@ -98,11 +101,22 @@ def save(
         *(FORMAT, config.name, config, drafter.sizes, theirs, notes or {}),
         weights=of_tensors(tensors),
     )
-    with replaced(folder, (WEIGHTS, CARD, CALIBRATION)) as partial:
+    with replaced(folder, (WEIGHTS, CARD, CALIBRATION, TRAINED_ON)) as partial:
         save_file(tensors, partial / WEIGHTS)
         write_json(partial / CARD, asdict(card))
         if isinstance(drafter, Calibrated) and drafter.calibrations.prompts:
             keep_calibrations(partial, drafter)
+
+
+def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
+    """Copy the file that says what a draft was trained on, from its folder or that of its run, into
+    other folders of it, if there is one."""
+    sources = [place / TRAINED_ON for place in (Path(draft), Path(draft).parent)]
+    path = next((path for path in sources if path.is_file()), None)
+    for folder in map(Path, folders):
+        if path is not None and folder.is_dir() and folder != path.parent:
+            with new_file(folder / TRAINED_ON) as partial:
+                shutil.copyfile(path, partial)
 
 
 def keep_calibrations(folder: Path | str, drafter: Drafter) -> None:

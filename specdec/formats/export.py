@@ -22,7 +22,7 @@ from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
-from specdec.formats.draft import require_finite, require_same, untied
+from specdec.formats.draft import copy_trained_on, require_finite, require_same, untied
 from specdec.formats.layout import (
     CONFIG,
     LAYOUT,
@@ -99,8 +99,15 @@ def _require_causal(target: Parts) -> None:
     )
 
 
-def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAYOUT) -> str:
-    """Export a draft; returns a line that says what was compared. The folder appears only if the
+def write(
+    folder: Path | str,
+    drafter: Drafter,
+    target: Parts,
+    layout: str = LAYOUT,
+    draft: Path | None = None,
+) -> str:
+    """Export a draft; returns a line that says what was compared. `draft` is its folder, whose file
+    that says what it was trained on goes into the export. The folder appears only if the
     draft read back gives the same logits. Raises UserError for a layout that this family does not
     have, for a weight that is missing or not finite, for a draft that an engine would read
     differently, and for a folder that is not an earlier export."""
@@ -124,6 +131,8 @@ def write(folder: Path | str, drafter: Drafter, target: Parts, layout: str = LAY
             (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
         if chosen.whole_model and target.tokenizer is not None:
             save_tokenizer(target.tokenizer, partial)
+        if draft is not None:
+            copy_trained_on(draft, partial)
         _mark(partial, name, layout, target)
         again = read(partial, drafter, target, layout)
         before, twice, after = (logits(d, target) for d in (drafter, drafter, again))

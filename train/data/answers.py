@@ -44,6 +44,7 @@ from train.data.answer_files import (
     seed_of,
 )
 from train.data.engines import served
+from train.data.split import within_conversations
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of
@@ -281,17 +282,20 @@ def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
     return [[*g[i : i + size]] for g in groups for i in range(0, len(g), size)]
 
 
-def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -> list[Document]:
+def logged(
+    path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt | Document]
+) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
-    files, except for answers to the prompts in `leave_out`. Raises UserError if there is no file,
-    if no answer remains, or if one cannot have been written by this target."""
+    files, except for those in the conversations of `leave_out`, at whatever turn. Raises UserError
+    if there is no file, if no answer remains, or if one cannot have been written by this target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),
         f"data.rounds={path}: no such file, or no .jsonl in that folder: write one with "
         "scripts/generate --log-rounds",
     )
-    others, documents = {prompt.ids.tobytes() for prompt in leave_out}, []
+    others = {prompt.ids.tobytes() for prompt in leave_out if isinstance(prompt, Prompt)}
+    documents, texts, left_out = list[Document](), list[str](), 0
     for file in files:
         lines, damaged = sealed_lines(file, ("prompt", "ids", "rounds"))
         if damaged:
@@ -305,8 +309,20 @@ def logged(path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt]) -
                 "log that was written with this target",
             )
             document = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
-            if document is not None and np.array(r.prompt, np.int32).tobytes() not in others:
-                documents.append(document)
+            if document is None:
+                continue
+            if np.array(r.prompt, np.int32).tobytes() in others:
+                left_out += 1
+                continue
+            documents.append(document)
+            texts.append(target.tokenizer.decode(r.prompt) if target.tokenizer else "")
+    within = within_conversations(texts, [text.opening for text in leave_out])
+    documents = [document for n, document in enumerate(documents) if n not in within]
+    if left_out := left_out + len(within):
+        console.print(
+            f"data.rounds: {left_out:,} responses belong to held-out conversations: they are not "
+            "trained on"
+        )
     require(
         bool(documents),
         f"data.rounds={path}: no round in it to train on (answers to held-out prompts are left "

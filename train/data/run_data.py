@@ -107,7 +107,8 @@ def read_run_data(
     )
     if cfg.rounds:
         logs = Path(cfg.rounds)
-        split.train = ranks.handed(lambda: logged(logs, depth, target, split.prompts))
+        held_out = [*split.prompts, *split.validation_prompts, *split.held_out]
+        split.train = ranks.handed(lambda: logged(logs, depth, target, held_out))
     return split
 
 

@@ -243,6 +243,10 @@ def load(
         openings[held].append(opening)
         if held and conversation is not None:
             asked.append((conversation, len(split.held_out) - 1))
+    for opening, (_, item) in zip(opened, kept, strict=True):
+        for text in item if isinstance(item, list) else [item]:
+            if isinstance(text, Document | Prompt):
+                text.opening = opening
     tested = _divide(split, openings[True], cfg.validation)
     for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
         assert ask is not None
@@ -253,6 +257,7 @@ def load(
                 what = f"held out, but not decoded: {prompt}"
                 split.tally.count(split.tally.changed, what)
             elif (test := tested[place]) is not None:
+                prompt.opening = openings[True][place]
                 (split.prompts if test else split.validation_prompts).append(prompt)
     if not train and not split.held_out:
         require_spans(split.tally, 1)
@@ -421,7 +426,7 @@ def told_apart(
         small = cfg.held_out is None and SHARE * whole < ENOUGH
         if not blocking and small and held < (1 - PART) * int(held_out):
             # the next of them would exceed what is to be held out, so nothing beyond it is
-            blocking = {min((x for x in texts if _key(x) in common), key=_place, default="")}
+            blocking = {min((x for x in texts if _key(x) in common), key=place_of, default="")}
         if not any(blocking):
             return texts
         trained = {text: _trained(text, max(0.9, share)) for text in blocking}
@@ -447,14 +452,14 @@ def is_held_out(opening: str, fraction: float) -> bool:
     case, punctuation and spaces, so the answer does not depend on any other data. (A
     locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
     """
-    return _place(opening) < fraction * 2**64
+    return place_of(opening) < fraction * 2**64
 
 
 def chosen_share(openings: Sequence[str]) -> float:
     """The fraction of conversations with these opening prompts to hold out if no other is given:
     SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them."""
     count = max(1, min(ENOUGH, int(len(openings) * MOST)))
-    places = sorted(map(_place, openings))
+    places = sorted(map(place_of, openings))
     # conversations with the same opening stay together: all of those at the cut, or none
     sizes = [n for n in range(1, len(places)) if places[n - 1] < places[n]]
     fitting = [n for n in sizes if n <= count] or sizes[:1]
@@ -479,7 +484,7 @@ def chosen_validation(openings: Sequence[str], held_out: float) -> float:
     usual = sum(is_validation(opening, held_out, VALIDATION) for opening in openings)
     if count > ENOUGH and LEAST_PART <= usual <= count - LEAST_PART:
         return VALIDATION
-    places = sorted(map(_place, openings))
+    places = sorted(map(place_of, openings))
     # conversations with the same opening stay together
     cuts = [n for n in range(LEAST_PART, count - LEAST_PART + 1) if places[n - 1] < places[n]]
     if not cuts:
@@ -502,7 +507,7 @@ def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
     return (validation, held_out - validation) if validation else (held_out, held_out)
 
 
-def _place(opening: str) -> int:
+def place_of(opening: str) -> int:
     """The place of an opening prompt among 2^64, by a hash of its words."""
     return int.from_bytes(hashlib.blake2b(_key(opening).encode(), digest_size=8).digest())
 
@@ -525,12 +530,12 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
 
 def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int]:
     """See `near_duplicates`. Shingles that more than `most` prompts share do not count."""
-    theirs = [_shingles(prompt) for prompt in held_out]
+    theirs = [shingles_of(prompt) for prompt in held_out]
     shared = Counter(s for shingles in theirs for s in shingles)
     if len(train) + len(held_out) > most:
         known = {*shared}
         for prompt in train:
-            shared.update(_shingles(prompt) & known)
+            shared.update(shingles_of(prompt) & known)
     common = {s for s, n in shared.items() if n > most}
 
     def counted(prompt: str, shingles: frozenset[int]) -> frozenset[int]:
@@ -552,7 +557,7 @@ def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int
             index[s].append(j)
     near = set()
     for i, prompt in enumerate(train):
-        ours = counted(prompt, _shingles(prompt))
+        ours = counted(prompt, shingles_of(prompt))
         candidates = {j for s in prefix(ours) if s in frequency for j in index.get(s, ())}
         for j in candidates:
             shared_by_both = len(ours & theirs[j])
@@ -560,6 +565,35 @@ def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int
                 near.add(i)
                 break
     return near
+
+
+def within_conversations(texts: Sequence[str], openings: Sequence[str]) -> set[int]:
+    """Indices of the texts, complete prompts as they were asked, that belong to a conversation with
+    one of these opening prompts, or nearly: at least NEAR percent of the opening's shingles are in
+    the text. Shingles that many openings share (an instruction) do not count. An opening of fewer
+    than three words, or with none of its own, must stand in the text as a line or between marks of
+    the template."""
+    distinct, asked = list(dict.fromkeys(texts)), list({*openings} - {""})
+    of_texts, of_openings = [shingles_of(x) for x in distinct], [shingles_of(x) for x in asked]
+    counts = Counter(s for shingles in of_openings for s in shingles)
+    most = max(SHARED[0] * len(asked), FEW)
+    exactly, index, sizes = set[str](), defaultdict[int, list[int]](list), dict[int, int]()
+    for j, (opening, shingles) in enumerate(zip(asked, of_openings, strict=True)):
+        own = {s for s in shingles if counts[s] <= most}
+        if len(_words(opening)) < 3 or not own:
+            exactly.add(_key(opening))
+            continue
+        sizes[j] = len(own)
+        for s in own:
+            index[s].append(j)
+    within = set[str]()
+    for text, shingles in zip(distinct, of_texts, strict=True):
+        shared = Counter(j for s in shingles for j in index.get(s, ()))
+        near = any(100 * n >= NEAR * sizes[j] for j, n in shared.items())
+        pieces = re.split(r"<[^<>]*>|\[[^\[\]]*\]|\n", text) if exactly else []
+        if near or any(_key(piece) in exactly for piece in pieces if piece.strip()):
+            within.add(text)
+    return {i for i, text in enumerate(texts) if text in within}
 
 
 def _key(opening: str) -> str:
@@ -573,7 +607,7 @@ def _words(text: str) -> list[str]:
     return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+", text)
 
 
-def _shingles(prompt: str) -> frozenset[int]:
+def shingles_of(prompt: str) -> frozenset[int]:
     words = _words(prompt) or [prompt]
     triples = zip(words, words[1:], words[2:], strict=False) if len(words) > 2 else [words]
     return frozenset(zlib.crc32(" ".join(triple).encode()) for triple in triples)

@@ -49,6 +49,7 @@ class Document:
     notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
     chat: str = ""  # the name of its conversation, if that is in several documents
     weight: NDArray[np.float32] | None = None  # None: 1 for all
+    opening: str = ""  # the text by which the split placed its conversation; empty: unknown
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class Prompt:
     notes: tuple[str, ...] = ()
     weight: float = 1.0  # of its answer in a loss, relative to others
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
+    opening: str = ""  # the text by which the split placed its conversation; empty: unknown
 
     @property
     def kind(self) -> str:

@@ -1,0 +1,144 @@
+"""What a draft was trained on, which travels with it, and who asks.
+
+Run alone: python -m pytest tests/train/data/test_trained_on.py
+"""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from specdec.errors import UserError
+from specdec.formats.draft import TRAINED_ON
+from specdec.integrity import Damaged
+from specdec.measure.results import Results
+from tests.tiny import Tiny, conversations, write_jsonl
+from train.data.split import NEAR, shingles_of, within_conversations
+from train.data.template import Document, Prompt
+from train.data.trained_on import TrainedOn, origin_of, told, trained_on
+from train.folder import noted_prompts
+
+
+def prompt(opening: str) -> Prompt:
+    return Prompt("x", np.zeros(1, np.int32), opening, opening=opening)
+
+
+def edited(words: list[str], share: float, draw: random.Random) -> list[str]:
+    """Words of which some are replaced."""
+    return [f"new{draw.random()}" if draw.random() < share else word for word in words]
+
+
+def test_near_duplicates_are_estimated_as_the_split_judges_them() -> None:
+    """Prompts of 40 words with some words replaced: of those whose shingles overlap by 80 % or
+    more, nine in ten are found; of those below 50 %, fewer than one in ten."""
+    draw, above, below = random.Random(0), list[bool](), list[bool]()
+    for n in range(800):
+        words = [f"w{draw.randrange(10**6)}" for _ in range(40)]
+        known = TrainedOn.of([prompt(" ".join(words))])
+        other = " ".join(edited(words, n % 8 / 40, draw))
+        ours, theirs = shingles_of(" ".join(words)), shingles_of(other)
+        overlap = len(ours & theirs) / len(ours | theirs)
+        # beside another, so that it is not all that was asked
+        (found, _) = known.nearly([origin_of(other), origin_of(f"something else {n}")])
+        if overlap >= 0.8:
+            above.append(found)
+        elif overlap < 0.5:
+            below.append(found)
+    assert NEAR == 70 and min(len(above), len(below)) > 100
+    assert np.mean(above) > 0.9 and np.mean(below) < 0.1
+
+
+def test_words_decide_and_a_shared_instruction_does_not() -> None:
+    instruction = " ".join(f"do{n}" for n in range(60))
+    asked = [f"{instruction} item {n}" for n in range(40)]
+    known = TrainedOn.of([prompt(x) for x in asked[:20]])
+    assert known.exactly([origin_of(x) for x in asked]) == [True] * 20 + [False] * 20
+    assert known.nearly([origin_of(x) for x in asked[20:]]) == [False] * 20
+    assert TrainedOn.of([prompt("What IS it?")]).exactly([origin_of("what is it")]) == [True]
+    assert TrainedOn().nearly([origin_of("a")]) == [False] and TrainedOn().nearly([]) == []
+
+
+def test_it_takes_32_bytes_a_conversation_and_reads_back(tmp_path: Path) -> None:
+    texts = [prompt(f"question {n} about {n * n}") for n in range(3000)]
+    known = TrainedOn.of([*texts, *texts])
+    assert len(known.keys_N) == 3000 and known.complete
+    known.write(tmp_path)
+    assert (tmp_path / TRAINED_ON).stat().st_size < 3000 * 32 + 2000
+    (tmp_path / "best").mkdir()
+    for folder in (tmp_path, tmp_path / "best"):  # a draft's own, or that of its run
+        again = trained_on(folder)
+        assert again is not None and again.complete
+        assert np.array_equal(again.keys_N, known.keys_N)
+        assert np.array_equal(again.sketches_NC, known.sketches_NC)
+    more = known.joined(TrainedOn.of([prompt("question 1 about 1"), prompt("another")]))
+    assert len(more.keys_N) == 3001 and more.sketches_NC.shape == (3001, 24)
+    log = Document("x", np.zeros(1, np.int32), np.zeros(1, np.bool_))
+    assert not known.joined(TrainedOn.of([log])).complete
+    (tmp_path / TRAINED_ON).write_bytes((tmp_path / TRAINED_ON).read_bytes()[:-500])
+    with pytest.raises(Damaged, match="is damaged"):
+        trained_on(tmp_path)
+    assert told(tmp_path, ["question 1 about 1"]) is None
+    assert trained_on(tmp_path / "nowhere" / "best") is None
+
+
+def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first stage holds out a fifth, the second a half. What travels with the draft and its
+    export is what both were trained on."""
+    chats = conversations(120)
+    path = write_jsonl(tmp_path / "chats.jsonl", chats)
+    more = [f"data.path={path}", "loop.epochs=1", "decode.prompts=60"]
+    tiny.job(tmp_path / "one", "medusa", *more, "data.held_out=0.2", "data.limit=80")
+    first = trained_on(tmp_path / "one" / "best")
+    assert first is not None and 50 < len(first.keys_N) <= 70 and first.complete
+    capsys.readouterr()
+    stage = f"stage.draft={tmp_path / 'one' / 'best'}"
+    tiny.job(tmp_path / "two", "medusa", *more, "data.held_out=0.5", stage)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "held-out texts were trained on by" in said
+    noted = noted_prompts(tmp_path / "two", 60)
+    assert noted is not None and len(noted[0]) > 5
+    words = [p.words for part in noted for p in part]
+    assert not any(first.exactly([origin_of(x) for x in words]))
+    assert Results.read(tmp_path / "two" / "report").prompts == len(noted[0])
+    both, exported = trained_on(tmp_path / "two" / "best"), trained_on(tmp_path / "two" / "export")
+    assert both is not None and exported is not None and len(both.keys_N) > len(first.keys_N)
+    assert {*first.keys_N.tolist()} < {*both.keys_N.tolist()} == {*exported.keys_N.tolist()}
+    openings = [chat["messages"][0]["content"] for chat in chats]
+    known = [x for x in openings if any(both.exactly([origin_of(x)]))]
+    assert told(tmp_path / "two" / "best", known[:10]) == (
+        "prompts of your own, of which the draft was trained on 10"
+    )
+    assert told(tmp_path / "two" / "export", words[:3]) == (
+        "prompts of your own, of which the draft was trained on none"
+    )
+    with pytest.raises(UserError, match="all held-out prompts were trained on by"):
+        one = [f"data.path={write_jsonl(tmp_path / 'known.jsonl', chats_of(chats, known))}"]
+        tiny.job(
+            tmp_path / "three", "medusa", *one, "data.held_out=0.3", stage.replace("one", "two")
+        )
+
+
+def chats_of(chats: list[dict], openings: list[str]) -> list[dict]:  # type: ignore[type-arg]
+    return [chat for chat in chats if chat["messages"][0]["content"] in openings]
+
+
+def test_a_logged_prompt_belongs_to_a_held_out_chat_at_any_turn() -> None:
+    """In another template, at a later turn, under a system prompt, or with a word changed; a short
+    opening must be a turn of its own."""
+    opening = "tell me how the river that we saw last year got its name please"
+    later = f"<|u|>system\nBe brief.<|e|>\n<|u|>user\n{opening}<|e|>\n<|u|>assistant\nWhy?<|e|>"
+    texts = [
+        later,
+        f"[INST] {opening.replace('last', 'this')} [/INST]",
+        "[INST] tell me how the bridge got its colour [/INST]",
+        "<|u|>user\nhi<|e|>\n<|u|>assistant\n",
+        "<|u|>user\nhi there you<|e|>\n<|u|>assistant\n",
+    ]
+    assert within_conversations(texts, [opening, "Hi!"]) == {0, 1, 3}
+    instruction = " ".join(f"do{n}" for n in range(60))
+    asked = [f"{instruction} item {n}" for n in range(40)]
+    logs = [f"<|u|>user\n{x}<|e|>\n<|u|>assistant\n" for x in asked]
+    assert within_conversations(logs, asked[:20]) == set(range(20))

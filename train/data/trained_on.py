@@ -1,0 +1,186 @@
+"""What a draft was trained on, in a file that travels with it: 32 bytes a conversation.
+
+Each conversation has a key, the hash by which the split places its opening prompt, and a sketch
+(b-bit minwise hashing, Li and König 2010), from which near duplicates are estimated: two prompts
+agree at about as large a share of its 24 places as their sets of word 3-shingles overlap. So
+prompts that the split takes for near duplicates mostly agree at 16 places or more.
+"""
+
+import io
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any, TypeVar
+from zipfile import BadZipFile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import UserError, require
+from specdec.files import new_file
+from specdec.formats.draft import TRAINED_ON
+from specdec.integrity import Damaged
+from specdec.progress import console
+from train.data.split import NEAR, Split, place_of, shingles_of
+from train.data.template import Document, Prompt
+
+PLACES = 24  # of a sketch
+AGREEING = PLACES * NEAR // 100  # places in which near duplicates agree, at least
+ALL_NEAR = 0.9  # share of prompts above which what is near in all of them tells nothing
+T = TypeVar("T", Document, Prompt)
+_DRAW = np.random.default_rng(0)  # the same in all versions: files are compared across them
+_FACTOR = _DRAW.integers(1, 2**32, PLACES, dtype=np.uint64) | np.uint64(1)
+_SHIFT = _DRAW.integers(0, 2**32, PLACES, dtype=np.uint64)
+_LOW = np.uint64(2**32 - 1)
+
+
+def origin_of(text: str) -> bytes:
+    """The key and the sketch of an opening prompt."""
+    return place_of(text).to_bytes(8, "big") + _sketch(text).tobytes()
+
+
+def _sketch(text: str) -> NDArray[np.uint8]:
+    shingles = np.fromiter(shingles_of(text), dtype=np.uint64)
+    least = ((shingles[:, None] * _FACTOR + _SHIFT) & _LOW).min(0)
+    mixed: NDArray[np.uint8] = ((least * np.uint64(0x9E3779B1) & _LOW) >> np.uint64(24)).astype(
+        np.uint8
+    )
+    return mixed
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The conversations that a draft was trained on, in all of its stages. It is not `complete` if
+    a stage left no such file, or trained on a log, which does not say what was asked first."""
+
+    keys_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    sketches_NC: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, PLACES), np.uint8))
+    complete: bool = True
+
+    @classmethod
+    def of(cls, texts: Sequence[Document | Prompt]) -> "TrainedOn":
+        origins = sorted(map(origin_of, {text.opening for text in texts if text.opening}))
+        whole = np.frombuffer(b"".join(origins), np.uint8).reshape(-1, 8 + PLACES)
+        keys_N = whole[:, :8].copy().view(">u8")[:, 0].astype(np.uint64)
+        keys_N, first_N = np.unique(keys_N, return_index=True)
+        return cls(keys_N, whole[first_N, 8:], all(text.opening for text in texts))
+
+    def joined(self, other: "TrainedOn") -> "TrainedOn":
+        """What was trained on in two stages."""
+        keys_N, first_N = np.unique(np.concatenate([self.keys_N, other.keys_N]), return_index=True)
+        sketches_NC = np.concatenate([self.sketches_NC, other.sketches_NC])[first_N]
+        return TrainedOn(keys_N, sketches_NC, self.complete and other.complete)
+
+    def exactly(self, origins: Sequence[bytes]) -> list[bool]:
+        """Which of these were trained on, word for word."""
+        known = {*self.keys_N.tolist()}
+        return [int.from_bytes(origin[:8], "big") in known for origin in origins]
+
+    def nearly(self, origins: Sequence[bytes]) -> list[bool]:
+        """Which of these were trained on, or a near duplicate of them. Where nearly all have one,
+        they share an instruction, and only those count that were trained on word for word."""
+        exactly = self.exactly(origins)
+        near = [self._near(origin) for origin in origins]
+        others = sum(there and not same for there, same in zip(near, exactly, strict=True))
+        if others > ALL_NEAR * len(origins):
+            return exactly
+        return [there or same for there, same in zip(near, exactly, strict=True)]
+
+    def _near(self, origin: bytes) -> bool:
+        sketch = np.frombuffer(origin[8:], np.uint8)
+        agreeing_N = (self.sketches_NC == sketch).sum(1)
+        return bool((agreeing_N >= AGREEING).any())
+
+    def write(self, folder: Path) -> None:
+        """Write the file into a folder: a draft's, its run's, or that of its export."""
+        with new_file(folder / TRAINED_ON) as partial, partial.open("wb") as file:
+            np.savez(
+                file, keys=self.keys_N, sketches=self.sketches_NC, complete=np.array(self.complete)
+            )
+
+
+def trained_on(draft: Path) -> TrainedOn | None:
+    """What the draft in this folder was trained on; None if neither the folder nor that of its run
+    says so. Raises Damaged for a file that cannot be read."""
+    for path in (draft / TRAINED_ON, draft.parent / TRAINED_ON):
+        if not path.is_file():
+            continue
+        try:
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
+                found = TrainedOn(file["keys"], file["sketches"], bool(file["complete"]))
+            if found.sketches_NC.shape != (*found.keys_N.shape, PLACES):
+                raise ValueError("its shapes do not fit")
+        except (ValueError, KeyError, EOFError, BadZipFile) as error:
+            raise Damaged(f"{path} is damaged ({error}): copy the draft again") from error
+        return found
+    return None
+
+
+def before_this_stage(drafts: Collection[Path]) -> TrainedOn:
+    """What the drafts that a run starts from or contains were trained on, in all their stages."""
+    known = [trained_on(draft) for draft in drafts]
+    found = [one if one is not None else TrainedOn(complete=False) for one in known]
+    return reduce(TrainedOn.joined, found, TrainedOn())
+
+
+def without_trained_on(split: Split[Any], earlier: TrainedOn, drafts: Collection[Path]) -> None:
+    """Take out of the held-out parts of a split what the draft that the run starts from was trained
+    on, near duplicates included: it would be measured and selected on what it knows. Raises
+    UserError if no prompt is left to measure on."""
+    if not drafts:
+        return
+    names = " and ".join(map(str, drafts))
+    if not earlier.complete:
+        console.print(
+            f"{names} does not say all that it was trained on: held-out prompts may be among it"
+        )
+
+    def unknown(texts: Sequence[T]) -> list[T]:
+        seen = earlier.nearly([origin_of(text.opening) for text in texts])
+        return [text for text, there in zip(texts, seen, strict=True) if not there]
+
+    before = len(split.test)
+    split.test, split.validation = unknown(split.test), unknown(split.validation)
+    split.prompts, split.validation_prompts = (
+        unknown(split.prompts),
+        unknown(split.validation_prompts),
+    )
+    if split.validation_share and not split.validation:
+        split.validation, split.validation_share = split.test, 0.0
+    gone = before - len(split.test)
+    require(
+        bool(split.prompts and split.test),
+        f"all held-out prompts were trained on by {names}: give other data, or the data.held_out "
+        "and data.validation with which it was trained",
+    )
+    if gone:
+        console.print(
+            f"{gone} of {before} held-out texts were trained on by {names}, or nearly equal one "
+            "that was: they are neither measured nor selected on"
+        )
+
+
+def unknown_to(draft: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The held-out prompts of a run's data that no earlier stage of its draft was trained on."""
+    if (known := trained_on(draft)) is None:
+        return list(prompts)
+    seen = known.exactly([origin_of(prompt.opening) for prompt in prompts])
+    return [prompt for prompt, there in zip(prompts, seen, strict=True) if not there]
+
+
+def told(draft: Path, openings: Sequence[str]) -> str | None:
+    """How many of these opening prompts a draft was trained on, in words; None if its folder does
+    not say so."""
+    try:
+        known = trained_on(draft)
+    except UserError:
+        return None
+    if known is None:
+        return None
+    origins = [origin_of(opening) for opening in openings]
+    same, near = sum(known.exactly(origins)), sum(known.nearly(origins))
+    said = f"prompts of your own, of which the draft was trained on {same or 'none'}"
+    if near > same:
+        said += f" and on near duplicates of {near - same}"
+    return said if known.complete else f"{said}, and perhaps on others"
