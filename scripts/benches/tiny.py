@@ -114,6 +114,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 4, "head_dim": 16},
+    "minimax_m3_vl_text": {"index_n_heads": 2},  # as many as it has KV heads
     "ministral": {"head_dim": 8, "layer_types": SWITCHED},
     "moshi": {"sliding_window": POSITIONS},  # as its own: transformers reads it with a cache alone
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
@@ -173,19 +174,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
                 "short_factor": [1.0, 1.1, 1.2, 1.3],
                 "long_factor": [1.0, 2.0, 4.0, 6.0],
                 "original_max_position_embeddings": 128,
-            },
-        },
-    ),
-    "phi3, longrope RoPE beyond its line": (
-        "phi3",
-        {
-            "original_max_position_embeddings": 12,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0, 1.1, 1.2, 1.3],
-                "long_factor": [1.0, 2.0, 4.0, 6.0],
-                "original_max_position_embeddings": 12,
             },
         },
     ),

@@ -121,6 +121,7 @@ FITTED: dict[str, dict[str, Any]] = {
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
+    "minimax_m3_vl_text": {"index_n_heads": 2},  # as many as it has KV heads
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its cache is laid out for 64 · n
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},

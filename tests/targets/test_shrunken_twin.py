@@ -130,7 +130,7 @@ def test_sparse_layers_of_any_name_stay_sparse() -> None:
         expected = theirs(ids, use_cache=False).logits
     ours = target.logits(target.features(ids, FeatureSpec())[1])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
-    assert attention_of(target.model.config) == "sdpa"
+    assert attention_of(target.model.config) == "sdpa" and target.without_twin is None
     prompts = [words(30), words(6, 4)]
     made = decode(target, prompts, max_new_tokens=16, eos=())
     assert [x.ids for x in made] == [transformers_ids(theirs, x, 16) for x in prompts]
