@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from logging import WARNING, Handler, LogRecord
@@ -344,3 +344,29 @@ def exchange(one: Path, other: Path) -> bool:
         return bool(library.renameat2(AT_FDCWD, a, AT_FDCWD, b, RENAME_EXCHANGE) == 0)
     except AttributeError:  # an older C library
         return False
+
+
+# hydra
+
+
+def hydra_arguments(arguments: Sequence[str]) -> Any:
+    """The flags and overrides of a command line as Hydra's own parser reads them, which no public
+    function offers."""
+    from hydra._internal.utils import get_args_parser  # only where a command line is read
+
+    return get_args_parser().parse_args(arguments)
+
+
+def start_hydra(folder: str, beside: str | None) -> None:
+    """Let `hydra.compose` read the configurations in a folder and, as with --config-dir, in one
+    `beside` it. The public way, `initialize_config_dir`, takes one folder."""
+    from hydra import version
+    from hydra._internal.hydra import Hydra
+    from hydra._internal.utils import create_config_search_path
+    from hydra.core.config_search_path import SearchPathQuery
+
+    places = create_config_search_path(folder)
+    if beside is not None:
+        places.prepend("command-line", f"file://{beside}", SearchPathQuery(provider="schema"))
+    version.setbase("1.3")
+    Hydra.create_main_hydra2("train", places)

@@ -7,10 +7,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, version
-from hydra._internal.hydra import Hydra
-from hydra._internal.utils import create_config_search_path, get_args_parser
-from hydra.core.config_search_path import SearchPathQuery
+from hydra import compose
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,6 +16,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, add_installed, family, installed
 from specdec.drafters.capabilities import Copies, Fits, RunsTarget, adapts
@@ -374,15 +372,15 @@ class Arguments:
 
     @classmethod
     def of(cls, arguments: Sequence[str]) -> "Arguments":
-        given = get_args_parser().parse_args(arguments)
-        pages = [given.help, given.hydra_help, given.cfg, given.info]
-        pages += [given.shell_completion, given.experimental_rerun]
+        parsed = hydra_arguments(arguments)
+        pages = [parsed.help, parsed.hydra_help, parsed.cfg, parsed.info]
+        pages += [parsed.shell_completion, parsed.experimental_rerun]
         return cls(
-            given.overrides,
-            given.config_name or "config",
-            (CONF.parent / given.config_path).resolve() if given.config_path else CONF,
-            str(Path(given.config_dir).absolute()) if given.config_dir else None,
-            bool(given.multirun),
+            parsed.overrides,
+            parsed.config_name or "config",
+            (CONF.parent / parsed.config_path).resolve() if parsed.config_path else CONF,
+            str(Path(parsed.config_dir).absolute()) if parsed.config_dir else None,
+            bool(parsed.multirun),
             not any(pages),
         )
 
@@ -392,12 +390,7 @@ class Arguments:
         if self.beside is not None and not Path(self.beside).is_dir():
             raise UserError(f"--config-dir {self.beside}: there is no such folder: name another")
         GlobalHydra.instance().clear()
-        places = create_config_search_path(str(self.folder))
-        if self.beside is not None:
-            before = SearchPathQuery(provider="schema")  # as Hydra's own command line has it
-            places.prepend("command-line", f"file://{self.beside}", before)
-        version.setbase("1.3")
-        Hydra.create_main_hydra2("train", places)
+        start_hydra(str(self.folder), self.beside)
         try:
             return compose(self.name, [*overrides], **more)
         finally:

@@ -15,7 +15,7 @@ from specdec.signals import Terminated
 from tests.processes import process
 from tests.tiny import Tiny
 from tests.told import require_one_line
-from train.config import CONF, Arguments, composed, folder_of_hydra
+from train.config import CONF, Arguments, composed, folder_of_hydra, register
 from train.sweep import Trial, best_of, tracked
 from train.tracking import TrackConfig, Tracker
 
@@ -129,6 +129,7 @@ def test_wandb_denies_a_run_before_the_first_response(
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
     """A folder with an experiment and a primary configuration."""
+    register()
     folder = tmp_path / "own=configs"
     (folder / "experiment").mkdir(parents=True)
     (folder / "experiment" / "mine.yaml").write_text("# @package _global_\nloop:\n  rows: 3\n")
