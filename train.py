@@ -60,7 +60,7 @@ def run(cfg: DictConfig) -> float:
     except Diverged as error:
         if hydra_of.mode is not RunMode.MULTIRUN:
             raise
-        (folder / "diverged").write_text(str(error))
+        (folder / "diverged").write_text(str(error), encoding="utf-8")
         tell(f"diverged: {error}")
     TRIALS.append(Trial(folder, [*hydra_of.overrides.task], objective))
     return objective or 0.0  # finite and the worst, so that the sweep continues

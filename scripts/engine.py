@@ -63,7 +63,9 @@ def serve(
     overrides = Path(draft) / "target-overrides.json" if draft else None
     engine = LLM(
         target,
-        hf_overrides=json.loads(overrides.read_text()) if overrides and overrides.is_file() else {},
+        hf_overrides=json.loads(overrides.read_text(encoding="utf-8"))
+        if overrides and overrides.is_file()
+        else {},
         dtype=dtype,
         enforce_eager=not compiled,
         enable_prefix_caching=False,

@@ -70,10 +70,12 @@ class HiddenStates(ExampleHiddenStatesConnector):
             event.synchronize()
             folder = os.path.dirname(filename)
             os.makedirs(folder, exist_ok=True)
-            with open(os.path.join(folder, FOLDER_MARK), "a"):
+            with open(os.path.join(folder, FOLDER_MARK), "a", encoding="utf-8"):
                 pass
             save_file(tensors, filename, metadata=MARK)
-            with open(f"{filename}.lock", "a") as beside:  # save_file follows no umask
+            with open(
+                f"{filename}.lock", "a", encoding="utf-8"
+            ) as beside:  # save_file follows no umask
                 os.chmod(filename, os.fstat(beside.fileno()).st_mode & 0o666)
         finally:
             if lock is not None:

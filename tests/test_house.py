@@ -358,3 +358,23 @@ def test_the_alphabet_is_in_the_documents() -> None:
     text = (ROOT / "docs" / "adding.md").read_text()
     section = text.partition("## Shapes")[2].partition("\n## ")[0]
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section, re.M)) == LETTERS
+
+
+def test_text_files_are_utf8_whatever_the_locale() -> None:
+    """Otherwise τ in a report raises where the locale is Latin-1."""
+    without = []
+    for name, tree in modules().items():
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            function = call.func
+            method = isinstance(function, ast.Attribute)
+            called = function.attr if method else getattr(function, "id", "")
+            if called not in ("open", "read_text", "write_text"):
+                continue
+            if method and ast.unparse(function.value) == "os":
+                continue
+            arguments = call.args if method else call.args[1:]
+            arguments = arguments + [x.value for x in call.keywords if x.arg == "mode"]
+            binary = called == "open" and arguments and "b" in ast.unparse(arguments[0])
+            if not binary and all(x.arg != "encoding" for x in call.keywords):
+                without.append(f"{path_of(name)}:{call.lineno}")
+    assert without == []

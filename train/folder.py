@@ -67,7 +67,7 @@ def locked(folder: Path) -> Iterator[None]:
         before = {lock} & {*folder.iterdir()}
         if before:
             require_file(lock)
-        with lock.open("w") as file:
+        with lock.open("w", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -350,7 +350,7 @@ def with_date(cfg: Config, folder: Path) -> Config:
         return cfg
     date = (config_of(folder).get("data") or {}).get("date")
     if date is None and (folder / BEGAN).exists():
-        date, *sums = (folder / BEGAN).read_text(errors="replace").split() or [""]
+        date, *sums = (folder / BEGAN).read_text(errors="replace", encoding="utf-8").split() or [""]
         with located(f"{folder / BEGAN} is damaged: delete it"):
             replace(cfg.data, date=date)
             # an earlier version wrote no checksum

@@ -55,7 +55,9 @@ def note_beginning(path: Path) -> None:
     prompts at that time, as chat templates may write it."""
     make_folder(path.parent)
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
-    partial.write_text(line_of_beginning(datetime.now().isoformat(timespec="seconds"), path.name))
+    partial.write_text(
+        line_of_beginning(datetime.now().isoformat(timespec="seconds"), path.name), encoding="utf-8"
+    )
     try:
         os.link(partial, path)
     except FileExistsError:

@@ -94,7 +94,7 @@ class Tracker:
                 name=cfg.title or name,
                 group=cfg.group,
                 tags=cfg.tags or None,
-                id=noted.read_text(),
+                id=noted.read_text(encoding="utf-8"),
                 resume="allow",
                 dir=folder,
                 mode=cfg.mode,  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ class Tracker:
         """Log the figures of a step. In W&B, the entries of a list become `name/0`, `name/1`, …"""
         if not self.main:
             return
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if self._run:
             self._run.log(_flat(figures), step=step)

@@ -131,11 +131,13 @@ class Run:
 
     def answers(self) -> dict[str, Sequence[int]]:
         """The answers that are kept, by the name of the prompt. Raises UserError if one has two."""
-        lines = [x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open()]
+        lines = [
+            x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open(encoding="utf-8")
+        ]
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         found = {entry["prompt"]: entry["ids"] for entry in entries}
         require(len(found) == len(entries), "a prompt has two answers")
         return found
 
     def _said(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")[-2000:]
+        return (self.folder / "log").read_text(errors="replace", encoding="utf-8")[-2000:]

@@ -147,7 +147,7 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
         device = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     started = time.monotonic()
     log = folder / f"{piece.name}.log"
-    with log.open("w") as file:
+    with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
             piece.command,
             cwd=ROOT,
@@ -169,7 +169,7 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
                     with suppress(subprocess.TimeoutExpired):
                         process.wait(GRACE)
     spent = before.seconds + time.monotonic() - started
-    output = log.read_text(errors="replace")
+    output = log.read_text(errors="replace", encoding="utf-8")
     return Outcome(before.command, status, before.calls + 1, spent, output)
 
 

@@ -155,7 +155,7 @@ def _require_ended(notes: Path, within: float = 60.0) -> None:
     """Raise UserError unless both ranks end, all by themselves if the launcher was killed."""
     until = time.monotonic() + within
     for path in notes.glob("[01]"):  # one that was killed at once may have noted nothing
-        while _lives(int(path.read_text())):
+        while _lives(int(path.read_text(encoding="utf-8"))):
             require(time.monotonic() < until, f"rank {path.name} lives on after its launcher")
             time.sleep(0.1)
 

@@ -32,17 +32,20 @@ def launched(
         own = psutil.Process()
         own.cpu_affinity(own.cpu_affinity()[:processes])
 
-    with TemporaryDirectory() as folder, (log := Path(folder, "log")).open("w") as file:
+    with (
+        TemporaryDirectory() as folder,
+        (log := Path(folder, "log")).open("w", encoding="utf-8") as file,
+    ):
         streams = {"stdout": file, "stderr": file}
         before = pin if pinned else None
         code = subprocess.call(full, cwd=ROOT, env=given, preexec_fn=before, **streams)
-        return subprocess.CompletedProcess(full, code, log.read_text())
+        return subprocess.CompletedProcess(full, code, log.read_text(encoding="utf-8"))
 
 
 def started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
     """A command in the project's folder, as the leader of a process group of its own. What it says
     is added to a log."""
-    with log.open("a") as file:
+    with log.open("a", encoding="utf-8") as file:
         return subprocess.Popen(
             command,
             cwd=ROOT,

@@ -43,7 +43,9 @@ def processes(
             folder = place / name
             done = launched([*command, *more, f"hydra.run.dir={folder}"], size, pinned=True)
             require_done(done, f"training on {size} processes" if size > 1 else "training")
-            records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+            records = map(
+                json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+            )
             last = [record["train"] for record in records if "train" in record][-1]
             return last["tokens_per_second"], last["waiting"]
 

@@ -200,7 +200,7 @@ def _written(draw: random.Random, folder: Path, kind: str, seed: int) -> Path:
             lines.append(draw.choice(['{"broken', '{"x": 1}', '{"messages": []}']))
             continue
         lines.append(json.dumps(_chat(draw, f"{seed}-{n}", opening, said, kind == "prompts")))
-    file.write_text("\n".join(lines) + "\n")
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 

@@ -58,7 +58,9 @@ def repeat(
         place = make_folder((folder or Path(temporary)).resolve())
         require(not any(place.iterdir()), f"--folder {place} is not empty: give a new one")
         save(Tiny("wide", "llama", True, WIDE), place / "target")
-        (place / "chats.jsonl").write_text("".join(f"{x}\n" for x in conversations(CHATS)))
+        (place / "chats.jsonl").write_text(
+            "".join(f"{x}\n" for x in conversations(CHATS)), encoding="utf-8"
+        )
         first, rows, same = dict[str, str](), list[list[str]](), 0
         for number in range(count + 1):
             beside = busy * (number % 2)
@@ -87,7 +89,7 @@ def trained(place: Path, name: str, overrides: Sequence[str]) -> Path:
     child = FORKS.Process(target=_train, args=(command, log))
     child.start()
     child.join()
-    require(not child.exitcode, f"run {name} failed: {log.read_text()[-2000:]}")
+    require(not child.exitcode, f"run {name} failed: {log.read_text(encoding='utf-8')[-2000:]}")
     return folder
 
 

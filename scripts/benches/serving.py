@@ -43,7 +43,10 @@ class VLLM:
             with suppress(OSError):
                 urllib.request.urlopen(f"{self.url}/models").close()
                 return
-            require(self.process.poll() is None, f"vLLM ended: {self.log.read_text()[-2000:]}")
+            require(
+                self.process.poll() is None,
+                f"vLLM ended: {self.log.read_text(encoding='utf-8')[-2000:]}",
+            )
             time.sleep(0.5)
         raise UserError(f"vLLM did not answer within {STARTS} seconds: {self.log}")
 
@@ -58,4 +61,4 @@ class VLLM:
     @property
     def answers(self) -> int:
         """How many requests were answered, in all its lives."""
-        return self.log.read_text(errors="replace").count(ASKED)
+        return self.log.read_text(errors="replace", encoding="utf-8").count(ASKED)

@@ -142,7 +142,7 @@ def targets(
     if only or families:
         console.print(text, markup=False)
     else:
-        PAGE.write_text(text)
+        PAGE.write_text(text, encoding="utf-8")
         console.print(f"written: {PAGE}")
     if any(o.state == FAULT for outcomes in found.values() for o in outcomes):
         sys.exit(1)
@@ -187,7 +187,7 @@ def each(
 def written(folder: Path) -> list[Outcome]:
     """The outcomes that `tried_apart` has written so far."""
     file = folder / "outcomes.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return [Outcome(**json.loads(line)) for line in lines]
 
 
@@ -208,7 +208,7 @@ def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
         stream.flush()
         os.dup2(log, stream.fileno())
     Figure.savefig = lambda _, path: Path(path).touch()  # type: ignore[assignment,misc]
-    with open(folder / "outcomes.jsonl", "w") as file:
+    with open(folder / "outcomes.jsonl", "w", encoding="utf-8") as file:
         for outcome in chain(outcomes_of(arch, runs, folder), [END]):
             file.write(json.dumps(asdict(outcome)) + "\n")
             file.flush()
@@ -236,7 +236,7 @@ def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[O
     yield replace(steps.outcome, detail=steps.outcome.detail or shapes)
     data = folder / "texts.jsonl"
     text = tiny.conversations if arch.decoder else tiny.pairs
-    data.write_text("".join(f"{line}\n" for line in text(10)))
+    data.write_text("".join(f"{line}\n" for line in text(10)), encoding="utf-8")
     for n, (label, run) in enumerate(runs.items()):
         cfg = placed(run, arch, folder, data)
         with steps.step(label) as built:

@@ -88,7 +88,9 @@ def groups() -> str:
         if path.parent.name in NO_GROUPS:
             continue
         if path.parent.name != "experiment":
-            comments = [x for x in path.read_text().splitlines() if x.startswith("# ")]
+            comments = [
+                x for x in path.read_text(encoding="utf-8").splitlines() if x.startswith("# ")
+            ]
             words = " ".join(x.removeprefix("# ") for x in comments if "@package" not in x)
             lines.append(f"| `{path.parent.name}={path.stem}` | {cell(first_sentence(words))} |")
     lines.append("| `drafter=NAME` | one of the families [below](#drafter) |")

@@ -74,7 +74,7 @@ def tables() -> dict[str, Table]:
 
 def read(path: Path) -> Table:
     """A table from its file. Raises UserError for what does not belong into one."""
-    return record(Table, json.loads(path.read_text()), path.name)
+    return record(Table, json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
 def page() -> str:

@@ -24,7 +24,7 @@ BEGIN, END = "<!-- made by scripts/docs -->", "<!-- end of what scripts/docs mak
 
 def page() -> str:
     """The page as it is, with its tables as the tool works them out now."""
-    text = PATH.read_text()
+    text = PATH.read_text(encoding="utf-8")
     inside = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
     return inside.sub(lambda _: f"{BEGIN}\n{tables()}\n{END}", text)
 

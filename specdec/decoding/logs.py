@@ -45,7 +45,7 @@ def rounds_of(answer: Generation) -> Rounds:
 def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
     """Append the rounds of some answers to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
+    with path.open("a", encoding="utf-8") as file:
         for answer in answers:
             line = Logged(answer.prompt, answer.ids, rounds_of(answer))
             file.write(json.dumps(sealed(asdict(line))) + "\n")

@@ -126,9 +126,13 @@ def write(
     with replaced(folder, _written(folder)) as partial:
         theirs = renamed(tensors, chosen.prefixes)
         save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
+        (partial / CONFIG).write_text(
+            json.dumps(config, indent=1, sort_keys=True), encoding="utf-8"
+        )
         if chosen.overrides:
-            (partial / OVERRIDES).write_text(json.dumps(chosen.overrides(drafter, target)))
+            (partial / OVERRIDES).write_text(
+                json.dumps(chosen.overrides(drafter, target)), encoding="utf-8"
+            )
         if chosen.whole_model and target.tokenizer is not None:
             save_tokenizer(target.tokenizer, partial)
         if draft is not None:
@@ -202,7 +206,7 @@ def _mark(folder: Path, drafter: str, layout: str, target: Parts) -> None:
     """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
     mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
-    (folder / MARK).write_text(json.dumps(mark, indent=1))
+    (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
 
 
 def _written(folder: Path) -> list[str]:

@@ -37,12 +37,14 @@ def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
     """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
     that an engine would not load."""
     folder = Path(folder)
-    config, mark = (json.loads((folder / name).read_text()) for name in (CONFIG, MARK))
+    config, mark = (
+        json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, MARK)
+    )
     overrides = folder / OVERRIDES
     files = Folder(
         config,
         {n: x.to(target.device) for n, x in load_file(folder / WEIGHTS).items()},
-        json.loads(overrides.read_text()) if overrides.exists() else {},
+        json.loads(overrides.read_text(encoding="utf-8")) if overrides.exists() else {},
         target,
         folder,
     )

@@ -175,7 +175,7 @@ def by_temperature(ats: Sequence[Measured], column: Callable[[Measured], dict[st
 
 def write(path: Path, page: str) -> None:
     """Write a page as Markdown to `path`, and beside it as HTML. Foreign text is `escaped`."""
-    path.write_text(page)
+    path.write_text(page, encoding="utf-8")
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     parser.inline.ruler.before("autolink", "marks", _tag)
     body = parser.renderer.render([*_folded(parser.parse(page))], parser.options, {})
@@ -183,7 +183,9 @@ def write(path: Path, page: str) -> None:
     title = escape(re.sub(r"\\([!-/:-@\[-`{-~])", r"\1", first))
     head = "<meta charset=utf-8><meta name=viewport content='width=device-width,initial-scale=1'>"
     head += f"<title>{title}</title><style>{STYLE}</style>"
-    path.with_suffix(".html").write_text(f"<!doctype html><html lang=en>{head}\n{body}")
+    path.with_suffix(".html").write_text(
+        f"<!doctype html><html lang=en>{head}\n{body}", encoding="utf-8"
+    )
 
 
 def _tag(state: StateInline, silent: bool) -> bool:

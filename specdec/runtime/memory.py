@@ -35,11 +35,14 @@ def release() -> None:
 def _left_in_container() -> int | None:
     """What a container's limit leaves, cached files counted as free; None without a limit."""
     try:
-        most = (CGROUP / "memory.max").read_text().strip()
+        most = (CGROUP / "memory.max").read_text(encoding="utf-8").strip()
         if not most.isdecimal():  # "max": no limit
             return None
-        taken = int((CGROUP / "memory.current").read_text())
-        figures = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        taken = int((CGROUP / "memory.current").read_text(encoding="utf-8"))
+        figures = dict(
+            line.split()
+            for line in (CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
         return max(0, int(most) - taken + int(figures.get("inactive_file", 0)))
     except (OSError, ValueError):
         return None

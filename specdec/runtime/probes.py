@@ -71,7 +71,11 @@ class Processor(NamedTuple):
 @cache
 def processor() -> Processor:
     """This machine's CPU, from /proc/cpuinfo."""
-    lines = CPUINFO.read_text(errors="replace").splitlines() if CPUINFO.exists() else []
+    lines = (
+        CPUINFO.read_text(errors="replace", encoding="utf-8").splitlines()
+        if CPUINFO.exists()
+        else []
+    )
     pairs = (line.partition(":")[::2] for line in lines)
     known = {name.strip(): value.strip() for name, value in pairs}
     flags = known.get("flags") or known.get("Features") or ""

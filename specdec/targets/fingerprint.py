@@ -160,7 +160,7 @@ def _counts_by_padding(config: Any) -> bool:
     module = type(config).__module__.replace("configuration_", "modeling_")
     try:
         spec = importlib.util.find_spec(module)
-        source = Path(spec.origin).read_text() if spec and spec.origin else ""
+        source = Path(spec.origin).read_text(encoding="utf-8") if spec and spec.origin else ""
     except (ImportError, OSError, ValueError):
         return True
     return not source or bool(BY_PADDING.search(source))

@@ -38,7 +38,7 @@ def dense(gguf: Path, cache: Path) -> Path:
             for path in sorted(building.iterdir())
         }
         sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
-        (building / CHECKSUMS).write_text(json.dumps(sums, indent=1))
+        (building / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     return folder
 
 
@@ -80,7 +80,7 @@ def _damage(folder: Path, source: str) -> str | None:
     """What is damaged in the folder that a file with this hash was converted to; None if nothing
     is. Raises Unreadable for a file that cannot be read, which says nothing of its contents."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text())
+        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         if sums["source"]["sha256"] != source:
             return "it was converted from another file"
         for name, file in sums["files"].items():

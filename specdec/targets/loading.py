@@ -230,7 +230,9 @@ def _of_other_files(cfg: TargetConfig, path: str, config: Any) -> str | None:
         if file_of(WEIGHTS_NAME) is None:
             if (index := file_of(WEIGHTS_INDEX_NAME)) is None:
                 return None
-            names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
+            names = sorted(
+                set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+            )
         files = [Path(file) for name in names if (file := file_of(name)) is not None]
         weights = digest_of_weights(in_files(files))
     return fingerprint_of(weights, computing_keys(config))

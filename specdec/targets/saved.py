@@ -55,20 +55,20 @@ def rewrite_config(folder: Path, tied: bool) -> None:
     result as what it was, and say whether the weights are tied."""
     file = folder / CONFIG
     saved = read_json(file) | {"tie_word_embeddings": tied}
-    file.write_text(json.dumps(saved))
+    file.write_text(json.dumps(saved), encoding="utf-8")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         before = computing_keys(AutoConfig.from_pretrained(folder))
         for form in (both_forms(saved), _without_scaling(both_forms(saved))):
-            file.write_text(json.dumps(form, indent=2, sort_keys=True) + "\n")
+            file.write_text(json.dumps(form, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if computing_keys(AutoConfig.from_pretrained(folder)) == before:
                 return
     except Exception:  # the code of a model of its own may be elsewhere
         pass
     finally:
         logging.set_verbosity(verbosity)
-    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(saved, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _without_scaling(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +89,9 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     if isinstance(more := keys.get("extra_special_tokens"), list):
         del keys["extra_special_tokens"]
         keys["additional_special_tokens"] = [*keys.get("additional_special_tokens", []), *more]
-    file.write_text(json.dumps(keys, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+    file.write_text(
+        json.dumps(keys, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
+    )
 
 
 def save_model(model: Any, folder: Path, eos: Sequence[int] | None) -> None:

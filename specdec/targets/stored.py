@@ -150,7 +150,7 @@ def _kinds(path: Path) -> dict[str, str]:
 def _weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, from the index of a checkpoint in several files."""
     try:
-        names = json.loads(index.read_text())["weight_map"]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if names and all(isinstance(part, str) for pair in names.items() for part in pair):
             return dict(names)
         reason = "its weight_map does not map names to files"
