@@ -260,8 +260,9 @@ def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     greedy, sampled = Results.read(run / "report").asked
     assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
     assert sum(greedy.accepted_lengths) == greedy.rounds
-    emitted = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))
-    assert greedy.tau.value == pytest.approx(emitted / greedy.rounds)
+    committed = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))
+    emitted = sum(p.emitted for p in greedy.prompts)  # without what lies beyond the responses
+    assert greedy.tau.value == pytest.approx(emitted / greedy.rounds) and emitted <= committed
     for name in ("report.md", "alpha.png", "accepted.png", "training.png"):
         assert (run / "report" / name).stat().st_size > 500
     assert (run / "export" / "config.json").exists()
