@@ -360,8 +360,8 @@ def hydra_arguments(arguments: Sequence[str]) -> Any:
 def start_hydra(folder: str, beside: str | None) -> None:
     """Let `hydra.compose` read the configurations in a folder and, as with --config-dir, in one
     `beside` it. The public way, `initialize_config_dir`, takes one folder."""
+    import hydra._internal.hydra
     from hydra import version
-    from hydra._internal.hydra import Hydra
     from hydra._internal.utils import create_config_search_path
     from hydra.core.config_search_path import SearchPathQuery
 
@@ -369,4 +369,4 @@ def start_hydra(folder: str, beside: str | None) -> None:
     if beside is not None:
         places.prepend("command-line", f"file://{beside}", SearchPathQuery(provider="schema"))
     version.setbase("1.3")
-    Hydra.create_main_hydra2("train", places)
+    hydra._internal.hydra.Hydra.create_main_hydra2("train", places)

@@ -192,13 +192,14 @@ def _pooled(numerators: Sequence[float], denominators: Sequence[float], scale: S
     return _interval(value, [spread], count, round(total), scale)
 
 
-def _spread(columns_R2n: np.ndarray, slopes: Sequence[float]) -> Spread:
-    """That of Σ slope · ratio over R ratios of the same n observations."""
-    n = columns_R2n.shape[-1]
+def _spread(ratios: np.ndarray, slopes: Sequence[float]) -> Spread:
+    """That of Σ slope · ratio over ratios of the same n observations: each is a row of numerators
+    and a row of denominators."""
+    n = ratios.shape[-1]
     if n < 2:
         return Spread(0.0, 0.0, 1.0)
     influence, leverage, freedom = np.zeros(n), np.zeros(n), math.inf
-    for (y, x), slope in zip(columns_R2n, slopes, strict=True):
+    for (y, x), slope in zip(ratios, slopes, strict=True):
         share = x / x.sum()
         influence += slope * n * (y - y.sum() / x.sum() * x) / x.sum()
         leverage = np.maximum(leverage, share)

@@ -108,20 +108,20 @@ def trained_on(draft: Path) -> TrainedOn | None:
             continue
         try:
             with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-                found = TrainedOn(file["keys"], file["sketches"], bool(file["complete"]))
-            if found.sketches_NC.shape != (*found.keys_N.shape, PLACES):
+                record = TrainedOn(file["keys"], file["sketches"], bool(file["complete"]))
+            if record.sketches_NC.shape != (*record.keys_N.shape, PLACES):
                 raise ValueError("its shapes do not fit")
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
             raise Damaged(f"{path} is damaged ({error}): copy the draft again") from error
-        return found
+        return record
     return None
 
 
 def before_this_stage(drafts: Collection[Path]) -> TrainedOn:
     """What the drafts that a run starts from or contains were trained on, in all their stages."""
     known = [trained_on(draft) for draft in drafts]
-    found = [one if one is not None else TrainedOn(complete=False) for one in known]
-    return reduce(TrainedOn.joined, found, TrainedOn())
+    stages = [one if one is not None else TrainedOn(complete=False) for one in known]
+    return reduce(TrainedOn.joined, stages, TrainedOn())
 
 
 def without_trained_on(split: Split[Any], earlier: TrainedOn, drafts: Collection[Path]) -> None:
