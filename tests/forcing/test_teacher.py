@@ -469,20 +469,27 @@ def test_terms_add_up(target: Target) -> None:
 
 
 def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tensor, Tensor]:
-    """The loss of one text, and its -log β and three α, each summed by depth [K, 4], from tensors
-    over all positions and the vocabulary."""
-    drafter, sampler = forcing.drafter, forcing.sampler
-    anchors, K = batch.anchors(drafter.train_depth, "token"), drafter.train_depth
+    """The loss of one text, and its -log β before the sampler's cutoffs and three α after them,
+    each summed by depth [K, 4], from tensors over all positions and the vocabulary."""
+    drafter, K = forcing.drafter, forcing.drafter.train_depth
+    anchors = batch.anchors(K, "token")
     hidden_NKD = drafter.hidden(batch.ctx, anchors.position_N[None], None)[0]
-    q_NKS = torch.stack([sampler.probs(drafter.unembed(hidden_NKD[:, k], k)) for k in range(K)], 1)
-    p_TV = sampler.probs(target.logits(batch.final_BTD[0]))
-    p_NKV = p_TV[(anchors.position_N[:, None] + torch.arange(K)).clamp_max(len(p_TV) - 1)]
     ids_S = torch.arange(target.vocab_size) if drafter.vocab_S is None else drafter.vocab_S
+    at_NK = anchors.position_N[:, None] + torch.arange(K)
+
+    def pairs(sampler: Sampler) -> tuple[Tensor, Tensor]:
+        q = [sampler.probs(drafter.unembed(hidden_NKD[:, k], k)) for k in range(K)]
+        p_TV = sampler.probs(target.logits(batch.final_BTD[0]))
+        return p_TV[at_NK.clamp_max(len(p_TV) - 1)], torch.stack(q, 1)
+
+    p_NKV, q_NKS = pairs(forcing.sampler.uncut)
+    loss_NK = -torch.minimum(p_NKV[..., ids_S], q_NKS).sum(-1).log()
+    p_NKV, q_NKS = pairs(forcing.sampler)
     p_NKS, best_NK = p_NKV[..., ids_S], q_NKS.argmax(-1)
     beta_NK = torch.minimum(p_NKS, q_NKS).sum(-1)
     drafted_NK = p_NKS.gather(-1, best_NK[..., None])[..., 0]
     greedy_NK = (ids_S[best_NK] == p_NKV.argmax(-1)).float()
-    columns = torch.stack([-beta_NK.log(), beta_NK, drafted_NK, greedy_NK], -1)
+    columns = torch.stack([loss_NK, beta_NK, drafted_NK, greedy_NK], -1)
     by_depth = (columns * anchors.valid_NK[..., None]).sum(0)
     decay, least = forcing.objective.depth_decay, forcing.objective.least_weight
     decay_K = torch.tensor([max(decay**k, least) for k in range(K)])

@@ -11,13 +11,14 @@ from dataclasses import replace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import train
 from specdec import errors
+from specdec.formats import draft as drafts
 from specdec.targets.loading import TargetConfig
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
@@ -91,14 +92,16 @@ def test_keys_of_prompts_that_are_not_read_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("thinking", [None, "off"])
 def test_generate_asks_what_a_server_would(
-    generate: ModuleType, tmp_path: Path, thinking: str | None
+    generate: ModuleType, tmp_path: Path, thinking: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By templates that read strings and content parts, in a chat of several turns; by default as
     the draft's run asked for reasoning."""
     chat = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     chat += [{"role": "user", "content": "And how?"}]
     asks = ({"thinking": thinking} if thinking else {}) | {"path": "x"}
-    (tmp_path / "config.json").write_text(json.dumps({"data": asks}))
+    (tmp_path / "config.json").write_text(json.dumps({"data": asks, "identity": "this run"}))
+    card = SimpleNamespace(notes={"run": "this run"})
+    monkeypatch.setattr(drafts, "read_card", lambda _: card)
     args = Namespace(draft=tmp_path / "best", thinking=None)
     options: dict[str, Any] = {"enable_thinking": False} if thinking else {}
     for template in (PARTS, ASKS):
