@@ -69,7 +69,9 @@ def planned(
         accelerator, lambda: (bool(config_of(folder)), digest_of_settings(cfg))
     )
     if kept is not None and not begun and kept.settings not in ("", settings):
-        console.print(f"{path} was made for other settings, by a run that never began: plans again")
+        console.print(
+            f"{path} was made for other settings, by a run that never began: planning again"
+        )
         kept = None
     if kept is not None:
         prompts = min(kept.prompts or cfg.decode.prompts, cfg.decode.prompts)

@@ -250,7 +250,7 @@ def require_run_of(draft: Path, described: Any) -> None:
     identity = described.get("identity") if isinstance(described, dict) else None
     require(
         None in (theirs, identity) or theirs == identity,
-        f"the config.json beside {draft} is that of another run than the draft's",
+        f"the config.json beside {draft} belongs to another run than the draft's",
     )
 
 
@@ -314,7 +314,7 @@ def shape_of_run(
             try:
                 require_run_of(draft, described)
             except UserError as error:
-                tell(f"{error}: it is not read")
+                tell(f"{error}: ignored")
                 return None
         if not isinstance(decode := described.get("decode"), dict):
             return None

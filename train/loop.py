@@ -194,8 +194,8 @@ def begin(
         state.gamma = gamma
     if state.gamma != gamma:
         tell(
-            f"held-out τ stays that of chains of {state.gamma}, as when this run began: drafts "
-            f"are compared by it; the measurement drafts chains of {gamma}"
+            f"held-out τ is still that of chains of {state.gamma}, as when this run began, so that "
+            f"drafts stay comparable; the measurement drafts chains of {gamma}"
         )
     portion = cfg.rows * cfg.accumulate * accelerator.num_processes
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows

@@ -231,8 +231,8 @@ def _trained(
         raise RuntimeError("training changed the target's weights: a bug, please report it")
     console.print(
         f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "
-        f"{training.tokens_per_second:,.0f} tokens/s; on held-out text, the best draft should let "
-        f"the target write {training.held_out.tau_greedy:.2f} tokens a pass (τ at T = 0, in chains "
+        f"{training.tokens_per_second:,.0f} tokens/s; on held-out text, the best draft has a "
+        f"simulated τ of {training.held_out.tau_greedy:.2f} (T = 0, in chains "
         f"of {training.held_out.gamma or drafter.depth})"
     )
     return training

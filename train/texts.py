@@ -59,8 +59,8 @@ def split_of(
         )
     if split.validation_share:
         console.print(
-            f"the best draft is selected on {len(split.validation)} of them (validation), and "
-            f"measured on the other {len(split.test)}"
+            f"the best draft is selected on {len(split.validation)} held-out conversations "
+            f"(validation), and measured on {len(split.test)} others (test)"
         )
     else:
         console.print(

@@ -25,8 +25,8 @@ LONGEST_TAG = 64  # characters of a tag that W&B takes
 class TrackConfig:
     """`mode`: offline (needs no key or network; `wandb sync` uploads later), online or disabled.
     `title` is the run's name in W&B (null: `name`); `group` and `tags` say what it belongs to. In a
-    sweep, those that are not given are made from the trial: its title is the sweep's name and the
-    trial's number, its group the sweep, and its tags the settings that the sweep varies."""
+    sweep, their defaults come from the trial: its title is the sweep's name and the trial's number,
+    its group the sweep, and its tags the settings that the sweep varies."""
 
     mode: str = "offline"
     project: str = "draftsmith"
@@ -104,7 +104,7 @@ class Tracker:
             place = f"project {cfg.project!r}" + f" of {cfg.entity!r}" * (cfg.entity is not None)
             reason = first_line(error).rstrip(".")
             raise UserError(
-                f"track: W&B does not begin a run in the {place} ({reason}): "
+                f"track: W&B did not start a run in the {place} ({reason}): "
                 "check track.entity and track.project, or give track.mode=offline or track=none"
             ) from error
 

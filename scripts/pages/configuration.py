@@ -33,9 +33,9 @@ loop.epochs=2`. A key that does not exist is refused with the nearest one that d
 value of the wrong type. `null` means none. A value with brackets, braces, spaces or quotes needs
 quotes around the whole setting, as in `'objective.terms={nla: 1.0, smooth_l1: 0.1}'`.
 
-A text keeps what you type, as in `name=1.10`. A text with a comma needs quotes within those of the
-shell, as in `"data.path='a,b.jsonl'"`. In a file of settings, a text that YAML reads as a number,
-such as `1.10` or `2024_01`, is rejected: put quotes around it.
+A text is kept as you type it, as in `name=1.10`. A text with a comma needs quotes inside those of
+the shell, as in `"data.path='a,b.jsonl'"`. In a file of settings, a text that YAML reads as a
+number, such as `1.10` or `2024_01`, is rejected: put quotes around it.
 
 `GROUP=NAME` chooses a file of settings from `conf/GROUP`, as in `sampler=chat`; the settings that
 you give beside it are applied on top. The default in each table is what `python train.py` uses

@@ -61,7 +61,7 @@ def _setting(results: Results) -> str:
     if results.prompts == 1:
         prompts = prompts.replace("prompts", "prompt", 1)
     if results.prompts < FEWEST:
-        intervals = f"Fewer than {FEWEST} prompts have no intervals."
+        intervals = f"With fewer than {FEWEST} prompts there are no intervals."
     return (
         f"{results.prompts} {prompts} ({results.data}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
@@ -295,8 +295,8 @@ def _training(results: Results) -> list[str]:
         *cut,
         f"Objective: {training.trained_on}." if training.trained_on else "",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
-        f"{training.tokens_per_second:,.0f} tokens/s. Measured by walking the anchors of held-out "
-        f"texts, the best checkpoint has τ {held_out.tau_greedy:.3f} (greedy) and "
+        f"{training.tokens_per_second:,.0f} tokens/s. On held-out texts, the best checkpoint has a "
+        f"simulated τ of {held_out.tau_greedy:.3f} (greedy) and "
         f"{held_out.tau_sampled:.3f} (sampled){_of_chains(held_out.gamma)}, over "
         f"{held_out.positions[0]:,} positions.",
         selection(training),

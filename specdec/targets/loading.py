@@ -89,7 +89,7 @@ class TargetConfig:
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: packed copies of weights where they pay (runtime/packed.py)
+    packed: bool = True  # on a CPU: packed copies of weights where faster (runtime/packed.py)
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
@@ -158,8 +158,8 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     unchecked = ""
     if isinstance(target, Target) and target.without_twin is not None:
         unchecked = (
-            "; transformers' modules and attention alone, as no small model of its classes could "
-            f"be made to check ours ({target.without_twin})"
+            "; runs only with transformers' modules and attention, since no small model of its "
+            f"classes could be made to check ours ({target.without_twin})"
         )
     alone = isinstance(target, CausalTarget) and target.reading is not Reading.SLOTS
     return (
@@ -398,7 +398,7 @@ def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
         adapter is None,
         f"target.path={cfg.path!r}: adapter_config.json beside the model names an adapter, which "
         "engines do not apply: merge it into the model (merge_and_unload of peft) and give the "
-        "merged model, or take adapter_config.json away for the model without it",
+        "merged model, or remove adapter_config.json to use the model without it",
     )
 
 

@@ -211,7 +211,9 @@ def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
     assert found.training is not None and found.training.objective == objective
     held = found.prompts + found.training.validation
     assert found.training.validation == round(held / 4) > 10 < found.prompts
-    assert f"selected on {found.training.validation} of them (validation)" in flat(capsys)
+    assert f"selected on {found.training.validation} held-out conversations (validation)" in flat(
+        capsys
+    )
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert f"selected on {found.training.validation} validation documents" in page
     read = [" ".join(map(str, row)) for row in selecting]

@@ -116,7 +116,7 @@ def test_wandb_denies_a_run_before_the_first_response(
     monkeypatch.setattr(wandb, "init", denied)
     root = tmp_path / "answers"
     more = [f"answers.root={root}", "data.answers=target", "track=wandb", "track.entity=nobody"]
-    told = "W&B does not begin a run in the project 'draftsmith' of 'nobody' .permission denied"
+    told = "W&B did not start a run in the project 'draftsmith' of 'nobody' .permission denied"
     with pytest.raises(UserError, match=told) as error:
         tiny.job(tmp_path / "run", "medusa", *more)
     require_one_line(f"error: {error.value}\n", "track.entity", "track.mode=offline")

@@ -52,10 +52,10 @@ class DataConfig:
     `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
     or the lines of .txt files, or the key "text" of records. A text's prompt is its first
     `beginning` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
-    small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of these
-    on which the best draft is selected, and which is not reported; null is a quarter, at least 12
-    conversations, or 0 if fewer than 24 are held out. 0 selects on all that is held out, so that
-    the reported figures are slightly too high. `rounds` is a file, or a folder of
+    small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of the
+    held-out conversations that selects the best draft and is not reported; null is a quarter, at
+    least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all held-out
+    conversations, so the reported figures are slightly too high. `rounds` is a file, or a folder of
     files, that scripts/generate or scripts/evaluate wrote with --log-rounds. The draft is then
     trained on these rounds of a decoder, and only the held-out side comes from `path`. `thinking`
     leaves it to the chat template whether reasoning is asked for, asks for it always (on) or

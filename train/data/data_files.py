@@ -126,7 +126,7 @@ def _listed_by_state(folder: Path) -> set[str] | None:
 
 def _json_of(path: Path) -> dict[str, Any]:
     value = read_json(path)
-    require(isinstance(value, dict), f"{path}: is no file of the datasets library")
+    require(isinstance(value, dict), f"{path} is not a file of the datasets library")
     return dict(value)
 
 
@@ -143,7 +143,7 @@ def _subsets(folder: Path) -> dict[str, Mapping[str, Any]]:
     except Exception as error:  # no YAML, or no list of subsets
         raise UserError(
             f"{folder / 'README.md'}: its header does not name the subsets of a data set "
-            f"({first_line(error)[:80]}): mend the header, or take the file away"
+            f"({first_line(error)[:80]}): fix the header, or remove the file"
         ) from error
 
 

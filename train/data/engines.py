@@ -284,9 +284,9 @@ def require_same_states(
         median = float(torch.cat(error).median())
         require(
             median <= most,
-            f"the engine's hidden states after layer {place} are {median:.2f} (relative error) off "
-            f"those of {target.name}: the engine serves another model, or one that is quantised "
-            "otherwise: serve the checkpoint of target.path",
+            f"the engine's hidden states after layer {place} differ from those of {target.name} by "
+            f"a relative error of {median:.2f}: the engine serves another model, or one that is "
+            "quantised otherwise: serve the checkpoint of target.path",
         )
 
 

@@ -237,7 +237,7 @@ def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], 
     said = [record[key] for key in above]
     said += [arguments.pop(key) for key in THINKING if isinstance(arguments.get(key), bool)]
     if any(x != said[0] for x in said):
-        raise Unusable("reasoning that is asked for under one name and not under another")
+        raise Unusable("two different values of arguments that turn reasoning on or off")
     return (said[0] if said else None), arguments, [*named, *above]
 
 

@@ -264,7 +264,8 @@ def load(
         raise UserError(f"{cfg.name}: no usable conversation: {split.tally.reasons()}")
     near = near_duplicates(openings[False], openings[True])
     if len(near) == len(train) > 0:  # a run needs some to train on
-        split.tally.changed["prompt nearly the same as a held-out one, as all are"] = len(near)
+        reason = "prompt nearly the same as a held-out one; kept, since all are"
+        split.tally.changed[reason] = len(near)
         near = set()
     if near:
         split.tally.dropped["prompt nearly the same as a held-out one"] = len(near)

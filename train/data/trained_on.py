@@ -133,7 +133,7 @@ def without_trained_on(split: Split[Any], earlier: TrainedOn, drafts: Collection
     names = " and ".join(map(str, drafts))
     if not earlier.complete:
         console.print(
-            f"{names} does not say all that it was trained on: held-out prompts may be among it"
+            f"{names} has no complete record of its training data: held-out prompts may be in it"
         )
 
     def unknown(texts: Sequence[T]) -> list[T]:
@@ -156,8 +156,8 @@ def without_trained_on(split: Split[Any], earlier: TrainedOn, drafts: Collection
     )
     if gone:
         console.print(
-            f"{gone} of {before} held-out texts were trained on by {names}, or nearly equal one "
-            "that was: they are neither measured nor selected on"
+            f"{gone} of {before} held-out texts were trained on by {names}, or are near "
+            "duplicates of such texts: they are neither measured nor selected on"
         )
 
 

@@ -54,7 +54,7 @@ DEVICES = {
 
 @dataclass
 class PlanningConfig:
-    """What `plan=true` reckons with. `device` is "here", which is measured, or a kind of GPU:
+    """The assumptions of `plan=true`. `device` is "here", which is measured, or a kind of GPU:
     a100, a100-40, b200, h100, h200, l4, l40s or rtx4090. `devices` is how many of them there are.
     `tokens` are those of all training texts (null: counted in the data), and `alpha` is the
     share of drafted tokens that is expected to be accepted."""
