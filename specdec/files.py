@@ -1,5 +1,6 @@
 """Files: written whole or not at all, and JSON read back as the dataclasses that it holds."""
 
+import errno
 import fcntl
 import json
 import os
@@ -34,7 +35,9 @@ T = TypeVar("T")
 LARGEST = 256 * 2**20  # bytes of a JSON file: ours are far smaller
 LOCK = ".lock"  # ends the name of the file whose lock says that another one is being written
 PARTIAL = re.compile(r".+\.partial-[0-9a-f]{32}(?P<lock>\.lock)?")
-OLD = 24 * 3600  # seconds after which nobody writes a file that an earlier version began
+OLD = 24 * 3600  # seconds after which nobody writes a file that no lock tells anything about
+# errors by which a file system says that it has no locks, as some of Lustre, FUSE and sshfs do
+WITHOUT_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP}
 TRIAL = 2**20  # bytes that are written to see whether a folder takes any
 MOST_NESTED = 64  # levels of lists and objects within one another
 NAMES: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
@@ -110,29 +113,46 @@ def new_file(path: Path) -> Iterator[Path]:
             partial.chmod(os.fstat(file).st_mode & 0o666)
             partial.replace(path)
         finally:
-            for left in (partial, lock):
-                with suppress(OSError):
-                    left.unlink()
+            with suppress(OSError):
+                partial.unlink()
+
+
+def take_lock(file: int, operation: int) -> bool:
+    """Lock an open file, given by its descriptor, with `fcntl.flock`. False if its file system has
+    no locks. Raises BlockingIOError if another process holds it and the operation does not wait."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno in WITHOUT_LOCKS:
+            return False
+        raise
+    return True
 
 
 @contextmanager
 def _held(lock: Path) -> Iterator[int]:
-    """A new file that is locked during the block; its descriptor."""
-    while True:
-        file = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if lock.exists() and os.path.samestat(os.fstat(file), os.stat(lock)):
-            break
-        os.close(file)  # `remove_abandoned` removed it before it was locked
+    """A new file that is locked during the block, where the file system has locks, and then
+    removed; its descriptor."""
+    file = None
     try:
+        while file is None:
+            file = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+            take_lock(file, fcntl.LOCK_EX)
+            if not (lock.exists() and os.path.samestat(os.fstat(file), os.stat(lock))):
+                os.close(file)  # `remove_abandoned` removed it before it was locked
+                file = None
         yield file
     finally:
-        os.close(file)
+        if file is not None:
+            with suppress(OSError):
+                lock.unlink()
+            os.close(file)
 
 
 def remove_abandoned(folder: Path) -> None:
     """Remove the files in a folder that a killed process began to write by `new_file`: those that
-    nobody holds a lock on. An earlier version held none; its files go once they are a day old."""
+    nobody holds a lock on. An earlier version held none, and some file systems have none: files
+    without a lock go once they are a day old."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if (match := PARTIAL.fullmatch(path.name)) is None:
             continue
@@ -199,9 +219,6 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    finally:
-        with suppress(OSError):
-            lock.unlink()
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -239,13 +256,17 @@ def wait_for_replacement(path: Path) -> bool:
 
 def recover(folder: Path) -> None:
     """Remove what a killed program left of `replaced(folder)`; a folder that it had already moved
-    out of the way is moved back. What another process is writing now stays."""
+    out of the way is moved back. What another process is writing now stays; where the file system
+    has no locks, so does what is less than a day old."""
     left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old|lock)")
     paths = [*folder.parent.iterdir()] if folder.parent.is_dir() else []
     for path in sorted(paths, key=lambda path: path.suffix == LOCK):  # after what they are for
         if (match := left.fullmatch(path.name)) is None:
             continue
         with _abandoned(path.with_suffix(LOCK)) as abandoned:
+            if abandoned is None and match[1] == "old" and not folder.exists():
+                time.sleep(1)  # another process would have moved the new one here by then
+                abandoned = not folder.exists()
             if not abandoned:
                 continue
             if match[1] == "old" and not folder.exists():
@@ -258,15 +279,17 @@ def recover(folder: Path) -> None:
 
 
 @contextmanager
-def _abandoned(lock: Path) -> Iterator[bool]:
+def _abandoned(lock: Path) -> Iterator[bool | None]:
     """Whether no process holds the lock on a file; none can take it during the block. True if there
-    is no such file."""
-    file = None
+    is no such file. Where the file system has no locks: true for a file that is a day old, else
+    None, since a process may be writing."""
+    file, free = None, None
     try:
         try:
             file = os.open(lock, os.O_RDWR)
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            free = True
+            locked = take_lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if locked or time.time() - os.fstat(file).st_mtime > OLD:
+                free = True
         except FileNotFoundError:
             free = True
         except OSError:  # it is held, or another user's

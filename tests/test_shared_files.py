@@ -4,6 +4,8 @@ deleted that somebody else may need, and modes follow the umask.
 Run alone: python -m pytest tests/test_shared_files.py (under 20 s)
 """
 
+import errno
+import fcntl
 import json
 import os
 import resource
@@ -33,6 +35,7 @@ from train.config import PATHS, expand_home
 from train.data.conversations import SourceConfig
 from train.data.template import Document
 from train.features.store import FeaturesConfig, Store
+from train.folder import locked
 
 NOBODY = 65534
 
@@ -202,6 +205,75 @@ def test_what_an_earlier_version_began_is_removed_after_a_day(tmp_path: Path) ->
     os.utime(tmp_path / names[1], (time.time(), time.time()))
     remove_abandoned(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names[1:])
+
+
+@pytest.fixture(params=["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some file systems are."""
+
+    def flock(*_: Any) -> None:
+        raise OSError(getattr(errno, request.param), "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_files_are_written_and_what_may_be_being_written_stays(
+    tmp_path: Path,
+) -> None:
+    file, folder = tmp_path / "x.safetensors", tmp_path / "draft"
+    for text in ("old", "new"):
+        with new_file(file) as partial, replaced(folder) as begun:
+            partial.write_text(text)
+            (begun / "a").write_text(text)
+            before = sorted(tmp_path.iterdir())
+            remove_abandoned(tmp_path)
+            recover(folder)
+            assert sorted(tmp_path.iterdir()) == before
+        assert file.read_text() == (folder / "a").read_text() == text
+        assert {*tmp_path.iterdir()} == {file, folder}
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_without_locks_what_a_killed_process_began_is_removed_after_a_day(tmp_path: Path) -> None:
+    """An old folder that it had moved away comes back at once."""
+    begun, hidden = f"x.partial-{'0' * 32}", f".draft.{'0' * 32}"
+    (tmp_path / f"{hidden}.partial").mkdir()
+    (tmp_path / f"{hidden}.old").mkdir()
+    for name in (begun, f"{begun}.lock", f"{hidden}.lock"):
+        (tmp_path / name).touch()
+    remove_abandoned(tmp_path)
+    recover(tmp_path / "draft")
+    names = {begun, f"{begun}.lock", f"{hidden}.lock", f"{hidden}.partial", "draft"}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    remove_abandoned(tmp_path)
+    recover(tmp_path / "draft")
+    assert [path.name for path in tmp_path.iterdir()] == ["draft"]
+
+
+@pytest.mark.parametrize("write", [new_file, replaced])
+def test_a_lock_that_fails_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Any]
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match="Input/output"), write(tmp_path / "x"):
+        pass
+    assert len(os.listdir("/dev/fd")) == before
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_run_without_a_lock_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(tmp_path / "run"), locked(tmp_path / "run"):
+        pass
+    (line,) = capsys.readouterr().err.splitlines()  # said once in a process
+    assert f"{tmp_path / 'run'} is on a file system without locks" in line
 
 
 def test_new_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from specdec.files import (
     record,
     require_file,
     sealed_lines,
+    take_lock,
     write_json,
     write_whole,
 )
@@ -69,7 +70,11 @@ def locked(folder: Path) -> Iterator[None]:
             require_file(lock)
         with lock.open("w", encoding="utf-8") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not take_lock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB):
+                    tell(
+                        f"{folder} is on a file system without locks, where two runs in one folder "
+                        "cannot be told apart: start only one"
+                    )
             except BlockingIOError as error:
                 raise UserError(
                     f"another process is running in {folder}: wait for it, or give another name="
