@@ -154,7 +154,7 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
     late = stores[3]
     late.refresh()
     name = source.name_of(torch.tensor(text, dtype=torch.int32).numpy())
-    features = late._document(name, source.PARTS, (4,))
+    features = late._document(name, source.names_of_parts(Sampler(), layers=True), (4,))
     assert features["final"].eq(1).all() and features["layers"].eq(1).all()
 
 
