@@ -71,8 +71,12 @@ def split_of(
             else "data.validation=0: the draft is selected on the prompts that it is measured on, "
             "so its figures are slightly too high"
         )
-    for reason in unusable_data(data, split, answers.max_new_tokens, parts):
-        raise UserError(reason)
+
+    def require_usable() -> None:
+        for reason in unusable_data(data, split, answers.max_new_tokens, parts):
+            raise UserError(reason)
+
+    ranks.first(require_usable)
     if (few := len(split.prompts)) < FEWEST:
         console.print(
             f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "

@@ -19,7 +19,7 @@ from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
-from train.config import Config, _kinds_of, composed, quoted
+from train.config import Arguments, Config, _kinds_of, composed, quoted
 from train.overrides import require_texts_in
 
 CONF = REPOSITORY / "conf"
@@ -389,7 +389,7 @@ def test_a_number_for_a_text_in_a_file_of_settings_is_rejected(
         require_texts_in(tmp_path / "data.yaml", "data", _kinds_of)
 
 
-def test_the_files_of_a_run_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
     """The chosen one of a group in the folder of settings, and not another beside it."""
     conf = tmp_path / "conf"
     shutil.copytree(CONF, conf)
@@ -397,11 +397,10 @@ def test_the_files_of_a_run_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (conf / "experiment" / f"{name}.yaml").write_text(
             f"# @package _global_\nname: {'1.10' if name == 'mine' else 'x'}\n"
         )
-    monkeypatch.setattr("train.config.CONF", conf)
     overrides = ["target=smollm2", "data.path=x", "drafter=medusa"]
-    assert composed([*overrides, "experiment=other"]).name == "x"
+    assert composed([*overrides, "experiment=other"], Arguments(folder=conf)).name == "x"
     with pytest.raises(UserError, match=r"mine\.yaml, line 2: name: 1\.10 is read as a number"):
-        composed([*overrides, "experiment=mine"])
+        composed([*overrides, "experiment=mine"], Arguments(folder=conf))
 
 
 @pytest.mark.parametrize(

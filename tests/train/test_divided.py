@@ -124,6 +124,9 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
     for name, tensor in draft(tmp_path / "run").items():
         # Adam divides a gradient by its own size: where one is rounding alone, its sign is chance,
         # and each of the 12 steps moves that weight by up to the learning rate, 5e-3, either way
+        if not tensor.is_floating_point():  # the draft vocabulary
+            assert torch.equal(tensor, weights[name]), name
+            continue
         off = (tensor - weights[name]).abs()
         assert off.max() <= 2 * 12 * 5e-3, name
         # and so few weights have such a gradient that the draft is the same as a whole
