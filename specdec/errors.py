@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from specdec import signals
 from specdec.signals import Terminated
-from specdec.terminal import one_line
+from specdec.terminal import one_line, print_to_stderr
 
 T = TypeVar("T")
 GRACE, PATIENCE = 30.0, 5.0  # seconds in which another process may report; see `command`
@@ -239,8 +239,8 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":  # set by launchers, in each process of several
             time.sleep(PATIENCE)  # usually the first process prints the same line and all end
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        print_to_stderr(f"error: {one_line(str(error))}")
         sys.exit(2)
     except (KeyboardInterrupt, Terminated) as end:
-        print(signals.message(end, interrupted), file=sys.stderr)
+        print_to_stderr(signals.message(end, interrupted))
         sys.exit(signals.TERMINATED if isinstance(end, Terminated) else signals.INTERRUPTED)

@@ -385,6 +385,8 @@ def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") 
     the `remedy` at the end of the message."""
     try:
         return record(kind, read_json(path, context), str(path))
+    except Unreadable:
+        raise  # the remedy is for a file that is missing or damaged
     except UserError as error:
         raise type(error)(f"{error}; {remedy}" if remedy else str(error)) from error
 

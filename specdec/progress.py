@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from specdec.terminal import one_line, plain
+from specdec.terminal import one_line, plain, print_to_stderr
 
 
 class Terminal(Console):
@@ -89,4 +89,4 @@ def bars(console: Console, shown: bool = True) -> Progress:
 @cache
 def tell(line: str) -> None:
     """Print a line about this process on stderr, once; it appears above any bars."""
-    print(one_line(line), file=sys.stderr, flush=True)
+    print_to_stderr(one_line(line))

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -67,8 +67,7 @@ def prepare_process(interrupted: str = "interrupted") -> None:
     print_any_character()
 
     def end(number: int, frame: FrameType | None) -> None:
-        said = interrupted if number == signal.SIGINT else _terminated(interrupted)
-        os.write(2, f"{said}\n".encode())
+        _say(interrupted if number == signal.SIGINT else _terminated(interrupted))
         os._exit(128 + number)
 
     _set(signal.SIGINT, end, {signal.default_int_handler})
@@ -109,7 +108,8 @@ def terminated() -> bool:
 @contextmanager
 def checkpoint_first() -> Iterator[None]:
     """In this block, the first SIGTERM only makes `terminated` true; whoever loops here looks at
-    it, saves, and raises `Terminated`. A second SIGTERM, or `SECONDS` without that, raises it."""
+    it, saves, and raises `Terminated`. `SECONDS` without that raise it. Further SIGTERMs change
+    nothing: Slurm signals every process, and a launcher passes it on to them once more."""
     _Received.deferring += 1
     try:
         yield
@@ -143,16 +143,22 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     first, _Received.termination = not _Received.termination, True
-    if not (first and _Received.deferring):
+    if not _Received.deferring:
         raise Terminated
-    said = f"SIGTERM: saving a checkpoint; this process ends within {SECONDS:.0f} seconds\n"
-    os.write(2, said.encode())
-    signal.signal(signal.SIGALRM, _too_late)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    if first:
+        signal.signal(signal.SIGALRM, _too_late)
+        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        _say(f"SIGTERM: saving a checkpoint; this process ends within {SECONDS:.0f} seconds")
 
 
 def _too_late(number: int, frame: FrameType | None) -> None:
     raise Terminated
+
+
+def _say(line: str) -> None:
+    """Write a line to stderr, unless nobody reads it any more."""
+    with suppress(OSError):
+        os.write(2, f"{line}\n".encode())
 
 
 def _is_ours(handler: Any) -> bool:

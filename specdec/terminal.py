@@ -7,6 +7,8 @@ goes through `plain`. A sequence is disarmed one character at a time, so it does
 stream divides it.
 """
 
+import os
+import sys
 import unicodedata
 
 # control and format characters, lone surrogates, private use, separators of lines and paragraphs
@@ -25,6 +27,15 @@ def plain(text: str) -> str:
 def one_line(text: str) -> str:
     """A `plain` text in one line, its white space reduced to single spaces."""
     return plain(" ".join(text.split()))
+
+
+def print_to_stderr(line: str) -> None:
+    """Print a line on stderr, unless its reader, such as `tee`, has gone: then nothing more is
+    printed there, and this process goes on."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def _shown(character: str) -> str:

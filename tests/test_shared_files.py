@@ -322,7 +322,7 @@ def test_home_is_written_for_a_tilde_in_every_path(
     assert compose(tiny.overrides("eagle3", "answers.root=~/x")).answers.root == str(tmp_path / "x")
     cfg = tiny.config()
     cfg.data.sources = [SourceConfig("~/a")]
-    settings = [key.split(".") for key in PATHS if key != "drafter.source"]
+    settings = [key.split(".") for key in PATHS if not key.startswith("drafter.")]
     for group, name in settings:
         assert hasattr(getattr(cfg, group), name)
         setattr(getattr(cfg, group), name, f"~/{group}.{name}")

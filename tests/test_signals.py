@@ -27,13 +27,15 @@ OFTEN = ("loop.save_every=4", "loop.eval_every=3", "loop.log_every=4")  # of 12 
 
 
 def _terminating(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """A function whose n-th call is followed by SIGTERM."""
+    """A function whose n-th call is followed by SIGTERM, and by another one, as a launcher that
+    passes it on sends it."""
     calls: list[None] = []
 
     def wrapped(*args: Any, **more: Any) -> Any:
         result = function(*args, **more)
         calls.append(None)
         if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
         return result
 
@@ -224,3 +226,28 @@ def test_sigterm_to_one_of_two_processes_ends_both_after_the_same_step(
         assert [child.exitcode for child in children] == [143, 143], said
     assert not any("Traceback" in text for text in said), said
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
+
+
+def test_sigterm_after_the_reader_of_stderr_has_gone(tmp_path: Path) -> None:
+    """As `train.py 2>&1 | tee log` in a group of processes to which SIGTERM is sent."""
+    program = PRINTS.format(lines=40_000, path=str(tmp_path / "end"), outlives=True)
+    program = (
+        program.replace("command(main)", "")
+        + """
+import os, signal
+from specdec import signals
+def ends():
+    main()
+    with signals.checkpoint_first():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.terminated()
+        open("{0}.saved", "w").close()
+        raise signals.Terminated
+command(ends)
+""".replace("{0}", str(tmp_path / "end"))
+    )
+    running = _python(program, stderr=subprocess.STDOUT)
+    assert running.stdout is not None and running.stdout.readline() == "τ 0\n"
+    running.stdout.close()
+    assert running.wait(timeout=60) == 143
+    assert (tmp_path / "end").exists() and (tmp_path / "end.saved").exists()

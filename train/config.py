@@ -48,7 +48,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
 PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.rounds", "stage.draft")
 PATHS += ("answers.root", "features.path", "features.root", "objective.reference")
-PATHS += ("drafter.source",)
+PATHS += ("drafter.source", "drafter.head")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
 # what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)

@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import family
-from specdec.errors import UserError, located, require
+from specdec.errors import Unreadable, UserError, located, require
 from specdec.files import (
     folder_for,
     read_json,
@@ -242,6 +242,8 @@ def config_of(folder: Path) -> dict[str, Any]:
         return {}
     try:
         return _upgraded(dict(read_json(path)), datetime.fromtimestamp(path.stat().st_mtime))
+    except Unreadable:
+        raise
     except UserError as error:
         raise UserError(f"{error}: put it back, or give another name=") from error
     except (ValueError, TypeError) as error:

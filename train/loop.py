@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from specdec import signals
 from specdec.context import Moment
 from specdec.drafters.trainable import Trainable
-from specdec.errors import UserError, require, require_known, require_within
+from specdec.errors import Unreadable, UserError, require, require_known, require_within
 from specdec.files import recover
 from specdec.forcing.anchors import divisor
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
@@ -477,6 +477,8 @@ def _require_best(folder: Path, state: State, ended: bool) -> None:
         notes = drafts.require_whole(best).notes
         theirs = notes.get("run", state.run)
         require(theirs == state.run, f"{best} is the draft of another run")
+    except Unreadable:
+        raise
     except UserError as error:
         raise UserError(
             f"{error}; the best draft of this run is lost: put it back, or delete {folder} and "

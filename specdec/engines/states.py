@@ -125,12 +125,13 @@ def _read(path: Path, most: int) -> dict[str, Tensor]:
             f"features.from: the engine wrote {size:,} bytes of states where at most {most:,} fit "
             f"the tokens: it serves another model: serve the checkpoint of target.path",
         )
+        written = path.read_bytes()
     except FileNotFoundError as error:
         raise Unavailable(f"{path} was not written") from error
     except OSError as error:
         raise unreadable(path, error) or error from error
     try:
-        return load(path.read_bytes())
+        return load(written)
     except (SafetensorError, ValueError) as error:
         raise Unavailable(f"{path} cannot be read ({first_line(error)})") from error
     finally:

@@ -9,6 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -104,8 +105,9 @@ class Weights:
         if (weights := _noted(note)) is None:
             weights = digest_of_weights((name, self.read(name)) for name in sorted(self.files))
             if note == self.note:  # else the files changed in the meantime
-                note.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(note, f"{weights} {of_value(weights, note.name)}\n")
+                with suppress(OSError):  # a folder that may not be written: hashed again next time
+                    note.parent.mkdir(parents=True, exist_ok=True)
+                    write_whole(note, f"{weights} {of_value(weights, note.name)}\n")
         return fingerprint_of(weights, self.computed)
 
     @property

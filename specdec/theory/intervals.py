@@ -243,10 +243,10 @@ def _student(freedom: float) -> float:
 def _order(n: int) -> int:
     """The largest k for which the median lies between the order statistics k and n - 1 - k (from 0)
     with a probability of `LEVEL`, from 0 up (n = 6: 96.9 %)."""
-    tail, k = 0.5**n, 0
+    tail, k = 1, 0  # in units of 2^-n, whole numbers
     for j in range(1, n // 2):
-        tail += math.comb(n, j) * 0.5**n
-        if 2 * tail > 1 - LEVEL:
+        tail += math.comb(n, j)
+        if 2 * tail / 2**n > 1 - LEVEL:
             break
         k = j
     return k

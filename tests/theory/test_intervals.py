@@ -20,6 +20,13 @@ from specdec.theory.intervals import (
 )
 
 
+def test_the_median_of_thousands_of_timings_has_an_interval() -> None:
+    """Of 0 to 1,999: order statistics about 1.96 √n / 2 = 44 places from the middle."""
+    found = median_interval([float(x) for x in range(2000)])
+    assert found.low == pytest.approx(999.5 - 44, abs=2)
+    assert found.high == pytest.approx(999.5 + 44, abs=2)
+
+
 def test_a_difference_is_paired() -> None:
     """Prompts differ widely, but ours is .1 above theirs on each: the difference has no width,
     where two separate intervals would overlap. 3/10 + 8/10 over 2, less 2/10 + 7/10 over 2."""

@@ -19,7 +19,7 @@ from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
-from train.config import Arguments, Config, _kinds_of, composed, quoted
+from train.config import Arguments, Config, _kinds_of, composed, quoted, register
 from train.overrides import require_texts_in
 
 CONF = REPOSITORY / "conf"
@@ -397,6 +397,7 @@ def test_the_files_of_a_run_are_read(tmp_path: Path) -> None:
         (conf / "experiment" / f"{name}.yaml").write_text(
             f"# @package _global_\nname: {'1.10' if name == 'mine' else 'x'}\n"
         )
+    register()
     overrides = ["target=smollm2", "data.path=x", "drafter=medusa"]
     assert composed([*overrides, "experiment=other"], Arguments(folder=conf)).name == "x"
     with pytest.raises(UserError, match=r"mine\.yaml, line 2: name: 1\.10 is read as a number"):
