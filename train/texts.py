@@ -145,7 +145,9 @@ def _unanswered(prompt: Prompt) -> Document:
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
     weight = evenly(len(ids), prompt.weight)
-    return Document(prompt.id, ids, silent, weight=weight, opening=prompt.opening)
+    document = Document(prompt.id, ids, silent, weight=weight)
+    document.opening, document.placed = prompt.opening, prompt.placed
+    return document
 
 
 def answer_share(

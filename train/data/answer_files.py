@@ -207,7 +207,7 @@ def documents_of(
         document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
         if document is not None:
             document.weight = evenly(len(document.ids), prompt.weight)
-            document.opening = prompt.opening
+            document.opening, document.placed = prompt.opening, prompt.placed
             documents.append(document)
     return documents
 

@@ -233,31 +233,31 @@ def load(
         kept.append((conversation if asks else None, item))
         opened.append(conversation.opening)
         distinct.append(distinct_texts(conversation))
-    opened = told_apart(opened, distinct, cfg)
-    split.share = chosen_share(opened) if cfg.held_out is None else cfg.held_out
-    openings: dict[bool, list[str]] = {True: [], False: []}
+    placed = told_apart(opened, distinct, cfg)
+    split.share = chosen_share(placed) if cfg.held_out is None else cfg.held_out
+    openings: dict[bool, list[str]] = {True: [], False: []}  # as they were placed
     asked = list[tuple[Conversation, int]]()  # with their places on the held-out side
-    for opening, (conversation, item) in zip(opened, kept, strict=True):
+    for opening, (conversation, item) in zip(placed, kept, strict=True):
         held = is_held_out(opening, split.share)
         (split.held_out if held else train).append(item)
         openings[held].append(opening)
         if held and conversation is not None:
             asked.append((conversation, len(split.held_out) - 1))
-    for opening, (_, item) in zip(opened, kept, strict=True):
+    for opening, place, (_, item) in zip(opened, placed, kept, strict=True):
         for text in item if isinstance(item, list) else [item]:
             if isinstance(text, Document | Prompt):
-                text.opening = opening
+                text.opening, text.placed = opening, place
     tested = _divide(split, openings[True], cfg.validation)
     for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
         assert ask is not None
         some = asked[start : start + AT_ONCE]
         prompts = used(ask, [conversation for conversation, _ in some], share)
-        for prompt, (_, place) in zip(prompts, some, strict=True):
+        for prompt, (conversation, place) in zip(prompts, some, strict=True):
             if isinstance(prompt, Unusable):
                 what = f"held out, but not decoded: {prompt}"
                 split.tally.count(split.tally.changed, what)
             elif (test := tested[place]) is not None:
-                prompt.opening = openings[True][place]
+                prompt.opening, prompt.placed = conversation.opening, openings[True][place]
                 (split.prompts if test else split.validation_prompts).append(prompt)
     if not train and not split.held_out:
         require_spans(split.tally, 1)

@@ -49,7 +49,8 @@ class Document:
     notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
     chat: str = ""  # the name of its conversation, if that is in several documents
     weight: NDArray[np.float32] | None = None  # None: 1 for all
-    opening: str = ""  # the text by which the split placed its conversation; empty: unknown
+    opening: str = ""  # the opening prompt of its conversation; empty: unknown
+    placed: str = ""  # the text by which the split placed it: with more, if many open alike
 
 
 @dataclass(eq=False)
@@ -64,7 +65,8 @@ class Prompt:
     notes: tuple[str, ...] = ()
     weight: float = 1.0  # of its answer in a loss, relative to others
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
-    opening: str = ""  # the text by which the split placed its conversation; empty: unknown
+    opening: str = ""  # the opening prompt of its conversation; empty: unknown
+    placed: str = ""  # the text by which the split placed it: with more, if many open alike
 
     @property
     def kind(self) -> str:

@@ -1,9 +1,10 @@
-"""What a draft was trained on, in a file that travels with it: 32 bytes a conversation.
+"""What a draft was trained on, in a file that travels with it: 32 bytes a prompt.
 
-Each conversation has a key, the hash by which the split places its opening prompt, and a sketch
+Each opening prompt has a key, the hash by which the split places it, and a sketch
 (b-bit minwise hashing, Li and König 2010), from which near duplicates are estimated: two prompts
 agree at about as large a share of its 24 places as their sets of word 3-shingles overlap. So
-prompts that the split takes for near duplicates mostly agree at 16 places or more.
+prompts that the split takes for near duplicates mostly agree at 16 places or more. Of conversations
+that open alike, the texts by which the split placed them (`told_apart`) are in it, too.
 """
 
 import io
@@ -60,7 +61,8 @@ class TrainedOn:
 
     @classmethod
     def of(cls, texts: Sequence[Document | Prompt]) -> "TrainedOn":
-        origins = sorted(map(origin_of, {text.opening for text in texts if text.opening}))
+        asked = {text.opening for text in texts} | {text.placed for text in texts}
+        origins = sorted(map(origin_of, asked - {""}))
         whole = np.frombuffer(b"".join(origins), np.uint8).reshape(-1, 8 + PLACES)
         keys_N = whole[:, :8].copy().view(">u8")[:, 0].astype(np.uint64)
         keys_N, first_N = np.unique(keys_N, return_index=True)

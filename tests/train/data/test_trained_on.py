@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/train/data/test_trained_on.py
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,16 @@ from specdec.errors import UserError
 from specdec.formats.draft import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.measure.results import Results
-from tests.tiny import Tiny, conversations, write_jsonl
-from train.data.split import NEAR, shingles_of, within_conversations
+from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
+from train.data.conversations import DataConfig
+from train.data.split import (
+    NEAR,
+    Split,
+    shingles_of,
+    split_documents,
+    split_prompts,
+    within_conversations,
+)
 from train.data.template import Document, Prompt
 from train.data.trained_on import TrainedOn, origin_of, told, trained_on
 from train.folder import noted_prompts
@@ -119,6 +128,36 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
         tiny.job(
             tmp_path / "three", "medusa", *one, "data.held_out=0.3", stage.replace("one", "two")
         )
+
+
+def popular_chats() -> list[dict]:  # type: ignore[type-arg]
+    """160 chats, of which the first 40 begin alike."""
+    chats = conversations(160)
+    for n, chat in enumerate(chats[:40]):
+        later = {"role": "user", "content": f"now tell me of thing{n}, which thing{n + 1} made"}
+        first, answer = {"role": "user", "content": "Hello"}, chat["messages"][1]
+        chats[n] = {"messages": [first, answer, later, answer]}
+    return chats
+
+
+@pytest.mark.parametrize("answers", ["data", "target"])
+def test_a_popular_opening_is_known_as_it_was_asked(tmp_path: Path, answers: str) -> None:
+    """Of 40 chats that begin alike, some are held out; all of them are known by what was asked."""
+    path = write_jsonl(tmp_path / "chats.jsonl", popular_chats())
+    cfg = DataConfig(str(path), answers=answers, held_out=0.3)
+    split: Split[Any] = (split_documents if answers == "data" else split_prompts)(
+        cfg, make_tokenizer()
+    )
+    for side in (split.train, split.held_out, [*split.prompts, *split.validation_prompts]):
+        popular = [text for text in side if text.opening == "Hello"]
+        assert 0 < len(popular) < 40
+        assert len({text.placed for text in popular}) == len(popular)
+        assert all(text.placed == text.opening for text in side if text not in popular)
+    known = TrainedOn.of(split.train)
+    assert known.exactly([origin_of("hello!")]) == known.nearly([origin_of("hello!")]) == [True]
+    logged = "<|u|>user\nHello<|e|>\n<|u|>assistant\nyes<|e|>\n<|u|>user\nand this<|e|>"
+    held_out = [text.opening for text in split.held_out]
+    assert within_conversations([logged, "<|u|>user\nHey<|e|>"], held_out) == {0}
 
 
 def chats_of(chats: list[dict], openings: list[str]) -> list[dict]:  # type: ignore[type-arg]
