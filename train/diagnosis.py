@@ -3,7 +3,7 @@ mask, lengths, what is left out and why, and what would make a draft worthless."
 
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -79,12 +79,13 @@ def diagnose(
     samples: int,
     answers: AnswersConfig | None = None,
     depth: int = 1,
+    starts_from: Collection[Path] = (),
 ) -> Diagnosis:
     """Read the data as a run does (`read_run_data`), and describe them. If the target answers, its
     responses that earlier runs have stored are looked at, too: those that `answers` describes.
     Raises UserError as a run does where nothing can be read."""
     answering = cfg.answers == "target"
-    split = read_run_data(cfg, target, depth)
+    split = read_run_data(cfg, target, depth, starts_from=starts_from)
     counts = DataCounts.of(split)
     texts: list[Any] = [*split.train, *split.held_out]
     prompts = [*split.prompts, *split.validation_prompts]

@@ -27,7 +27,7 @@ from train.checks import check, check_target, check_texts
 from train.config import Config
 from train.data.answer_files import ResponsesRead
 from train.data.cut_responses import cut_responses
-from train.data.trained_on import TrainedOn, before_this_stage, without_trained_on
+from train.data.trained_on import TrainedOn, before_this_stage
 from train.features.fill import Features
 from train.folder import (
     BEGAN,
@@ -45,7 +45,7 @@ from train.planning.outlook import say
 from train.processes import accelerator_of, ranks_of
 from train.rounds import draft_of_round, written
 from train.shares import AFTERWARDS, Share, note_beginning
-from train.stages import named_head, starting
+from train.stages import earlier_drafts, starting
 from train.start import regress
 from train.texts import Texts, answer_share, split_of, texts_of
 from train.tracking import Tracker
@@ -116,10 +116,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
-        split = split_of(cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth)
-        starts_from = [Path(x) for x in (cfg.stage.draft, named_head(cfg.drafter)) if x is not None]
-        earlier = before_this_stage(starts_from)
-        without_trained_on(split, earlier, starts_from)
+        starts_from = earlier_drafts(cfg.stage, cfg.drafter)
+        split = split_of(cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from)
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         features = Features.of(cfg, target, accelerator, progress)
@@ -143,7 +141,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
         ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
-        ranks.first(lambda: TrainedOn.of(texts.train).joined(earlier).write(folder))
+        earlier = before_this_stage(starts_from)
+        ranks.first(lambda: TrainedOn.of(texts.train).after(earlier).write(folder))
 
         # Train, round by round.
         training = None

@@ -49,6 +49,11 @@ def named_head(config: Any) -> str | None:
     return str(named) if named and named not in DRAFTERS else None
 
 
+def earlier_drafts(stage: StageConfig, config: Any) -> list[Path]:
+    """The folders of the drafts that a stage starts from or that its drafter contains."""
+    return [Path(draft) for draft in (stage.draft, named_head(config)) if draft is not None]
+
+
 def starting(
     stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
 ) -> Drafter:

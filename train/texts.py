@@ -2,7 +2,9 @@
 target's own. Of several processes, the first reads the data, all of them render and tokenise, and
 all get the same texts."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,10 +48,15 @@ class Texts:
 
 
 def split_of(
-    data: DataConfig, answers: AnswersConfig, parts: Parts, ranks: Ranks, depth: int = 1
+    data: DataConfig,
+    answers: AnswersConfig,
+    parts: Parts,
+    ranks: Ranks,
+    depth: int = 1,
+    starts_from: Collection[Path] = (),
 ) -> Split[Any]:
     """`read_run_data`, and a report of it. Raises UserError if the run cannot use what it reads."""
-    split = read_run_data(data, parts, depth, ranks)
+    split = read_run_data(data, parts, depth, ranks, starts_from)
     console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of(split)}")
     if split.share > SHARE and data.held_out is None:
         console.print(

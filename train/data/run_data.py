@@ -3,7 +3,7 @@
 prompts, the same parts and the same counts."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
 from train.data.reader import Reader, Share, Work
 from train.data.split import Split, load, split_documents, split_prompts
 from train.data.template import Document, Prompt
+from train.data.trained_on import leave_out, trained_on, without_trained_on
 
 LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")  # of a `Split`
 
@@ -83,12 +84,17 @@ def _digest(split: Split[Any]) -> str:
 
 
 def read_run_data(
-    cfg: DataConfig, target: Parts, depth: int = 1, ranks: Ranks = ALONE
+    cfg: DataConfig,
+    target: Parts,
+    depth: int = 1,
+    ranks: Ranks = ALONE,
+    starts_from: Collection[Path] = (),
 ) -> Split[Any]:
     """What a run with these settings reads: prompts if the target generates the responses, else
     documents with those of the data, or rounds of a log (`data.rounds`), each with at most `depth`
-    drafted tokens. Of several processes, the first reads the data, and all of them render and
-    tokenise. Raises UserError if the data is missing or holds no usable conversation."""
+    drafted tokens. What the drafts that it `starts_from` were trained on is not measured. Of
+    several processes, the first reads the data, and all of them render and tokenise. Raises
+    UserError if the data is missing, holds no usable conversation or nothing to measure on."""
     require(
         not (cfg.format in TEXTS and target.model.config.is_encoder_decoder),
         f"{target.title} is an encoder-decoder, which does not read plain text: give data=pairs",
@@ -109,6 +115,7 @@ def read_run_data(
         logs = Path(cfg.rounds)
         held_out = [*split.prompts, *split.validation_prompts, *split.held_out]
         split.train = ranks.handed(lambda: logged(logs, depth, target, held_out))
+    without_trained_on(split, starts_from)
     return split
 
 
@@ -145,18 +152,25 @@ def unusable_data(cfg: DataConfig, split: Split[Any], new: int, target: Parts) -
 
 
 def measured_prompts(
-    cfg: DataConfig, tokenizer: Any, limit: int, others: int, thinking: str | None = None
+    cfg: DataConfig,
+    tokenizer: Any,
+    limit: int,
+    others: int,
+    thinking: str | None = None,
+    draft: Path | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """At most `limit` prompts of the test part, and at most `others` further held-out prompts, for
     calibration and for choices: those of the validation part before the rest of the test part. They
-    are those of a run with these settings; `thinking` asks them in another way. Raises UserError as
-    `read_run_data` does."""
+    are those of a run with these settings, which trained `draft` if that is given; `thinking` asks
+    them in another way. Raises UserError as `read_run_data` does."""
     if thinking in (None, cfg.thinking):
         split = _split(cfg, tokenizer)
     else:
         reader, asking = Reader(cfg, tokenizer), Reader(replace(cfg, thinking=thinking), tokenizer)
         use: Any = reader.prompt if cfg.answers == "target" else reader.documents
         split = load(cfg, use, asking.prompt)
+    if draft is not None and (known := trained_on(draft)) is not None:
+        leave_out(split, known.before, f"the stages before {draft}")
     return chosen_prompts(split.prompts, split.validation_prompts, limit, others)
 
 

@@ -243,10 +243,10 @@ def load(
         openings[held].append(opening)
         if held and conversation is not None:
             asked.append((conversation, len(split.held_out) - 1))
-    for opening, place, (_, item) in zip(opened, placed, kept, strict=True):
+    for opening, placed_by, (_, item) in zip(opened, placed, kept, strict=True):
         for text in item if isinstance(item, list) else [item]:
             if isinstance(text, Document | Prompt):
-                text.opening, text.placed = opening, place
+                text.opening, text.placed = opening, placed_by
     tested = _divide(split, openings[True], cfg.validation)
     for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
         assert ask is not None

@@ -9,8 +9,9 @@ that open alike, the texts by which the split placed them (`told_apart`) are in 
 
 import io
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 from zipfile import BadZipFile
@@ -53,11 +54,13 @@ def _sketch(text: str) -> NDArray[np.uint8]:
 @dataclass(frozen=True)
 class TrainedOn:
     """The conversations that a draft was trained on, in all of its stages. It is not `complete` if
-    a stage left no such file, or trained on a log, which does not say what was asked first."""
+    a stage left no such file, or trained on a log, which does not say what was asked first.
+    `earlier_N` marks what stages before the last were trained on."""
 
     keys_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     sketches_NC: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, PLACES), np.uint8))
     complete: bool = True
+    earlier_N: NDArray[np.bool_] | None = None  # None: nothing
 
     @classmethod
     def of(cls, texts: Sequence[Document | Prompt]) -> "TrainedOn":
@@ -73,6 +76,18 @@ class TrainedOn:
         keys_N, first_N = np.unique(np.concatenate([self.keys_N, other.keys_N]), return_index=True)
         sketches_NC = np.concatenate([self.sketches_NC, other.sketches_NC])[first_N]
         return TrainedOn(keys_N, sketches_NC, self.complete and other.complete)
+
+    def after(self, earlier: "TrainedOn") -> "TrainedOn":
+        """What was trained on in a stage, and in those before it."""
+        both = self.joined(earlier)
+        return replace(both, earlier_N=np.isin(both.keys_N, earlier.keys_N))
+
+    @property
+    def before(self) -> "TrainedOn":
+        """What the stages before the last were trained on."""
+        if self.earlier_N is None:
+            return TrainedOn()
+        return TrainedOn(self.keys_N[self.earlier_N], self.sketches_NC[self.earlier_N])
 
     def exactly(self, origins: Sequence[bytes]) -> list[bool]:
         """Which of these were trained on, word for word."""
@@ -97,8 +112,15 @@ class TrainedOn:
     def write(self, folder: Path) -> None:
         """Write the file into a folder: a draft's, its run's, or that of its export."""
         with new_file(folder / TRAINED_ON) as partial, partial.open("wb") as file:
+            earlier_N = (
+                np.zeros(len(self.keys_N), bool) if self.earlier_N is None else self.earlier_N
+            )
             np.savez(
-                file, keys=self.keys_N, sketches=self.sketches_NC, complete=np.array(self.complete)
+                file,
+                keys=self.keys_N,
+                sketches=self.sketches_NC,
+                complete=np.array(self.complete),
+                earlier=np.packbits(earlier_N),
             )
 
 
@@ -110,7 +132,10 @@ def trained_on(draft: Path) -> TrainedOn | None:
             continue
         try:
             with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-                record = TrainedOn(file["keys"], file["sketches"], bool(file["complete"]))
+                count = len(file["keys"])
+                earlier_N = np.unpackbits(file["earlier"], count=count).astype(bool)
+                known = file["keys"], file["sketches"], bool(file["complete"])
+                record = TrainedOn(*known, earlier_N)
             if record.sketches_NC.shape != (*record.keys_N.shape, PLACES):
                 raise ValueError("its shapes do not fit")
         except (ValueError, KeyError, EOFError, BadZipFile) as error:
@@ -126,49 +151,58 @@ def before_this_stage(drafts: Collection[Path]) -> TrainedOn:
     return reduce(TrainedOn.joined, stages, TrainedOn())
 
 
-def without_trained_on(split: Split[Any], earlier: TrainedOn, drafts: Collection[Path]) -> None:
-    """Take out of the held-out parts of a split what the draft that the run starts from was trained
+def without_trained_on(split: Split[Any], drafts: Collection[Path]) -> None:
+    """Take out of the held-out parts of a split what the drafts that a run starts from were trained
     on, near duplicates included: it would be measured and selected on what it knows. Raises
     UserError if no prompt is left to measure on."""
     if not drafts:
         return
-    names = " and ".join(map(str, drafts))
+    names, earlier = " and ".join(map(str, drafts)), before_this_stage(drafts)
     if not earlier.complete:
         console.print(
             f"{names} has no complete record of its training data: held-out prompts may be in it"
         )
-
-    def unknown(texts: Sequence[T]) -> list[T]:
-        seen = earlier.nearly([origin_of(text.opening) for text in texts])
-        return [text for text, there in zip(texts, seen, strict=True) if not there]
-
     before = len(split.test)
-    split.test, split.validation = unknown(split.test), unknown(split.validation)
-    split.prompts, split.validation_prompts = (
-        unknown(split.prompts),
-        unknown(split.validation_prompts),
-    )
-    if split.validation_share and not split.validation:
-        split.validation, split.validation_share = split.test, 0.0
-    gone = before - len(split.test)
-    require(
-        bool(split.prompts and split.test),
-        f"all held-out prompts were trained on by {names}: give other data, or the data.held_out "
-        "and data.validation with which it was trained",
-    )
-    if gone:
+    leave_out(split, earlier, names)
+    if gone := before - len(split.test):
         console.print(
             f"{gone} of {before} held-out texts were trained on by {names}, or are near "
             "duplicates of such texts: they are neither measured nor selected on"
         )
 
 
-def unknown_to(draft: Path, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The held-out prompts of a run's data that no earlier stage of its draft was trained on."""
-    if (known := trained_on(draft)) is None:
-        return list(prompts)
-    seen = known.exactly([origin_of(prompt.opening) for prompt in prompts])
-    return [prompt for prompt, there in zip(prompts, seen, strict=True) if not there]
+def leave_out(split: Split[Any], earlier: TrainedOn, names: str) -> None:
+    """`without_trained_on`, for what is known of the drafts of these `names`. The held-out side is
+    judged as a whole, so that all of its parts leave out the same. If all of it opens as what they
+    were trained on does, only those texts are left out by which a split placed the latter."""
+    if not len(earlier.keys_N) or not (split.test and split.prompts):
+        return
+    parts = split.test, split.validation, split.prompts, split.validation_prompts
+    held_out = [text for item in split.held_out for text in _texts(item)]
+    left: list[list[Any]] = []
+    for text_of in (attrgetter("opening"), attrgetter("placed")):
+        asked = sorted({text_of(text) for text in held_out})
+        seen = earlier.nearly([origin_of(text) for text in asked])
+        known = {text for text, there in zip(asked, seen, strict=True) if there}
+        left = [
+            [item for item in part if all(text_of(x) not in known for x in _texts(item))]
+            for part in parts
+        ]
+        if left[0] and left[2]:
+            break
+    require(
+        bool(left[0] and left[2]),
+        f"all held-out prompts were trained on by {names}: give other data, or the data.held_out "
+        "and data.validation with which it was trained",
+    )
+    split.test, split.validation, split.prompts, split.validation_prompts = left
+    if split.validation_share and not split.validation:
+        split.validation, split.validation_share = split.test, 0.0
+
+
+def _texts(item: Any) -> list[Any]:
+    """The texts of a conversation, which may be one or several."""
+    return item if isinstance(item, list) else [item]
 
 
 def told(draft: Path, openings: Sequence[str]) -> str | None:

@@ -45,7 +45,7 @@ from train.planning.devices import DEVICES, Device, measured
 from train.planning.gain import Gain, RoundCosts, gain
 from train.planning.outline import DraftOutline, Outline, draft_outline, outline
 from train.processes import accelerator_of
-from train.stages import StageConfig, starting
+from train.stages import StageConfig, earlier_drafts, starting
 from train.texts import split_of
 
 SAMPLED = 400  # conversations that are timed if planning.tokens says how many there are
@@ -287,7 +287,8 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
     console.print(
         f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
     )
-    split = split_of(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth)
+    starts_from = earlier_drafts(cfg.stage, cfg.drafter)
+    split = split_of(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
     counts = DataCounts.of(split)
     known = f"counted in {counts.records:,} records"
     return Amount(counts.train, counts.train_tokens, known, split), split.train

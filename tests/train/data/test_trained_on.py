@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/train/data/test_trained_on.py
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ from specdec.errors import UserError
 from specdec.formats.draft import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.measure.results import Results
+from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
+from train.config import Config
 from train.data.conversations import DataConfig
+from train.data.run_data import measured_prompts
 from train.data.split import (
     NEAR,
     Split,
@@ -25,8 +29,11 @@ from train.data.split import (
     within_conversations,
 )
 from train.data.template import Document, Prompt
-from train.data.trained_on import TrainedOn, origin_of, told, trained_on
-from train.folder import noted_prompts
+from train.data.trained_on import TrainedOn, leave_out, origin_of, told, trained_on
+from train.diagnosis import diagnose
+from train.folder import data_of_run, noted_prompts
+from train.planning.outlook import outlook
+from train.stages import earlier_drafts
 
 
 def prompt(opening: str) -> Prompt:
@@ -112,6 +119,8 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
     words = [p.words for part in noted for p in part]
     assert not any(first.exactly([origin_of(x) for x in words]))
     assert Results.read(tmp_path / "two" / "report").prompts == len(noted[0])
+    cfg = tiny.config("medusa", *more, "data.held_out=0.5", stage)
+    read_alike(cfg, tmp_path / "two", noted)
     both, exported = trained_on(tmp_path / "two" / "best"), trained_on(tmp_path / "two" / "export")
     assert both is not None and exported is not None and len(both.keys_N) > len(first.keys_N)
     assert {*first.keys_N.tolist()} < {*both.keys_N.tolist()} == {*exported.keys_N.tolist()}
@@ -128,6 +137,55 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
         tiny.job(
             tmp_path / "three", "medusa", *one, "data.held_out=0.3", stage.replace("one", "two")
         )
+
+
+def read_alike(cfg: Config, run: Path, noted: tuple[list[Prompt], list[Prompt]]) -> None:
+    """An evaluation without the notes, a plan and a diagnosis see the prompts that the run saw."""
+    parts = TargetOnDemand(cfg.target).parts
+    test, validation = ([p.id for p in some] for some in noted)
+    best = run / "best"
+    for limit, others in ((1000, 1000), (3, 4)):
+        asked, rest = measured_prompts(data_of_run(run), parts.tokenizer, limit, others, draft=best)
+        assert [p.id for p in asked] == test[:limit]
+        assert [p.id for p in rest] == [*validation, *test[limit:]][:others]
+    earlier = earlier_drafts(cfg.stage, cfg.drafter)
+    assert [str(draft) for draft in earlier] == [cfg.stage.draft]
+    found = diagnose(cfg.data, parts, None, 0, cfg.answering, cfg.drafter.depth, earlier)
+    assert [p.id for p in found.prompts] == [*test, *validation]
+    planned = outlook(replace(cfg, planning=replace(cfg.planning, device="l4"))).amount.split
+    assert planned is not None and [p.id for p in planned.prompts] == test
+
+
+def test_all_parts_leave_out_the_same() -> None:
+    """Nine of ten prompts of a part share an instruction with what is known, and few of the rest:
+    the held-out side is judged as a whole, in documents and prompts alike."""
+    instruction = " ".join(f"do{n}" for n in range(60))
+    near = [prompt(f"{instruction} item {n}") for n in range(10)]
+    others = [prompt(f"quite another question about {n}") for n in range(30)]
+    earlier = TrainedOn.of([prompt(f"{instruction} item {n}") for n in range(50, 70)])
+    assert not any(earlier.nearly([origin_of(text.opening) for text in near]))
+    test, validation = others, [*near, others[0]]
+    split = Split(held_out=[*near, *others], test=test, validation=validation, prompts=test)
+    split.validation_prompts, split.validation_share = near, 0.25
+    leave_out(split, earlier, "a draft")
+    assert split.validation == [others[0]] and split.validation_prompts == []
+    assert split.test == split.prompts == others
+
+
+def test_a_further_stage_on_chats_that_all_begin_alike_keeps_what_was_held_out(
+    tmp_path: Path,
+) -> None:
+    """If some begin in another way, those are measured on; else what was not trained on."""
+    tokenizer, chats = make_tokenizer(), popular_chats()
+    for count, openings in ((160, 121), (40, 1)):
+        path = write_jsonl(tmp_path / f"{count}.jsonl", chats[:count])
+        split = split_documents(DataConfig(str(path), held_out=0.3), tokenizer)
+        assert len({text.opening for text in (*split.train, *split.held_out)}) == openings
+        before = [len(split.test), len(split.prompts)]
+        leave_out(split, TrainedOn.of(split.train), "a draft")
+        left = [len(split.test), len(split.prompts)]
+        assert left == before if openings == 1 else 0 < left[0] < before[0]
+        assert openings == 1 or "Hello" not in {text.opening for text in split.prompts}
 
 
 def popular_chats() -> list[dict]:  # type: ignore[type-arg]
