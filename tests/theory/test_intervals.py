@@ -21,10 +21,10 @@ from specdec.theory.intervals import (
 
 
 def test_the_median_of_thousands_of_timings_has_an_interval() -> None:
-    """Of 0 to 1,999: order statistics about 1.96 √n / 2 = 44 places from the middle."""
-    found = median_interval([float(x) for x in range(2000)])
-    assert found.low == pytest.approx(999.5 - 44, abs=2)
-    assert found.high == pytest.approx(999.5 + 44, abs=2)
+    """Of 1 to 2,000: order statistics about 1.96 √n / 2 = 44 places from the middle."""
+    found = median_interval([float(x) for x in range(1, 2001)])
+    assert found.low == pytest.approx(1000.5 - 44, abs=2)
+    assert found.high == pytest.approx(1000.5 + 44, abs=2)
 
 
 def test_a_difference_is_paired() -> None:
