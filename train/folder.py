@@ -130,8 +130,9 @@ def require_same_run(folder: Path, cfg: Config) -> None:
 
 
 def digest_of_settings(cfg: Config) -> str:
-    """A short hash of the settings that a plan follows from, and that another run of this name may
-    have otherwise: those that may not change, the budget and how is measured."""
+    """A short hash of the settings that a plan follows from and that tell runs without a
+    config.json apart: another run of this name may have other ones. They are those that may not
+    change, the budget and how is measured."""
     settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}
     del settings["budget"]["spent"]
     for group in fields(Config):

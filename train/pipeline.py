@@ -16,6 +16,7 @@ from specdec.errors import memory_for
 from specdec.files import folder_for, make_folder
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
+from specdec.integrity import of_value
 from specdec.measure.results import Training
 from specdec.progress import bars, console
 from specdec.sampling.trees import DEEPEST
@@ -33,6 +34,7 @@ from train.folder import (
     BEGAN,
     config_of,
     describe,
+    digest_of_settings,
     locked,
     note_date,
     portion_of,
@@ -112,7 +114,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             console.print(spread)
         identity = ranks.first(lambda: config_of(folder).get("identity") or uuid4().hex)
         if sharing is None:  # before the responses: W&B may not let the run begin
-            ranks.first(lambda: tracker.begin(cfg.track, cfg.name, asdict(cfg)))
+            shares = [cfg.data.held_out, cfg.data.validation]
+            settings = of_value([digest_of_settings(cfg), *shares])
+            ranks.first(lambda: tracker.begin(cfg.track, cfg.name, asdict(cfg), settings))
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.

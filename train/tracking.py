@@ -17,7 +17,8 @@ from specdec.terminal import plain
 
 Figures = Mapping[str, object]  # by name: numbers, lists of numbers, or further mappings
 MODES = ("offline", "online", "disabled")
-OF_WANDB = ("wandb", "wandb-id")  # in a run's folder: the files of its W&B run, and that run's id
+# in a run's folder: the files of its W&B run, and that run's id with a digest of the settings
+OF_WANDB = ("wandb", "wandb-id")
 LONGEST_TAG = 64  # characters of a tag that W&B takes
 
 
@@ -75,9 +76,11 @@ class Tracker:
         self.main = main
         self._run: Any = None  # a wandb.Run
 
-    def begin(self, cfg: TrackConfig, name: str, settings: Mapping[str, Any]) -> None:
-        """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled. Raises
-        UserError if W&B does not let it begin, as with an entity that is not the user's."""
+    def begin(self, cfg: TrackConfig, name: str, settings: Mapping[str, Any], digest: str) -> None:
+        """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled. As long
+        as the folder has no config.json, it is continued only if the settings have the same
+        `digest`. Raises UserError if W&B does not let it begin, as with an entity that is not the
+        user's."""
         folder = self.path.parent
         if not self.main or cfg.mode == "disabled":
             return
@@ -85,8 +88,10 @@ class Tracker:
         import wandb
 
         noted = folder / OF_WANDB[1]  # a resumed run continues the same W&B run
-        if not noted.exists():
-            write_whole(noted, os.urandom(4).hex())
+        known = noted.read_text(encoding="utf-8").split() if noted.exists() else []
+        if not known or (known[1:] != [digest] and not (folder / "config.json").exists()):
+            known = [os.urandom(4).hex(), digest]
+            write_whole(noted, " ".join(known))
         try:
             self._run = wandb.init(
                 project=cfg.project,
@@ -94,7 +99,7 @@ class Tracker:
                 name=cfg.title or name,
                 group=cfg.group,
                 tags=cfg.tags or None,
-                id=noted.read_text(encoding="utf-8"),
+                id=known[0],
                 resume="allow",
                 dir=folder,
                 mode=cfg.mode,  # type: ignore[arg-type]

@@ -95,7 +95,7 @@ def test_a_run_of_wandb_ends_with_the_exit_code_of_the_command(
     monkeypatch.setattr(wandb, "init", shown.init)
     try:
         with Tracker(tmp_path) as tracker:
-            tracker.begin(TrackConfig(group="sweep", tags=["a=1"]), "name", {})
+            tracker.begin(TrackConfig(group="sweep", tags=["a=1"]), "name", {}, "1a")
             if error is not None:
                 raise error
     except BaseException as raised:
@@ -103,6 +103,34 @@ def test_a_run_of_wandb_ends_with_the_exit_code_of_the_command(
     assert shown.ended == [code] == [exit_code_of(error)]
     (begun,) = shown.begun
     assert (begun["name"], begun["group"], begun["tags"]) == ("name", "sweep", ["a=1"])
+
+
+@pytest.mark.usefixtures("training_alone")
+def test_a_run_of_wandb_goes_on_with_the_same_settings_only(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Interrupted while the target answers, when the folder is not yet the run's."""
+    shown = Recorded()
+    monkeypatch.setattr(wandb, "init", shown.init)
+    run, more = tmp_path / "run", [f"answers.root={tmp_path / 'answers'}", "track=wandb"]
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("train.pipeline.texts_of", interrupted)
+        other = ["data.held_out=0.3"]
+        for settings in ([], [], other, [*other, "track.title=other"], ["optim.lr=1e-3"], []):
+            with pytest.raises(KeyboardInterrupt):
+                tiny.job(run, "medusa", *more, *settings)
+    monkeypatch.setattr("train.loop.begin", interrupted)
+    for settings in ([], ["decode.prompts=1"]):  # the latter changes the digest, not the run
+        with pytest.raises(KeyboardInterrupt):
+            tiny.job(run, "medusa", *more, *settings)
+    ids = [begun["id"] for begun in shown.begun]
+    same = [ids[n] == ids[n - 1] for n in range(1, 8)]
+    assert same == [True, False, True, False, False, True, True]
+    assert len({*ids}) == 4
 
 
 def test_wandb_denies_a_run_before_the_first_response(
