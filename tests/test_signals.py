@@ -10,17 +10,20 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec import signals
 from specdec.errors import command
+from specdec.files import read_json
 from specdec.signals import Terminated
 from tests.processes import environment, launched
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny
 from train import loop
+from train.held_out import TerminatedTogether
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = ("loop.save_every=4", "loop.eval_every=3", "loop.log_every=4")  # of 12 steps
@@ -251,3 +254,62 @@ command(ends)
     running.stdout.close()
     assert running.wait(timeout=60) == 143
     assert (tmp_path / "end").exists() and (tmp_path / "end.saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("raised", "processes", "saves"),
+    [(Terminated, 1, True), (TerminatedTogether, 2, True), (Terminated, 2, False)],
+)
+def test_only_processes_that_end_together_save_together(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Terminated], processes: int, saves: bool
+) -> None:
+    """The alarm raises Terminated in one of several processes, in the middle of a collective."""
+    saved: list[bool] = []
+
+    def evaluate(*_: Any) -> None:
+        raise raised
+
+    monkeypatch.setattr(loop, "evaluate", evaluate)
+    state = SimpleNamespace(gamma=2, owed=False, metrics="")
+    learner: Any = SimpleNamespace(
+        state=state,
+        model=None,
+        accelerator=SimpleNamespace(num_processes=processes),
+        forcing=SimpleNamespace(drafter=SimpleNamespace(depth=2)),
+        save_checkpoint=lambda: saved.append(state.owed),
+    )
+    tracker: Any = SimpleNamespace(checksum=lambda: "")
+    with pytest.raises(raised):
+        loop._evaluate_draft(learner, None, loop.LoopConfig(), tracker)  # type: ignore[arg-type]
+    assert saved == [True] * saves
+
+
+TERMINATED_WITHIN = """
+import os, runpy, signal
+import train.held_out
+
+def answers(*given, before=train.held_out.answers, sent=[]):
+    if os.environ["RANK"] == "1" and not sent:
+        sent.append(os.kill(os.getpid(), signal.SIGTERM))
+    return before(*given)
+
+train.held_out.answers = answers
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_ends_an_evaluation_in_both(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """After the same forward pass, with a checkpoint from which the next life evaluates first."""
+    _, *more = tiny.command(tmp_path / "run", "medusa", *OFTEN, "loop.accumulate=1")
+    (tmp_path / "train.py").write_text(TERMINATED_WITHIN)
+    with launched([str(tmp_path / "train.py"), *more], 2, tmp_path / "said") as children:
+        for child in children:
+            child.join(90)
+        said = [(tmp_path / "said" / f"{rank}.err").read_text() for rank in range(2)]
+        assert [child.exitcode for child in children] == [143, 143], said
+    assert not any("Traceback" in text for text in said), said
+    (place,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert place.name == "step-0000003" and read_json(place / "training.json")["owed"]

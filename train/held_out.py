@@ -1,5 +1,7 @@
 """Held-out figures by teacher forcing: they show how a run is doing and which draft is its best."""
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -7,7 +9,13 @@ from torch import nn
 from specdec.errors import require
 from specdec.forcing.table import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
+from specdec.signals import Terminated
 from train.features.source import Source
+
+
+class TerminatedTogether(Terminated):
+    """SIGTERM has reached one of the processes, and all have left after the same forward pass, so
+    that they can still save together."""
 
 
 def evaluate(
@@ -16,11 +24,14 @@ def evaluate(
     rows: int,
     accelerator: Accelerator,
     chain: tuple[int, int] | None = None,
+    ended: Callable[[], bool] = lambda: False,
 ) -> HeldOut:
     """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. `chain` is the
     trained depth, up to which α is measured, and the γ of the chains that τ is of; None: both are
     the trained depth. Rows are spread over the processes; sums are reduced before they are divided.
-    Raises UserError if no response is long enough to measure τ."""
+    Before each forward pass, all processes call `ended`, which returns the same in all of them;
+    TerminatedTogether is raised if it is true. Raises UserError if no response is long enough to
+    measure τ."""
     depth, gamma = chain or (None, None)
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index
@@ -33,6 +44,8 @@ def evaluate(
     held_out.expect(of_starts)
     with torch.no_grad():
         for start, indices in zip(mine, of_starts, strict=True):
+            if ended():
+                raise TerminatedTogether
             batch = held_out.batch(indices)
             with accelerator.autocast():
                 table = model(batch, measure=True, depth=max(chain) if chain else None)

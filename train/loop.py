@@ -34,7 +34,7 @@ from train import checkpoint, optim
 from train.checkpoint import Best, State
 from train.features.source import Source
 from train.forecast import forecast, looks
-from train.held_out import evaluate
+from train.held_out import TerminatedTogether, evaluate
 from train.optim import OptimConfig
 from train.processes import from_main
 from train.tracking import Tracker
@@ -395,16 +395,19 @@ def steps_of(
 
 def _evaluate_draft(learner: Learner, held_out: Source, cfg: LoopConfig, tracker: Tracker) -> None:
     """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
-    far. One process alone ends this at once on SIGTERM, once it has saved a checkpoint from which a
-    continued run evaluates first."""
+    far. SIGTERM ends this: at once in one process alone, and after the same forward pass in
+    several. They save a checkpoint first, from which a continued run evaluates. Where a forward
+    pass takes too long, `Terminated` ends one of several processes without the others; nothing is
+    saved then, since they would have to save together."""
     state, accelerator = learner.state, learner.accelerator
     alone = accelerator.num_processes == 1
     try:
         with no_checkpoint_first() if alone else nullcontext():
             chain = learner.forcing.drafter.depth, state.gamma
-            figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain)
-    except Terminated:
-        if alone:
+            ended = partial(_terminated, accelerator)
+            figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain, ended)
+    except Terminated as error:
+        if alone or isinstance(error, TerminatedTogether):
             state.owed, state.metrics = True, tracker.checksum()
             learner.save_checkpoint()
         raise
@@ -422,7 +425,8 @@ def _evaluate_draft(learner: Learner, held_out: Source, cfg: LoopConfig, tracker
 
 
 def _terminated(accelerator: Accelerator) -> bool:
-    """Whether SIGTERM has arrived in any process: all leave after the same step."""
+    """Whether SIGTERM has arrived in any process: all leave after the same step or forward
+    pass."""
     here = signals.terminated()
     if accelerator.num_processes == 1:
         return here
