@@ -31,6 +31,7 @@ LEAST_PART = 12  # conversations of the validation part, and of the test part
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
 SHARED = 0.02, 10  # of all prompts, and prompts: words that more of them share tell none apart
 FEW, PART = 4, 0.25  # conversations of one opening that stay together, or their part of those held
+TRAINED = 0.9  # no share that is held out reaches the places of what is only trained on
 DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 ACCEPTED = (
     'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
@@ -233,8 +234,7 @@ def load(
         kept.append((conversation if asks else None, item))
         opened.append(conversation.opening)
         distinct.append(distinct_texts(conversation))
-    placed = told_apart(opened, distinct, cfg)
-    split.share = chosen_share(placed) if cfg.held_out is None else cfg.held_out
+    placed, split.share = told_apart(opened, distinct, cfg)
     openings: dict[bool, list[str]] = {True: [], False: []}  # as they were placed
     asked = list[tuple[Conversation, int]]()  # with their places on the held-out side
     for opening, (conversation, item) in zip(placed, kept, strict=True):
@@ -393,15 +393,18 @@ def _shortened(text: str) -> str:
 
 def told_apart(
     openings: Sequence[str], distinct: Sequence[tuple[str, ...]], cfg: DataConfig
-) -> list[str]:
-    """The texts by which conversations are split: their openings but, of an opening that many
+) -> tuple[list[str], float]:
+    """The texts by which conversations are split, and the share of them that is held out
+    (`chosen_share`, if none is given). The texts are their openings but, of an opening that many
     conversations have (more than FEW, and PART of as many as are held out), also what is `distinct`
     in each of them: the system prompt and, as long as many have the same text, the later turns. The
     data's answers tell conversations apart last, and not at all if the target answers. Many
-    conversations that nothing tells apart are trained on. Raises UserError if these are all."""
+    conversations that nothing tells apart are trained on, and the share is not chosen by them. If
+    no others can be held out, some openings are, with all of their conversations. Raises UserError
+    if even the fewest of them are too many."""
     whole, texts = len(openings), list(openings)
     if cfg.held_out == 0:
-        return texts
+        return texts, 0.0
     held_out = max(SHARE * whole, min(ENOUGH, MOST * whole))
     most = max(FEW, PART * (held_out if cfg.held_out is None else cfg.held_out * whole))
     for level in range(2 if cfg.answers == "target" else 3):
@@ -420,8 +423,12 @@ def told_apart(
             f"{cfg.name}: all {len(texts):,} conversations ask the same, so none can be held out "
             "to measure on: add conversations with other prompts"
         )
+    half = sum(n for key, n in counts.items() if key not in common) // 2
+    told, renamed = list(texts), set[str]()
     while True:
-        share = chosen_share(texts) if cfg.held_out is None else cfg.held_out
+        share = cfg.held_out
+        if share is None:
+            share = chosen_share([x for x in texts if x not in renamed], whole, half)
         blocking = {x for x in texts if _key(x) in common and is_held_out(x, share)}
         held = sum(is_held_out(x, share) for x in texts)
         small = cfg.held_out is None and SHARE * whole < ENOUGH
@@ -429,9 +436,26 @@ def told_apart(
             # the next of them would exceed what is to be held out, so nothing beyond it is
             blocking = {min((x for x in texts if _key(x) in common), key=place_of, default="")}
         if not any(blocking):
-            return texts
-        trained = {text: _trained(text, max(0.9, share)) for text in blocking}
+            break
+        trained = {text: _trained(text, max(TRAINED, share)) for text in blocking}
         texts = [trained.get(text, text) for text in texts]
+        renamed.update(trained.values())
+    chosen = cfg.held_out is None
+    if not renamed or (held and not (chosen and share >= TRAINED)):
+        return texts, share
+    if not chosen:
+        return told, share
+    share = chosen_share(told)
+    held = sum(is_held_out(x, share) for x in told)
+    # a run that goes on with this share must find the same split
+    again, _ = told_apart(openings, distinct, replace(cfg, held_out=share))
+    if share > 2 * MOST or not 0 < held <= (1 + PART) * held_out or again != told:
+        raise UserError(
+            f"{cfg.name}: its {whole:,} conversations ask only {len({*map(_key, told)}):,} "
+            "different things, nearly all of them too often, so a fitting part of them cannot be "
+            "held out to measure on: add conversations with other prompts, or set data.held_out"
+        )
+    return told, share
 
 
 def _trained(text: str, fraction: float) -> str:
@@ -456,15 +480,18 @@ def is_held_out(opening: str, fraction: float) -> bool:
     return place_of(opening) < fraction * 2**64
 
 
-def chosen_share(openings: Sequence[str]) -> float:
+def chosen_share(openings: Sequence[str], whole: int | None = None, limit: int = ENOUGH) -> float:
     """The fraction of conversations with these opening prompts to hold out if no other is given:
-    SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them."""
-    count = max(1, min(ENOUGH, int(len(openings) * MOST)))
+    SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them. They may
+    be a part of the `whole` data, of which no others are held out, and a `limit` may
+    be set to their number."""
+    whole = len(openings) if whole is None else whole
+    count = max(1, min(ENOUGH, int(whole * MOST), limit))
     places = sorted(map(place_of, openings))
     # conversations with the same opening stay together: all of those at the cut, or none
     sizes = [n for n in range(1, len(places)) if places[n - 1] < places[n]]
     fitting = [n for n in sizes if n <= count] or sizes[:1]
-    if len(openings) * SHARE >= ENOUGH or not fitting:
+    if whole * SHARE >= ENOUGH or not fitting:
         return SHARE
     least, most = places[fitting[-1] - 1] / 2**64, places[fitting[-1]] / 2**64
     shortest = (round((least + most) / 2, digits) for digits in range(2, 20))

@@ -22,7 +22,7 @@ from tests.train.data.chats import (
     tokenizer_of,
 )
 from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
-from train.data.conversations import DataConfig, Message
+from train.data.conversations import Conversation, DataConfig, Message
 from train.data.run_data import held_out_prompts, measured_prompts
 from train.data.split import (
     Split,
@@ -459,3 +459,29 @@ def test_prompts_that_were_trained_on_are_known(tmp_path: Path) -> None:
     assert origin_of_prompts(tmp_path, tokenizer, mine) == f"{said}1"
     unknown = origin_of_prompts(tmp_path / "elsewhere", tokenizer, mine)
     assert unknown == "prompts of your own, on which the draft may have been trained"
+
+
+def test_the_share_is_chosen_by_what_can_be_held_out(tmp_path: Path) -> None:
+    """A few prompts over and over: a fifth of the prompts is held out with all of their copies, or
+    nothing if that is too much; beside others, half of the others at most. Whatever is held out, a
+    run that goes on with its share has the same split."""
+
+    def read(*counts: int, others: int = 0, **options: Any) -> Split[Conversation]:
+        asked = [f"q {n}" for n, count in enumerate(counts) for _ in range(count)]
+        asked += [f"one more about thing{n}" for n in range(others)]
+        talks = [talk(opening, "a", id=f"c{i}") for i, opening in enumerate(asked)]
+        return split_of(path=write_lines(tmp_path / "x.jsonl", as_records(talks)), **options)
+
+    for counts in ((100, 100), (100, 100, 100), (5, 5)):
+        with pytest.raises(UserError, match=f"{sum(counts)} conversations ask only {len(counts)} "):
+            read(*counts)
+    for counts, others in (([60] * 5, 0), ([30] * 10, 0), ([30] * 10, 1), ([30] * 10, 30)):
+        split = read(*counts, others=others)
+        assert split.share <= 0.4 and 0 < len(split.held_out) <= 75
+        sides = [{c.opening for c in side} for side in (split.train, split.held_out)]
+        assert not sides[0] & sides[1]
+        again = read(*counts, others=others, held_out=split.share)
+        assert [c.id for c in again.held_out] == [c.id for c in split.held_out]
+    assert len(split.held_out) == 15 and all("thing" in c.opening for c in split.held_out)
+    given = {c.opening for c in read(100, 100, held_out=0.335).held_out}
+    assert given == {x for x in ("q 0", "q 1") if is_held_out(x, 0.335)} == {"q 1"}
