@@ -466,10 +466,11 @@ def _trained(text: str, fraction: float) -> str:
 
 def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
     """Whether a conversation may be held out, whichever of its texts decides (`told_apart`)."""
-    texts = [conversation.opening]
+    texts = {conversation.opening: " ".join(_words(conversation.opening))}
     for more in distinct_texts(conversation):
-        texts += [f"{text}\n{more}" for text in texts]
-    return any(is_held_out(text, fraction) for text in texts)
+        words = " ".join(_words(more))  # once: the words of joined texts are theirs in turn
+        texts |= {f"{text}\n{more}": f"{key} {words}".strip() for text, key in texts.items()}
+    return any(_place(key) < fraction * 2**64 for key in {k or text for text, k in texts.items()})
 
 
 def is_held_out(opening: str, fraction: float) -> bool:
@@ -537,7 +538,11 @@ def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
 
 def place_of(opening: str) -> int:
     """The place of an opening prompt among 2^64, by a hash of its words."""
-    return int.from_bytes(hashlib.blake2b(_key(opening).encode(), digest_size=8).digest())
+    return _place(_key(opening))
+
+
+def _place(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
 
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:

@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/train/data/test_split.py (about 10 s, most of it the real data)
 """
 
+import itertools
 import random
 from dataclasses import asdict, replace
 from hashlib import blake2b
@@ -30,6 +31,7 @@ from train.data.split import (
     chosen_validation,
     is_held_out,
     is_validation,
+    may_be_held_out,
     near_duplicates,
     split_documents,
     split_prompts,
@@ -485,3 +487,15 @@ def test_the_share_is_chosen_by_what_can_be_held_out(tmp_path: Path) -> None:
     assert len(split.held_out) == 15 and all("thing" in c.opening for c in split.held_out)
     given = {c.opening for c in read(100, 100, held_out=0.335).held_out}
     assert given == {x for x in ("q 0", "q 1") if is_held_out(x, 0.335)} == {"q 1"}
+
+
+def test_whether_a_conversation_may_be_held_out_is_judged_by_all_its_texts() -> None:
+    parts = ["", "?!", "e", "\u0301 x", "Straße ﬁ", "日本 go", "…\n"]
+    for number, texts in enumerate(itertools.product(parts, repeat=4)):
+        chat = replace(talk(texts[0], "a"), distinct=texts[1:])
+        every = [texts[0]]
+        for more in texts[1:]:
+            every += [f"{text}\n{more}" for text in every]
+        for fraction in (0.05, 0.2):
+            found = may_be_held_out(chat, fraction)
+            assert found == any(is_held_out(text, fraction) for text in every), number
