@@ -111,14 +111,15 @@ def _read(path: Path, most: int) -> dict[str, Tensor]:
             "here: both must share that folder"
         )
     foreign = f"features.from: the engine names {path}, which our connector did not write: {REMEDY}"
-    require((path.parent / FOLDER_MARK).is_file() and path.suffix == ".safetensors", foreign)
+    require(path.suffix == ".safetensors", foreign)
     try:
         file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             fcntl.flock(file, fcntl.LOCK_SH)  # an engine that dies releases it
         finally:
             os.close(file)
-        require(is_ours(path), foreign)
+        # only now: the connector marks its folder when it writes the first file
+        require((path.parent / FOLDER_MARK).is_file() and is_ours(path), foreign)
         size = path.stat().st_size
         require(
             size <= most + LONGEST_HEADER,
