@@ -314,6 +314,7 @@ class CausalTarget(Target):
         for slots_NTd, mine_NTd in document_groups(
             position_BT, document_BT, longrope_lines(self.config)
         ):
+            slots_NTd, mine_NTd = slots_NTd.to(ids_BT.device), mine_NTd.to(ids_BT.device)
             for i, x_NTdD in enumerate(self._pass(ids_BT.flatten()[slots_NTd], needs)):
                 if x_NTdD is not None:
                     if (whole := read[i]) is None:

@@ -22,13 +22,14 @@ def by_document(
     `document_groups`."""
     if position_BT is None:
         return read(ids_BT)
-    slots, states = list[Tensor](), list[Tensor]()
+    slots, states, device = list[Tensor](), list[Tensor](), ids_BT.device
     for slots_NTd, mine_NTd in document_groups(position_BT, document_BT, lines):
-        states.append(read(ids_BT.flatten()[slots_NTd])[mine_NTd])
+        state_UD = read(ids_BT.flatten()[slots_NTd.to(device)]).flatten(0, 1)
+        states.append(state_UD[mine_NTd.flatten().nonzero()[:, 0].to(device)])
         slots.append(slots_NTd[mine_NTd])
     of_documents_UD = torch.cat(states)
     whole_ND = of_documents_UD.new_zeros(ids_BT.numel(), of_documents_UD.shape[-1])
-    whole_ND = whole_ND.index_copy(0, torch.cat(slots), of_documents_UD)
+    whole_ND = whole_ND.index_copy(0, torch.cat(slots).to(device), of_documents_UD)
     return whole_ND.view(*ids_BT.shape, -1)
 
 
@@ -37,8 +38,12 @@ def document_groups(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The documents of packed rows in groups of similar length, longest first: the slots [N, Td] of
     the batch to read for a group, and which of these each document owns (short ones read on). No
-    group has lengths on both sides of one of the `lines`."""
-    real_BT = torch.ones_like(position_BT) > 0 if document_BT is None else document_BT >= 0
+    group has lengths on both sides of one of the `lines`. Both tensors are on the CPU: a host that
+    launches passes on a GPU waits for it once."""
+    if document_BT is None:
+        document_BT = torch.zeros_like(position_BT)
+    position_BT, document_BT = torch.stack([position_BT, document_BT.to(position_BT)]).cpu()
+    real_BT = document_BT >= 0
     begins_BT = (position_BT == 0) & real_BT
     number_BT = begins_BT.flatten().cumsum(0) - 1
     length_N, order_N = torch.bincount(number_BT[real_BT.flatten()]).sort()
@@ -48,7 +53,7 @@ def document_groups(
         longest = lengths[-1]
         least = max([LIKE * longest, *(line + 1 for line in lines if line < longest)])
         group = slice(sum(n < least for n in lengths), len(lengths))
-        step_Td = torch.arange(longest, device=position_BT.device)
+        step_Td = torch.arange(longest)
         slots_NTd = begin_N[group, None] + step_Td
         yield slots_NTd.clamp_max(position_BT.numel() - 1), step_Td < length_N[group, None]
         del lengths[group]

@@ -406,7 +406,7 @@ def test_a_piece_knows_how_much_a_depth_stands_for(target: Target) -> None:
         forcing(batch, [anchors])
     (piece,) = pieces
     assert piece.weight is not None
-    kept, N = anchors.weight_NK, len(anchors.weight_NK)
+    kept, N = anchors.weight_NK.to(piece.weight.device), len(anchors.weight_NK)
     assert torch.equal(piece.valid[:N], kept > 0) and len(kept.unique()) > 3
     assert torch.equal(piece.weight[:N] * kept.amax(-1, keepdim=True), kept)
 
