@@ -44,7 +44,7 @@ from train.data.answer_files import (
     seed_of,
 )
 from train.data.engines import served
-from train.data.split import within_conversations
+from train.data.near_duplicates import within_conversations
 from train.data.template import Document, Prompt
 from train.features.store import Store
 from train.processes import ranks_of

@@ -5,8 +5,6 @@ which drafts are selected, and a test part, which is reported; and turns them in
 import hashlib
 import math
 import re
-import unicodedata
-import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +16,7 @@ import torch
 from specdec.errors import UserError, require
 from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
 from train.data.mixture import Ahead, Mixture, shuffled
+from train.data.near_duplicates import compared_words, near_duplicates, words_of
 from train.data.reader import AT_ONCE, Reader, Share, used
 from train.data.records import normal
 from train.data.sources import files_of, records
@@ -28,8 +27,6 @@ ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrat
 MOST = 0.2  # of the conversations of small data that are held out
 VALIDATION = 0.25  # of the held-out conversations: they select drafts, and are not reported
 LEAST_PART = 12  # conversations of the validation part, and of the test part
-NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
-SHARED = 0.02, 10  # of all prompts, and prompts: words that more of them share tell none apart
 FEW, PART = 4, 0.25  # conversations of one opening that stay together, or their part of those held
 TRAINED = 0.9  # no share that is held out reaches the places of what is only trained on
 DISTINCT = 300  # characters of a text that tells conversations with one opening apart
@@ -342,10 +339,10 @@ def trained_openings(
     """Which of these opening prompts, compared word by word as in `is_held_out`, are those of
     conversations on the training side, of which a run reads the first `size` (None: all). The data
     are tokenised only if they have such a conversation at all."""
-    asked = {_key(opening): opening for opening in openings}
+    asked = {compared_words(opening): opening for opening in openings}
 
     def known(conversation: Conversation) -> bool:
-        return _key(conversation.opening) in asked
+        return compared_words(conversation.opening) in asked
 
     # which conversations a limit or weights let a run read depends on what is usable
     sources = [replace(source, weight=None) for source in cfg.sources]
@@ -360,10 +357,10 @@ def trained_openings(
             texts += reader.documents(conversation)
         else:
             texts.append(reader.prompt(conversation))
-        return [_key(conversation.opening)] * len(texts)
+        return [compared_words(conversation.opening)] * len(texts)
 
     trained = set(list(chain.from_iterable(load(cfg, use).train))[:size])
-    return {opening for opening in openings if _key(opening) in trained}
+    return {opening for opening in openings if compared_words(opening) in trained}
 
 
 def distinct_texts(conversation: Conversation) -> tuple[str, ...]:
@@ -410,13 +407,13 @@ def told_apart(
     for level in range(2 if cfg.answers == "target" else 3):
         members = defaultdict[str, list[int]](list)
         for i, text in enumerate(texts):
-            members[_key(text)].append(i)
+            members[compared_words(text)].append(i)
         for group in members.values():
             more = [distinct[i][level] if level < len(distinct[i]) else "" for i in group]
             if len(group) > most and len({*more}) > 1:
                 for i, text in zip(group, more, strict=True):
                     texts[i] = f"{texts[i]}\n{text}"
-    counts = Counter(map(_key, texts))
+    counts = Counter(map(compared_words, texts))
     common = {key for key, n in counts.items() if n > most}
     if len(counts) == len(common) == 1:
         raise UserError(
@@ -429,12 +426,14 @@ def told_apart(
         share = cfg.held_out
         if share is None:
             share = chosen_share([x for x in texts if x not in renamed], whole, half)
-        blocking = {x for x in texts if _key(x) in common and is_held_out(x, share)}
+        blocking = {x for x in texts if compared_words(x) in common and is_held_out(x, share)}
         held = sum(is_held_out(x, share) for x in texts)
         small = cfg.held_out is None and SHARE * whole < ENOUGH
         if not blocking and small and held < (1 - PART) * int(held_out):
             # the next of them would exceed what is to be held out, so nothing beyond it is
-            blocking = {min((x for x in texts if _key(x) in common), key=place_of, default="")}
+            blocking = {
+                min((x for x in texts if compared_words(x) in common), key=place_of, default="")
+            }
         if not any(blocking):
             break
         trained = {text: _trained(text, max(TRAINED, share)) for text in blocking}
@@ -450,9 +449,10 @@ def told_apart(
     # a run that goes on with this share must find the same split
     again, _ = told_apart(openings, distinct, replace(cfg, held_out=share))
     if share > 2 * MOST or not 0 < held <= (1 + PART) * held_out or again != told:
+        different = len({*map(compared_words, told)})
         raise UserError(
-            f"{cfg.name}: its {whole:,} conversations ask only {len({*map(_key, told)}):,} "
-            "different things, nearly all of them too often, so a fitting part of them cannot be "
+            f"{cfg.name}: its {whole:,} conversations ask only {different:,} different "
+            "things, nearly all of them too often, so a fitting part of them cannot be "
             "held out to measure on: add conversations with other prompts, or set data.held_out"
         )
     return told, share
@@ -466,9 +466,9 @@ def _trained(text: str, fraction: float) -> str:
 
 def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
     """Whether a conversation may be held out, whichever of its texts decides (`told_apart`)."""
-    texts = {conversation.opening: " ".join(_words(conversation.opening))}
+    texts = {conversation.opening: " ".join(words_of(conversation.opening))}
     for more in distinct_texts(conversation):
-        words = " ".join(_words(more))  # once: the words of joined texts are theirs in turn
+        words = " ".join(words_of(more))  # once: the words of joined texts are theirs in turn
         texts |= {f"{text}\n{more}": f"{key} {words}".strip() for text, key in texts.items()}
     return any(_place(key) < fraction * 2**64 for key in {k or text for text, k in texts.items()})
 
@@ -538,109 +538,8 @@ def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
 
 def place_of(opening: str) -> int:
     """The place of an opening prompt among 2^64, by a hash of its words."""
-    return _place(_key(opening))
+    return _place(compared_words(opening))
 
 
 def _place(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest())
-
-
-def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
-    """Indices into `train` of the prompts that nearly equal a held-out one: the Jaccard similarity
-    of their word 3-shingles is at least NEAR percent. Shingles that many prompts share, as those of
-    an instruction before every request do (`SHARED`), do not count, so prompts are compared by what
-    differs. If nine in ten of `train` are near all the same, shingles that a quarter of the prompts
-    share do not count either. None is missed: if every prompt's shingles are sorted in one order,
-    rarest first, then two prompts this similar have a shingle in common among the first
-    n − ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles (prefix filtering, Chaudhuri et
-    al. 2006). So only those are looked up, and each hit is verified."""
-    together = len(train) + len(held_out)
-    near = _near(train, held_out, max(SHARED[0] * together, SHARED[1]))
-    if 10 * len(near) > 9 * len(train) > 9:
-        near = _near(train, held_out, max(together / 4, 2))
-    return near
-
-
-def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int]:
-    """See `near_duplicates`. Shingles that more than `most` prompts share do not count."""
-    theirs = [shingles_of(prompt) for prompt in held_out]
-    shared = Counter(s for shingles in theirs for s in shingles)
-    if len(train) + len(held_out) > most:
-        known = {*shared}
-        for prompt in train:
-            shared.update(shingles_of(prompt) & known)
-    common = {s for s, n in shared.items() if n > most}
-
-    def counted(prompt: str, shingles: frozenset[int]) -> frozenset[int]:
-        """The shingles that count; of a prompt that has no others, one for all its words."""
-        if common and shingles & common:
-            return shingles - common or frozenset((zlib.crc32(_key(prompt).encode()),))
-        return shingles
-
-    theirs = list({counted(x, s) for x, s in zip(held_out, theirs, strict=True)})
-    frequency = Counter(s for shingles in theirs for s in shingles)
-
-    def prefix(shingles: frozenset[int]) -> list[int]:
-        ordered = sorted(shingles, key=lambda s: (frequency[s], s))
-        return ordered[: len(ordered) - -(-len(ordered) * NEAR // 100) + 1]
-
-    index: defaultdict[int, list[int]] = defaultdict(list)
-    for j, shingles in enumerate(theirs):
-        for s in prefix(shingles):
-            index[s].append(j)
-    near = set()
-    for i, prompt in enumerate(train):
-        ours = counted(prompt, shingles_of(prompt))
-        candidates = {j for s in prefix(ours) if s in frequency for j in index.get(s, ())}
-        for j in candidates:
-            shared_by_both = len(ours & theirs[j])
-            if shared_by_both * 100 >= NEAR * (len(ours) + len(theirs[j]) - shared_by_both):
-                near.add(i)
-                break
-    return near
-
-
-def within_conversations(texts: Sequence[str], openings: Sequence[str]) -> set[int]:
-    """Indices of the texts, complete prompts as they were asked, that belong to a conversation with
-    one of these opening prompts, or nearly: at least NEAR percent of the opening's shingles are in
-    the text. Shingles that many openings share (an instruction) do not count. An opening of fewer
-    than three words, or with none of its own, must stand in the text as a line or between marks of
-    the template."""
-    distinct, asked = list(dict.fromkeys(texts)), list({*openings} - {""})
-    of_texts, of_openings = [shingles_of(x) for x in distinct], [shingles_of(x) for x in asked]
-    counts = Counter(s for shingles in of_openings for s in shingles)
-    most = max(SHARED[0] * len(asked), FEW)
-    exactly, index, sizes = set[str](), defaultdict[int, list[int]](list), dict[int, int]()
-    for j, (opening, shingles) in enumerate(zip(asked, of_openings, strict=True)):
-        own = {s for s in shingles if counts[s] <= most}
-        if len(_words(opening)) < 3 or not own:
-            exactly.add(_key(opening))
-            continue
-        sizes[j] = len(own)
-        for s in own:
-            index[s].append(j)
-    within = set[str]()
-    for text, shingles in zip(distinct, of_texts, strict=True):
-        shared = Counter(j for s in shingles for j in index.get(s, ()))
-        near = any(100 * n >= NEAR * sizes[j] for j, n in shared.items())
-        pieces = re.split(r"<[^<>]*>|\[[^\[\]]*\]|\n", text) if exactly else []
-        if near or any(_key(piece) in exactly for piece in pieces if piece.strip()):
-            within.add(text)
-    return {i for i, text in enumerate(texts) if text in within}
-
-
-def _key(opening: str) -> str:
-    """What is compared of two opening prompts: their words or, if they have none, all of them."""
-    return " ".join(_words(opening)) or opening
-
-
-def _words(text: str) -> list[str]:
-    """Words in lower case; Chinese and Japanese characters count as words."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return re.findall(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+", text)
-
-
-def shingles_of(prompt: str) -> frozenset[int]:
-    words = _words(prompt) or [prompt]
-    triples = zip(words, words[1:], words[2:], strict=False) if len(words) > 2 else [words]
-    return frozenset(zlib.crc32(" ".join(triple).encode()) for triple in triples)

@@ -24,7 +24,8 @@ from specdec.files import new_file
 from specdec.formats.draft import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.progress import console
-from train.data.split import NEAR, Split, place_of, shingles_of
+from train.data.near_duplicates import NEAR, shingles_of
+from train.data.split import Split, place_of
 from train.data.template import Document, Prompt
 
 PLACES = 24  # of a sketch

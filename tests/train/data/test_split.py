@@ -24,6 +24,7 @@ from tests.train.data.chats import (
 )
 from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
 from train.data.conversations import Conversation, DataConfig, Message
+from train.data.near_duplicates import near_duplicates
 from train.data.run_data import held_out_prompts, measured_prompts
 from train.data.split import (
     Split,
@@ -32,7 +33,6 @@ from train.data.split import (
     is_held_out,
     is_validation,
     may_be_held_out,
-    near_duplicates,
     split_documents,
     split_prompts,
     trained_openings,

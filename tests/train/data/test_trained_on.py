@@ -19,15 +19,9 @@ from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 from train.config import Config
 from train.data.conversations import DataConfig
+from train.data.near_duplicates import NEAR, shingles_of, within_conversations
 from train.data.run_data import measured_prompts
-from train.data.split import (
-    NEAR,
-    Split,
-    shingles_of,
-    split_documents,
-    split_prompts,
-    within_conversations,
-)
+from train.data.split import Split, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.data.trained_on import TrainedOn, leave_out, origin_of, told, trained_on
 from train.diagnosis import diagnose
