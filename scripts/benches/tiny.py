@@ -1,7 +1,7 @@
 """Tiny random targets of every architecture, each with a tokenizer and texts to train on.
 
 The default configuration of an architecture is made small by rules for the names of its keys, and
-every length threshold that a text can pass is cut to a few tokens (`shrunken_twin.py`); where a
+every length threshold that a text can pass is cut to a few tokens (`shrunken_config.py`); where a
 rule does not fit, `PATCHES` has the values. Weights are large enough that tokens differ, and no
 part is silent: norms and biases are random too.
 """
@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdec.targets.loading import auto_class
-from specdec.targets.shrunken_twin import BOUNDS, HEADS, LAYERS, NARROW, THRESHOLDS
+from specdec.targets.shrunken_config import BOUNDS, HEADS, LAYERS, NARROW, THRESHOLDS
 
 VOCAB, POSITIONS = 256, 256
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|im_start|>", "<unk>")

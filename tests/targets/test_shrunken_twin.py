@@ -26,13 +26,13 @@ from specdec.targets.attention import group
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, opening
 from specdec.targets.seq2seq import Seq2SeqTarget
+from specdec.targets.shrunken_config import POSITIONS, shrunken_config
 from specdec.targets.shrunken_twin import (
     NoTwin,
     ShrunkenTwin,
     TwinCheck,
     errors_of_texts,
     errors_over_cache,
-    shrunken_config,
 )
 from tests.targets.test_architectures import CHUNKED, LONGROPE, SMALL, words
 from tests.tiny import make_tokenizer
@@ -243,7 +243,7 @@ def test_lengths_that_no_text_reaches_are_not_cut() -> None:
     config = AutoConfig.for_model("mistral", **SMALL, sliding_window=4096)
     assert shrunken_config(config).sliding_window == 8
     config.max_position_embeddings = 4096
-    assert shrunken_config(config).sliding_window == shrunken_twin.POSITIONS
+    assert shrunken_config(config).sliding_window == POSITIONS
 
 
 def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
