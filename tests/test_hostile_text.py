@@ -137,8 +137,7 @@ def test_nothing_is_printed_past_these_places() -> None:
     """`print`, the standard streams and rich's markup are used where their text is made plain, or
     is no one's but ours."""
     known = {
-        ("specdec/errors.py", "print"),  # one_line; and a constant
-        ("specdec/progress.py", "print"),  # one_line
+        ("specdec/terminal.py", "print"),  # one_line; and a constant
         ("specdec/progress.py", "Console"),  # Terminal
         ("scripts/benches/memory.py", "print"),  # numbers, to the process that started it
         ("scripts/benches/recipe.py", "print"),  # plain

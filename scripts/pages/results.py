@@ -22,10 +22,11 @@ INTRODUCTION = """# Results
 What today's code does, one table for each claim. The target is SmolLM2-135M-Instruct and the
 prompts are held-out ones of ShareGPT, answered one at a time, unless a table says otherwise.
 Brackets are 95 % intervals over prompts; tables older than the one on their coverage have
-percentile bootstraps. [Concepts](concepts.md) explains α, τ and c. Each table names the commit that
-was measured, the date, the machine and the command that makes it again. No
-GPU has run this project yet, so all machines are CPUs. What no longer holds, and what did not work,
-is in the [notebook](notebook/index.md).
+percentile bootstraps, and their τ also counts tokens accepted beyond the end of a response, so it
+is slightly higher than today's. [Concepts](concepts.md) explains α, τ and c. Each table names the
+commit that was measured, the date, the machine and the command that makes it again. No GPU has run
+this project yet, so all machines are CPUs. What no longer holds, and what did not work, is in the
+[notebook](notebook/index.md).
 """
 
 Number = int | float
