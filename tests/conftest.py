@@ -23,13 +23,13 @@ if os.environ.get("DRAFTSMITH_TEST_DEVICE", "cpu") != "cpu":
 
 # Files that take long, though each of their tests is short: scripts/test --fast leaves them out.
 LONG = {
-    "decoding/test_beam.py",
-    "drafters/test_early_exit.py",
+    "lab/decoding/test_beam.py",
+    "lab/drafters/test_early_exit.py",
     "drafters/test_medusa2.py",
     "drafters/test_packed_documents.py",
     "drafters/test_recurrent.py",
     "drafters/test_regression.py",
-    "drafters/test_translated.py",
+    "lab/drafters/test_translated.py",
     "formats/test_foreign.py",
     "measure/test_evaluate.py",
     "runtime/test_memory.py",
@@ -37,7 +37,7 @@ LONG = {
     "scripts/test_targets.py",
     "scripts/test_training_benches.py",
     "targets/test_gguf.py",
-    "targets/test_seq2seq.py",
+    "lab/targets/test_seq2seq.py",
     "targets/test_states.py",
     "test_documents.py",
     "test_shared_files.py",

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.decoding.disco import StopClassifier
 from specdec.decoding.policy import Length
+from specdec.lab.decoding.disco import StopClassifier
 
 
 def rows(*values: Sequence) -> Tensor:

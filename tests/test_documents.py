@@ -30,7 +30,7 @@ from hydra.errors import HydraException
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
-from specdec.drafters import DRAFTERS, FAMILIES
+from specdec.drafters import DRAFTERS, shipped
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY, Tiny, compose
@@ -171,7 +171,7 @@ def test_the_readme_is_two_screens_and_leads_to_every_page() -> None:
 def test_every_recipe_and_family_has_its_words() -> None:
     for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"):
         assert f"`{path.stem}`" in TEXTS["docs/recipes.md"] or path.stem == "quickstart", path.stem
-    for family in FAMILIES:
+    for family in shipped():
         assert f"`{family.Config.name}`" in TEXTS["docs/choosing.md"], family
     for name in (*RULES, *LENGTHS):
         assert f"`{name}" in TEXTS["docs/decoding.md"] or name in ("fixed", "auto"), name

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters import DRAFTERS, add_installed, family, installed
+from specdec.drafters import DRAFTERS, family, installed
 from specdec.drafters.capabilities import Copies, Fits, RunsTarget, adapts
 from specdec.drafters.hybrid import Hybrid
 from specdec.drafters.proposer import Drafter
@@ -268,7 +268,7 @@ class Config:
 def register() -> None:
     """Register the schema, every drafter, those of other installed packages too, and every
     objective with Hydra, by name."""
-    add_installed()
+    DRAFTERS.add_installed()
     OmegaConf.register_new_resolver("groups_of_settings", groups_of_settings, replace=True)
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)

@@ -13,9 +13,9 @@ from benches import recipe, translation
 from benches.again import again, opened
 from benches.predicted import ALPHAS, SPEEDS, Rows, alpha_of, alphas, cost_of_a_pass, speeds
 
-from specdec.decoding.beam import beam_search
 from specdec.errors import UserError, require
 from specdec.files import make_folder, read_record, write_whole
+from specdec.lab.decoding.beam import beam_search
 from specdec.measure.results import Measured, Results
 from specdec.progress import console
 from specdec.report.markdown import escaped, table, write

@@ -41,13 +41,13 @@ from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
 from specdec.targets.causal import Reading
 from specdec.targets.loading import TargetConfig, auto_class, load_target
 from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.seq2seq import Seq2SeqTarget
 from train import pipeline
 from train.config import Config, quoted, register, resolve
 from train.texts import Texts

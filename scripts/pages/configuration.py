@@ -19,7 +19,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from specdec.drafters import FAMILIES
+from specdec.drafters import shipped
 from specdec.objectives.losses import TERMS
 from train.config import CONF, NO_GROUPS, Config, register
 
@@ -64,7 +64,7 @@ def page() -> str:
         if is_dataclass(kind):
             parts += [f"## {name}\n", text_of(kind), "", section(name, kind, defaults[name])]
     parts += ["## drafter\n", "The settings depend on the family, which `drafter=NAME` chooses.\n"]
-    for name, family in sorted((kind.Config.name, kind) for kind in FAMILIES):
+    for name, family in sorted((kind.Config.name, kind) for kind in shipped()):
         values = {f.name: default_of(f) for f in fields(family.Config)}
         parts += [f"### {name}\n", text_of(family.Config), ""]
         parts += [section("drafter", family.Config, values)]

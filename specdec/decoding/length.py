@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.decoding.disco import Disco
 from specdec.decoding.policy import Length, Measured
 from specdec.errors import nearest, require, require_between
 from specdec.files import record
+from specdec.lab.decoding.disco import Disco
 from specdec.theory import leviathan
 
 

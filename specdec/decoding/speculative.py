@@ -25,11 +25,11 @@ from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, first_line, nearest, require
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape
 from specdec.targets.base import Target
-from specdec.targets.seq2seq import Seq2SeqTarget
 
 # warpers that transformers runs after temperature, top-k and top-p or, for top_h, between them
 LATE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
@@ -161,7 +161,7 @@ def _config(
         raise UserError(f"generation_config.{name} is unknown{nearest(name, fields)}")
     for name in fields:
         if name not in READ | HARMLESS and _asks(config, name):
-            beams = " or call specdec.decoding.beam.beam_search" * (name == "num_beams")
+            beams = " or call specdec.lab.decoding.beam.beam_search" * (name == "num_beams")
             said = f"{name}={getattr(config, name)} is not supported: leave it out{beams}"
             raise UserError(f"generation_config.{said}")
     start = config.decoder_start_token_id

@@ -37,11 +37,11 @@ from specdec.files import (
     write_json,
 )
 from specdec.integrity import KEY, Damaged, of_tensors
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime.packed import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
-from specdec.targets.seq2seq import Seq2SeqTarget
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
-from specdec.decoding.disco import Recorder, StopClassifier, fit
 from specdec.decoding.length import CostTable, length
 from specdec.decoding.way import Way
 from specdec.drafters.capabilities import Weighs
 from specdec.drafters.proposer import Drafter
+from specdec.lab.decoding.disco import Recorder, StopClassifier, fit
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths

@@ -33,6 +33,7 @@ from specdec.compat import adapter_beside, shown_warnings
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
 from specdec.files import make_folder
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.progress import tell
 from specdec.runtime import packed
 from specdec.runtime.probes import native_dtype
@@ -58,7 +59,6 @@ from specdec.targets.fingerprint import (
 )
 from specdec.targets.gguf import dense, find_package_file
 from specdec.targets.parts import Parts, config_of_layers, depth_of
-from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.spread import AUTO, DISK, device_map, in_words, is_spread
 from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
 from specdec.terminal import one_line

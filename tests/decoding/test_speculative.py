@@ -30,8 +30,8 @@ from specdec.sampling.trees import Chain, Shape, Static
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from tests.drafters.families import L, make_drafter, make_target, text
-from tests.drafters.test_translated import byte_tokenizer, piece_tokenizer
-from tests.targets import test_seq2seq as seq2seq
+from tests.lab.drafters.test_translated import byte_tokenizer, piece_tokenizer
+from tests.lab.targets import test_seq2seq as seq2seq
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 
 PROMPTS = [text(seed, 6)[0].tolist() for seed in range(3)]

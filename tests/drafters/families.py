@@ -6,33 +6,33 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters import Drafter
 from specdec.drafters.capabilities import Combines, Copies
-from specdec.drafters.copying.copy import CopyConfig
-from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
-from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.copying.suffix import SuffixConfig
 from specdec.drafters.hybrid import HybridConfig
-from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.sparse import SparseConfig
 from specdec.drafters.nn.gather import text_after
 from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.parallel.dflash2 import DFlash2Config
 from specdec.drafters.parallel.dspark import DSparkConfig
 from specdec.drafters.parallel.jetspec import JetSpecConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
-from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
-from specdec.drafters.recurrent.falcon import FalconConfig
 from specdec.drafters.recurrent.hydra import HydraHeadsConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
-from specdec.drafters.recurrent.spire import SpireConfig
 from specdec.forcing.pairs import logits_of
+from specdec.lab.drafters.copy import CopyConfig
+from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
+from specdec.lab.drafters.early_exit import EarlyExitConfig
+from specdec.lab.drafters.falcon import FalconConfig
+from specdec.lab.drafters.lookahead import LookaheadConfig
+from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
+from specdec.lab.drafters.sparse import SparseConfig
+from specdec.lab.drafters.spire import SpireConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
 from tests.tiny import (

@@ -308,8 +308,8 @@ def test_every_family_accepts_and_stays_identical(target: Target, name: str) -> 
 
 def test_no_family_is_forgotten() -> None:
     """Here, in the jobs on a tiny target, or in a file of its own because it wants another one."""
-    elsewhere = {"seq2seq_lm": "targets/test_seq2seq.py"}
-    elsewhere["translated"] = "drafters/test_translated.py"
+    elsewhere = {"seq2seq_lm": "lab/targets/test_seq2seq.py"}
+    elsewhere["translated"] = "lab/drafters/test_translated.py"
     for name, file in elsewhere.items():
         assert DRAFTERS[name].__name__ in (REPOSITORY / "tests" / file).read_text()
     assert {config.name for config in CONFIGS.values()} | set(elsewhere) == set(DRAFTERS)

@@ -14,11 +14,11 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.copying.copy import Aligned, CopyConfig
-from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
-from specdec.drafters.copying.lookahead import LookaheadConfig, Pool
 from specdec.drafters.copying.ngram import NgramConfig, Text
 from specdec.drafters.copying.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
+from specdec.lab.drafters.copy import Aligned, CopyConfig
+from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
+from specdec.lab.drafters.lookahead import LookaheadConfig, Pool
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.base import Target

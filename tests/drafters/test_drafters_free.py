@@ -14,16 +14,16 @@ from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.copy import CopyConfig
-from specdec.drafters.copying.counts import BigramConfig, UnigramConfig
-from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.early_exit import EarlyExitConfig
-from specdec.drafters.models.sparse import SparseConfig, attention, voted
 from specdec.drafters.models.views import shallow, with_weights
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.formats import draft as checkpoint
+from specdec.lab.drafters.copy import CopyConfig
+from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
+from specdec.lab.drafters.early_exit import EarlyExitConfig
+from specdec.lab.drafters.lookahead import LookaheadConfig
+from specdec.lab.drafters.sparse import SparseConfig, attention, voted
 from specdec.runtime.cache import Place, cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape

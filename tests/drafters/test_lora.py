@@ -13,11 +13,11 @@ from torch import nn
 from specdec.context import Context
 from specdec.drafters.models.lm import LM, LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
@@ -100,7 +100,7 @@ def test_a_draft_on_disk_is_merged_and_drafts_the_same(target: Target, tmp_path:
 
 
 def test_an_encoder_decoder_is_adapted_too(tmp_path: Path) -> None:
-    from tests.targets.test_seq2seq import make_target, prompts
+    from tests.lab.targets.test_seq2seq import make_target, prompts
 
     target = make_target("t5-v1.1")
     target.model.save_pretrained(tmp_path / "source")

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.context import Context
-from specdec.drafters.parallel.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
 from specdec.forcing.pairs import logits_of
 from specdec.formats import export
+from specdec.lab.drafters.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
 from specdec.targets.on_demand import TargetOnDemand

@@ -16,17 +16,17 @@ from specdec.context import Context
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters.models.lm import LM, LMConfig
-from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.causal import CausalTarget
-from specdec.targets.seq2seq import Seq2SeqTarget
-from tests.targets.test_seq2seq import T5
+from tests.lab.targets.test_seq2seq import T5
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
 TOKENIZER = make_tokenizer()

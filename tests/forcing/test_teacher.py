@@ -17,7 +17,6 @@ from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import Estimates, Separate
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
-from specdec.drafters.parallel.mtp_heads import MTPHeadsConfig
 from specdec.drafters.parallel.peagle import PEagleConfig
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import AnchorsConfig, trains
@@ -26,6 +25,7 @@ from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
 from specdec.forcing.pairs import Pairs
 from specdec.forcing.teacher import TeacherForcing
+from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
 from specdec.objectives import chunked
 from specdec.objectives.losses import TERMS
 from specdec.objectives.objective import ObjectiveConfig

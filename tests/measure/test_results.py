@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import wandb
 
-from specdec.decoding.disco import StopClassifier
 from specdec.decoding.length import CostTable
 from specdec.errors import UserError
+from specdec.lab.decoding.disco import StopClassifier
 from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
 from specdec.measure.results import (

@@ -22,20 +22,20 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.counts import BigramConfig
 from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions, with_adapters
-from specdec.drafters.models.sparse import SparseConfig
 from specdec.errors import UserError
+from specdec.lab.drafters.counts import BigramConfig
+from specdec.lab.drafters.sparse import SparseConfig
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import checks
 from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, load_parts, load_target
-from specdec.targets.seq2seq import Seq2SeqTarget
-from tests.targets.test_seq2seq import make_target as make_seq2seq
+from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn, make_tokenizer
 
 V = 61

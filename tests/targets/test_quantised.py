@@ -21,12 +21,12 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.formats import draft as drafts
+from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.runtime import packed, quantised
 from specdec.runtime.packed import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain

@@ -20,12 +20,12 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.drafters.models.pretrained import fresh
 from specdec.errors import UserError
+from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache
 from specdec.targets import attention, causal, documents, shrunken_twin
 from specdec.targets.attention import group
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, opening
-from specdec.targets.seq2seq import Seq2SeqTarget
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
 from specdec.targets.shrunken_twin import (
     NoTwin,

@@ -12,20 +12,20 @@ from transformers import AutoConfig, DynamicCache
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec, Proposal
-from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode
 from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.counts import BigramConfig
-from specdec.drafters.copying.lookahead import LookaheadConfig
 from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.early_exit import EarlyExitConfig
 from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
 from specdec.forcing.visited import read_drafts
+from specdec.lab.decoding.beam import beam_search
+from specdec.lab.drafters.counts import BigramConfig
+from specdec.lab.drafters.early_exit import EarlyExitConfig
+from specdec.lab.drafters.lookahead import LookaheadConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
 from specdec.targets import checks

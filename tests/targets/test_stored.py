@@ -20,7 +20,7 @@ from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.stored import StoredParts
-from tests.targets.test_seq2seq import make_target as make_seq2seq
+from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import LAYERS, architectures, make_tokenizer
 
 TOKENIZER = make_tokenizer()

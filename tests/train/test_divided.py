@@ -35,9 +35,9 @@ from specdec.targets.divided import DividedTarget
 from specdec.targets.loading import TargetConfig, load_target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.stored import StoredParts
+from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.processes import launched, together
 from tests.runs import draft
-from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, losses, make_tokenizer, random_drafter, save_target
 from train.planning.outline import outline
 

@@ -37,8 +37,8 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.targets.base import Target
 from specdec.targets.loading import load_target
 from specdec.targets.on_demand import TargetOnDemand
+from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
-from tests.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import answers

@@ -11,8 +11,8 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.measure.results import Results
+from tests.lab.targets.test_seq2seq import save_t5
 from tests.processes import process
-from tests.targets.test_seq2seq import save_t5
 from tests.tiny import conversations, make_tiny, make_tokenizer, save_target
 from tests.train.data.chats import CHATML, said, tokenizer_of
 from tests.train.data.test_conversations import write_lines

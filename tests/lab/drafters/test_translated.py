@@ -1,6 +1,6 @@
 """A draft LM with another tokenizer: lossless by both methods, and honest about its α.
 
-Run alone: python -m pytest tests/drafters/test_translated.py
+Run alone: python -m pytest tests/lab/drafters/test_translated.py
 """
 
 import json
@@ -18,13 +18,13 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
-from specdec.drafters.models.bridge import Bridge
-from specdec.drafters.models.translated import Translated, TranslatedConfig
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.forcing.table import Table
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
+from specdec.lab.drafters.bridge import Bridge
+from specdec.lab.drafters.translated import Translated, TranslatedConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static

@@ -1,6 +1,6 @@
 """Encoder-decoder targets: speculation is greedy decoding, and transformers' own.
 
-Run alone: python -m pytest tests/targets/test_seq2seq.py
+Run alone: python -m pytest tests/lab/targets/test_seq2seq.py
 """
 
 import copy
@@ -27,24 +27,24 @@ from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 from transformers.models.llama import LlamaForCausalLM
 
 from specdec.context import Context, FeatureSpec, Proposal
-from specdec.decoding.beam import beam_search
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.models.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
 from specdec.forcing.table import Table
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as checkpoint
+from specdec.lab.decoding.beam import beam_search
+from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
+from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.causal import CausalTarget
-from specdec.targets.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from tests.laws import law
 from tests.tiny import batch_of, make_tiny, make_tokenizer
 

@@ -1,6 +1,6 @@
 """Beam search is transformers' beam search, whatever is drafted.
 
-Run alone: python -m pytest tests/decoding/test_beam.py
+Run alone: python -m pytest tests/lab/decoding/test_beam.py
 """
 
 import functools
@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from specdec.context import FeatureSpec
-from specdec.decoding import beam
-from specdec.decoding.beam import BeamResult, beam_search
 from specdec.decoding.decode import generate
 from specdec.drafters import Drafter
 from specdec.drafters.copying.ngram import NgramConfig
@@ -20,6 +18,8 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
+from specdec.lab.decoding import beam
+from specdec.lab.decoding.beam import BeamResult, beam_search
 from specdec.targets.base import Target
 from tests.tiny import architectures, random_drafter, random_target
 

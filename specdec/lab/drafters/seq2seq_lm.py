@@ -13,9 +13,9 @@ from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretraine
 from specdec.drafters.models.vocabulary import fitted
 from specdec.drafters.nn.gather import entries
 from specdec.errors import UserError, require
+from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 from specdec.runtime.quantised import without_method
 from specdec.targets.parts import Parts
-from specdec.targets.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 
 
 @dataclass

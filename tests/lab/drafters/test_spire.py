@@ -1,6 +1,6 @@
 """SPIRe: an exact target as its own draft, a plain twin of its formulas, and its window.
 
-Run alone: python -m pytest tests/drafters/test_spire.py (about 10 s)
+Run alone: python -m pytest tests/lab/drafters/test_spire.py (about 10 s)
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.nn import over_text
-from specdec.drafters.recurrent.spire import Spire, SpireConfig, WindowCache
 from specdec.errors import UserError
+from specdec.lab.drafters.spire import Spire, SpireConfig, WindowCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic

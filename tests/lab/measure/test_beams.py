@@ -1,6 +1,6 @@
 """Beam search with a draft, measured beside the plain one.
 
-Run alone: python -m pytest tests/measure/test_beams.py
+Run alone: python -m pytest tests/lab/measure/test_beams.py
 """
 
 import json
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.decoding.beam import beam_search
-from specdec.measure.beams import FILE, measure_beams
+from specdec.lab.decoding.beam import beam_search
+from specdec.lab.measure.beams import FILE, measure_beams
 from specdec.progress import bars, console
 from tests.tiny import architectures, lm, random_target
 

@@ -1,6 +1,6 @@
 """Falcon: blocks and glancing by plain twins of the paper's formulas.
 
-Run alone: python -m pytest tests/drafters/test_falcon.py (about 15 s)
+Run alone: python -m pytest tests/lab/drafters/test_falcon.py (about 15 s)
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Moment
-from specdec.drafters.recurrent.falcon import Falcon, FalconConfig
 from specdec.errors import UserError
+from specdec.lab.drafters.falcon import Falcon, FalconConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static

@@ -1,6 +1,6 @@
 """DISCO's stop classifier: its features, its fit, its records, and its file.
 
-Run alone: python -m pytest tests/decoding/test_disco.py
+Run alone: python -m pytest tests/lab/decoding/test_disco.py
 
 The synthetic records are drawn under a fixed seed.
 """
@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.disco import (
+from specdec.decoding.length import length
+from specdec.errors import UserError
+from specdec.lab.decoding.disco import (
     FEATURES,
     Recorder,
     StopClassifier,
     TokenFeatures,
     fit,
 )
-from specdec.decoding.length import length
-from specdec.errors import UserError
 from tests.lengths import likely, rows, stops
 
 

@@ -7,9 +7,9 @@ from statistics import fmean
 
 from rich.progress import Progress
 
-from specdec.decoding.beam import BeamResult, beam_search
 from specdec.drafters.proposer import Drafter
 from specdec.files import write_json
+from specdec.lab.decoding.beam import BeamResult, beam_search
 from specdec.targets.base import Target
 from specdec.theory.intervals import Interval, ratio_interval
 

@@ -1,6 +1,6 @@
 """Adapters on the target's first layers: on for q, off for p.
 
-Run alone: pytest tests/drafters/test_early_exit.py
+Run alone: pytest tests/lab/drafters/test_early_exit.py
 """
 
 import json
@@ -15,12 +15,12 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
-from specdec.drafters.models.early_exit import EarlyExit, EarlyExitConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft as drafts
 from specdec.formats import export
+from specdec.lab.drafters.early_exit import EarlyExit, EarlyExitConfig
 from specdec.runtime.packed import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain

@@ -1,0 +1,104 @@
+"""The seams through which code outside the core is found by name.
+
+A `Plugins` table maps names to classes or values. It holds the entries of the core, those of the
+lab (`specdec/lab/entry_points.txt`), and those of other installed packages, which declare entry
+points of the same group. Nothing outside the core is imported before it is used, so the core runs
+without the lab.
+"""
+
+from collections.abc import Callable, Iterator, MutableMapping
+from configparser import ConfigParser
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec.errors import UserError, first_line, nearest
+
+T = TypeVar("T")
+LAB = Path(__file__).parent / "lab/entry_points.txt"  # in the format of an installed package's
+
+
+class Plugins(MutableMapping[str, T]):
+    """What has a name in one group: the core's `own`, then the lab's, then those of other packages
+    that have been loaded. Iteration names the first two kinds and the loaded ones of the third."""
+
+    def __init__(
+        self,
+        group: str,
+        noun: str,
+        own: dict[str, T],
+        require_fitting: Callable[[str, Any], None] = lambda name, value: None,
+    ) -> None:
+        """`noun` names one entry in messages. `require_fitting(name, value)` raises UserError
+        for a value of another package that cannot be an entry of this name."""
+        self.group, self.noun = group, noun
+        self._loaded, self._require_fitting = dict(own), require_fitting
+
+    def __getitem__(self, name: str) -> T:
+        """Raises KeyError for a name that neither the core nor the lab has, and no loaded one."""
+        if name not in self._loaded:
+            self._loaded[name] = lab_entries(self.group)[name].load()
+        return self._loaded[name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._loaded[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._loaded, **lab_entries(self.group)})
+
+    def __len__(self) -> int:
+        return len({*self._loaded, *lab_entries(self.group)})
+
+    def named(self, name: str) -> T:
+        """The entry of this name, also of an installed package that is not yet loaded. Raises
+        UserError, with the nearest name, if there is none or if that package is broken."""
+        if name in self:
+            return self[name]
+        elsewhere = self.installed()
+        if name not in elsewhere:
+            raise UserError(f"{self.noun} {name!r} is unknown{nearest(name, {*self, *elsewhere})}")
+        self[name] = self._load(elsewhere[name])
+        return self[name]
+
+    def installed(self) -> dict[str, EntryPoint]:
+        """The entries of other installed packages, by name, whether or not they can be loaded."""
+        return {entry.name: entry for entry in entry_points(group=self.group)}
+
+    def add_installed(self) -> None:
+        """Load the entries of other installed packages, and skip broken ones: `named` then says
+        what is wrong with them."""
+        for name in self.installed():
+            with suppress(UserError):
+                self.named(name)
+
+    def _load(self, entry: EntryPoint) -> T:
+        package = entry.dist.name if entry.dist is not None else entry.module
+        where = f"{self.noun} {entry.name!r} of the installed package {package}"
+        try:
+            value: T = entry.load()
+            self._require_fitting(entry.name, value)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
+        except Exception as error:  # of any kind, since importing a package may do anything
+            raise UserError(
+                f"{where} cannot be loaded ({type(error).__name__}: {first_line(error)}): fix that "
+                f"package, or choose another {self.noun}"
+            ) from error
+        return value
+
+
+@cache
+def lab_entries(group: str) -> dict[str, EntryPoint]:
+    """What the lab brings to a group, by name; nothing where the lab is not installed."""
+    if not LAB.is_file():
+        return {}
+    table = ConfigParser(delimiters="=")
+    table.optionxform = str  # type: ignore[assignment, method-assign]  # names keep their case
+    table.read_string(LAB.read_text(encoding="utf-8"))
+    entries = table.items(group) if table.has_section(group) else []
+    return {name: EntryPoint(name, value, group) for name, value in entries}
