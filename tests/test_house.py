@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -256,6 +257,126 @@ def test_private_functions_of_libraries_are_called_in_one_file() -> None:
                     used[part] = f"{path_of(name)}:{node.lineno}"
     private = {name for name in used if name.startswith("_") and not name.endswith("__")}
     assert {used[name] for name in private - own} == set()
+
+
+# Names of two classes or modules, calls of vague functions and splats of literals that are still
+# there. Whoever renames one deletes its entry.
+KNOWN_CLASSES = set(
+    [
+        "Ahead",
+        "Answer",
+        "Answers",
+        "Beams",
+        "Block",
+        "Choice",
+        "Engine",
+        "Layout",
+        "Measured",
+        "Memory",
+        "Outcome",
+        "Piece",
+        "Refused",
+        "Run",
+        "Sample",
+        "Setting",
+        "Split",
+        "Steps",
+        "Table",
+        "Team",
+        "Text",
+        "Trial",
+        "Work",
+    ]
+)
+KNOWN_MODULES = set(
+    [
+        "answers",
+        "attention",
+        "checks",
+        "confidence",
+        "config",
+        "dflash",
+        "eagle",
+        "eagle3",
+        "engine",
+        "engines",
+        "evaluate",
+        "export",
+        "heads",
+        "lm",
+        "medusa",
+        "memory",
+        "mlp",
+        "mtp",
+        "packed",
+        "peagle",
+        "processes",
+        "results",
+        "served",
+        "states",
+        "texts",
+        "turns",
+    ]
+)
+KNOWN_VAGUE = {"begin": 23, "keep": 14, "of": 21, "read": 29, "start": 17, "told": 4}
+KNOWN_ALIASES = {"draft", "leviathan", "served"}  # modules imported under another name
+KNOWN_SPLATS = 11
+
+VAGUE = ("read", "begin", "of", "keep", "start", "some", "theirs", "told")
+
+
+def nodes_of_product(kind: Any) -> Iterator[tuple[str, Any]]:
+    """Every node of a kind in the product, and where it is."""
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, kind):
+                yield f"{path_of(name)}:{getattr(node, 'lineno', 0)}", node
+
+
+def shared_names(named: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
+    """The names that stand in more than one place, from pairs of a place and a name."""
+    places: dict[str, list[str]] = {}
+    for place, name in named:
+        places.setdefault(name, []).append(place)
+    return {name: where for name, where in places.items() if len(where) > 1}
+
+
+def test_no_two_classes_share_a_name() -> None:
+    shared = shared_names((where, node.name) for where, node in nodes_of_product(ast.ClassDef))
+    assert {n: where for n, where in shared.items() if n not in KNOWN_CLASSES} == {}, "rename one"
+
+
+def test_no_two_modules_share_a_name() -> None:
+    """A command such as scripts/evaluate counts as a module."""
+    paths = [Path(path_of(name)) for name in modules() if name != "train.py"]
+    shared = shared_names((str(path), path.stem) for path in paths if path.stem != "__init__")
+    assert {n: where for n, where in shared.items() if n not in KNOWN_MODULES} == {}, "rename one"
+
+
+def test_a_module_is_imported_under_its_own_name() -> None:
+    aliases = []
+    for where, node in nodes_of_product(ast.Import | ast.ImportFrom):
+        base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        renamed = [alias.name for alias in node.names if alias.asname]
+        renamed = [name for name in renamed if _product(f"{base}{name}") in modules()]
+        aliases += [(where, name) for name in renamed if name not in KNOWN_ALIASES]
+    assert aliases == []
+
+
+@pytest.mark.parametrize("name", VAGUE)
+def test_public_functions_have_names_that_can_be_searched(name: str) -> None:
+    called = [where for where, node in nodes_of_product(ast.FunctionDef) if node.name == name]
+    assert len(called) <= KNOWN_VAGUE.get(name, 0), f"say what it does: {called}"
+
+
+def test_arguments_are_named_where_there_are_many() -> None:
+    """No call takes its positional arguments from literal tuples, as f(*(a, b), *(c, d)) does."""
+    splats = [
+        where
+        for where, call in nodes_of_product(ast.Call)
+        if any(isinstance(x, ast.Starred) and isinstance(x.value, ast.Tuple) for x in call.args)
+    ]
+    assert len(splats) <= KNOWN_SPLATS, f"give arguments by keyword: {splats}"
 
 
 @pytest.mark.parametrize("word", ["found", "made", "given"])
