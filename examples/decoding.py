@@ -9,7 +9,7 @@ from transformers import GenerationConfig
 
 from specdec.decoding.speculative import speculative_generate
 from specdec.errors import command, require
-from specdec.formats.draft import load, read_card
+from specdec.formats.draft_checkpoint import load_draft, read_card
 from specdec.targets.loading import TargetConfig, load_target
 
 
@@ -19,7 +19,7 @@ def main(folder: str = "", *prompts: str) -> None:
     # in float32, answers are plain decoding's to the last token; in bfloat16, rounding may decide
     # between two tokens that are almost as likely
     target = load_target(TargetConfig(trained_for.name, "float32", revision=trained_for.revision))
-    drafter = load(folder, target)  # refused if it was trained for other weights
+    drafter = load_draft(folder, target)  # refused if it was trained for other weights
 
     inputs = target.tokenizer.apply_chat_template(
         [[{"role": "user", "content": prompt}] for prompt in prompts],

@@ -21,7 +21,7 @@ from specdec.decoding.rules import RULES
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.files import record
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure.choosing import NODES
 from specdec.progress import console
 from specdec.targets.base import Target
@@ -97,7 +97,7 @@ def target_of(
 ) -> Target:
     """The target that a draft was trained for, or the one at `path`, with further fields of
     `TargetConfig`. Prints what was loaded."""
-    theirs = checkpoint.read_card(draft).target
+    theirs = draft_checkpoint.read_card(draft).target
     revision = theirs.revision if path is None else None
     name = path or theirs.name
     wanted = TargetConfig(name, dtype, revision=revision, packed=packed, **placed)
@@ -214,7 +214,7 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
             words = " ".join(args.settings)
             raise UserError(f"--settings {words}: give each as NAME=VALUE") from error
     if not given.keys() & {*SHAPE}:
-        run, family = args.draft.parent, checkpoint.read_card(args.draft).family
+        run, family = args.draft.parent, draft_checkpoint.read_card(args.draft).family
         theirs = shape_of_run(run, SHAPE, family, args.draft)
         said = f"as {run / 'config.json'} says"
         origin = "the depth of the draft itself" if theirs is None else said

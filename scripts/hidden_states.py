@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
     extract_from_kv_cache,
 )
 
-FOLDER_MARK = ".draftsmith-states"  # these two as in specdec/engines/states.py
+FOLDER_MARK = ".draftsmith-states"  # these two as in specdec/engines/vllm.py
 MARK = {"written_by": "draftsmith"}
 
 

@@ -30,7 +30,7 @@ LONG = {
     "drafters/test_recurrent.py",
     "drafters/test_regression.py",
     "lab/drafters/test_translated.py",
-    "formats/test_foreign.py",
+    "formats/test_export_check.py",
     "measure/test_evaluate.py",
     "runtime/test_memory.py",
     "scripts/test_gpu.py",

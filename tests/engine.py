@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
-from specdec.engines.states import FOLDER_MARK, MARK
+from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from train import checkpoint, loop, optim
 from train.data import answers
 from train.features.source import Online
@@ -32,8 +32,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "lr": (optim, "learning_rate"),
     "log": (Tracker, "log"),
     "evaluation": (loop, "evaluate"),
-    "best": (drafts, "save"),
-    "half_best": (drafts, "save_file"),
+    "best": (draft_checkpoint, "write_draft"),
+    "half_best": (draft_checkpoint, "save_file"),
     "checkpoint": (checkpoint, "save"),
     "half": (checkpoint, "save_file"),
     "rename": (os, "rename"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from tests.tiny import Tiny, losses, records
 from train.loop import OBJECTIVES
 
@@ -90,7 +90,7 @@ def require_learning_that_resumes(tiny: Tiny, folder: Path, drafter: str, *more:
     tiny.job(folder / "whole", drafter, *more)
     require_learning(folder / "whole", tiny.config(drafter, *more).loop.epochs)
 
-    save, saved = drafts.save, []
+    save, saved = draft_checkpoint.write_draft, []
 
     def killed(*args: object, **more: object) -> None:
         saved.append(args)
@@ -99,7 +99,7 @@ def require_learning_that_resumes(tiny: Tiny, folder: Path, drafter: str, *more:
         save(*args, **more)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drafts, "save", killed)
+        patch.setattr(draft_checkpoint, "write_draft", killed)
         with pytest.raises(KeyboardInterrupt):
             tiny.job(folder / "again", drafter, *more)
     tiny.job(folder / "again", drafter, *more)

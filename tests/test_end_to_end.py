@@ -34,13 +34,12 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.engines.client import Server
-from specdec.engines.states import FOLDER_MARK
+from specdec.engines.vllm import FOLDER_MARK
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.measure.forced import along, drafting
 from specdec.measure.results import Results
-from specdec.measure.served import Engine, measure_served
+from specdec.measure.served import MeasuredServer, measure_served
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets import loading
@@ -198,7 +197,7 @@ def served(runs: Runs, target: Target, asked: list[list[int]]) -> Served:
 
     @cache
     def of(name: str) -> tuple[Drafter, list[Generation]]:
-        drafter = checkpoint.load(runs(name) / "best", target)
+        drafter = draft_checkpoint.load_draft(runs(name) / "best", target)
         return drafter, decoded(target, drafter, asked)
 
     return of
@@ -286,9 +285,8 @@ def engine() -> Iterator[Any]:
     """vLLM, which is imported once in a session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        from benches.engine import Engine
 
-        with Engine() as engine:
+        with MeasuredServer() as engine:
             yield engine
 
 
@@ -326,11 +324,11 @@ def test_vllm_accepts_what_our_decoder_accepts(
         drafter, results = served(name)
     else:
         target = loaded(dtype)
-        drafter = checkpoint.load(runs(name) / "best", target)
+        drafter = draft_checkpoint.load_draft(runs(name) / "best", target)
         way = Way(drafter, Chain(min(3, drafter.depth)))  # one by one: batches flip near-ties
         results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
-    export.write(tmp_path / "draft", drafter, target)
-    layout = export.layout_of(drafter.config.name, "hf")
+    draft_export.write_export(tmp_path / "draft", drafter, target)
+    layout = draft_export.layout_of(drafter.config.name, "hf")
     engine.serve(whole_target, tmp_path / "draft", layout, 3, dtype)
     if dtype == "float32":
         theirs = [engine.answer(g.prompt, NEW) for g in results]
@@ -476,7 +474,7 @@ class Tools(NamedTuple):
     """vLLM with a target whose template has tools and thinking, and a draft trained on such chats.
     Both decoders answer the prompts, with thinking on and off by turns; these are our answers."""
 
-    engine: Engine
+    engine: MeasuredServer
     asked: list[dict[str, Any]]
     prompts: list[list[int]]
     ours: list[Generation]
@@ -500,7 +498,7 @@ def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     options += ["name=tools", f"features.root={folder / 'features'}", "track=none"]
     train.run(compose(options), folder / "run")
     target = load_target(TargetConfig(path=str(folder / "target"), dtype="float32"))
-    drafter = checkpoint.load(folder / "run" / "best", target)
+    drafter = draft_checkpoint.load_draft(folder / "run" / "best", target)
     asked, prompts = [], []
     for n, thinking in product((1, 2, 3, 5), (True, False)):  # 2 has no reasoning
         turns = (1, 3, 5)[n % 3]
@@ -516,7 +514,10 @@ def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     draft = ["--draft", str(folder / "run" / "export"), "--gamma", "3"]
     with vllm(folder, *of_target, *draft) as url:
         yield Tools(
-            Engine(Server.of("--engine", url), target, speculates=True), asked, prompts, ours
+            MeasuredServer(Server.at_address("--engine", url), target, speculates=True),
+            asked,
+            prompts,
+            ours,
         )
 
 

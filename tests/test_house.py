@@ -70,7 +70,7 @@ CIRCLES: set[frozenset[str]] = set()
 UPWARDS: set[tuple[str, str]] = {
     ("specdec/decoding/speculative.py", "specdec/lab/targets/seq2seq.py"),
     ("specdec/targets/loading.py", "specdec/lab/targets/seq2seq.py"),
-    ("specdec/formats/draft.py", "specdec/lab/targets/seq2seq.py"),
+    ("specdec/formats/draft_checkpoint.py", "specdec/lab/targets/seq2seq.py"),
     ("specdec/decoding/length.py", "specdec/lab/decoding/disco.py"),
     ("specdec/measure/choosing.py", "specdec/lab/decoding/disco.py"),
 }

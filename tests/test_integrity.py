@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import read_json, sealed_lines, write_json
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.integrity import KEY, Damaged, of_file, of_tensors, of_value, sealed, unsealed
 from specdec.sampling.confidence import Calibration, Calibrations
 from specdec.targets.base import Target
@@ -106,17 +106,19 @@ def saved(target: Target, folder: Path, seed: int) -> Path:
     config = DRAFTERS["medusa"].Config(depth=2)
     drafter = random_drafter(config, target, 0.1, seed=seed)
     drafter.calibrations = Calibrations(Calibration([1.0], [0.1 * seed], [0.5]), prompts=seed)
-    drafts.save(folder, drafter, target)
+    draft_checkpoint.write_draft(folder, drafter, target)
     return folder
 
 
-@pytest.mark.parametrize("name", [drafts.CARD, drafts.WEIGHTS, drafts.CALIBRATION])
+@pytest.mark.parametrize(
+    "name", [draft_checkpoint.CARD, draft_checkpoint.WEIGHTS, draft_checkpoint.CALIBRATION]
+)
 def test_a_file_of_another_draft_does_not_fit(target: Target, tmp_path: Path, name: str) -> None:
     one, two = (saved(target, tmp_path / f"{seed}", seed) for seed in (1, 2))
-    assert drafts.load(one, target).calibrations.prompts == 1
+    assert draft_checkpoint.load_draft(one, target).calibrations.prompts == 1
     (one / name).write_bytes((two / name).read_bytes())
     with pytest.raises(Damaged) as caught:
-        drafts.load(one, target)
+        draft_checkpoint.load_draft(one, target)
     assert str(one) in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -124,43 +126,49 @@ def test_an_edited_card_is_refused_until_its_checksum_is_deleted(
     target: Target, tmp_path: Path
 ) -> None:
     folder = saved(target, tmp_path / "draft", 1)
-    path = folder / drafts.CARD
+    path = folder / draft_checkpoint.CARD
     card = json.loads(path.read_text())
     card["notes"]["mine"] = 1
     path.write_text(json.dumps(card))
-    for read in (drafts.read_card, drafts.require_whole, lambda x: drafts.load(x, target)):
+    for read in (
+        draft_checkpoint.read_card,
+        draft_checkpoint.require_undamaged_draft,
+        lambda x: draft_checkpoint.load_draft(x, target),
+    ):
         with pytest.raises(UserError, match=r"was edited.*delete its key 'checksum'"):
             read(folder)
     del card[KEY]
     path.write_text(json.dumps(card))
-    assert drafts.read_card(folder).notes["mine"] == 1
-    drafts.load(folder, target)
+    assert draft_checkpoint.read_card(folder).notes["mine"] == 1
+    draft_checkpoint.load_draft(folder, target)
 
 
 def test_a_draft_of_an_earlier_version_is_read_and_calibrated(
     target: Target, tmp_path: Path
 ) -> None:
     folder = saved(target, tmp_path / "draft", 1)
-    for name in (drafts.CARD, drafts.CALIBRATION):
+    for name in (draft_checkpoint.CARD, draft_checkpoint.CALIBRATION):
         (folder / name).write_text(json.dumps(as_before(folder / name)))
-    drafter = drafts.load(folder, target)
+    drafter = draft_checkpoint.load_draft(folder, target)
     assert drafter.calibrations.prompts == 1
-    drafts.keep_calibrations(folder, drafter)
-    assert drafts.load(folder, target).calibrations == drafter.calibrations
-    assert drafts.require_whole(folder).weights == ""
+    draft_checkpoint.write_calibrations(folder, drafter)
+    assert draft_checkpoint.load_draft(folder, target).calibrations == drafter.calibrations
+    assert draft_checkpoint.require_undamaged_draft(folder).weights == ""
 
 
 def test_weights_with_one_other_bit_are_refused(target: Target, tmp_path: Path) -> None:
     """The lowest bit of the last number: every value stays finite and plausible."""
     folder = saved(target, tmp_path / "draft", 1)
-    whole = bytearray((folder / drafts.WEIGHTS).read_bytes())
+    whole = bytearray((folder / draft_checkpoint.WEIGHTS).read_bytes())
     whole[-4] ^= 1
-    (folder / drafts.WEIGHTS).write_bytes(whole)
+    (folder / draft_checkpoint.WEIGHTS).write_bytes(whole)
     with pytest.raises(Damaged, match="its checksum differs"):
-        drafts.load(folder, target)
+        draft_checkpoint.load_draft(folder, target)
 
 
-@pytest.mark.parametrize("name", ["", drafts.CARD, drafts.WEIGHTS, drafts.CALIBRATION])
+@pytest.mark.parametrize(
+    "name", ["", draft_checkpoint.CARD, draft_checkpoint.WEIGHTS, draft_checkpoint.CALIBRATION]
+)
 def test_a_named_pipe_is_refused_and_not_waited_for(
     target: Target, tmp_path: Path, name: str
 ) -> None:
@@ -173,9 +181,12 @@ def test_a_named_pipe_is_refused_and_not_waited_for(
     else:
         place = folder = tmp_path / "pipe"
     os.mkfifo(place)
-    readers = [lambda: drafts.load(folder, target)]
-    if name != drafts.CALIBRATION:
-        readers += [lambda: drafts.require_whole(folder), lambda: drafts.digest(folder)]
+    readers = [lambda: draft_checkpoint.load_draft(folder, target)]
+    if name != draft_checkpoint.CALIBRATION:
+        readers += [
+            lambda: draft_checkpoint.require_undamaged_draft(folder),
+            lambda: draft_checkpoint.digest_of_draft(folder),
+        ]
     refused: list[str] = []
 
     def read() -> None:

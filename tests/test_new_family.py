@@ -16,7 +16,7 @@ from examples.family import LastToken, LastTokenConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.formats.draft import load
+from specdec.formats.draft_checkpoint import load_draft
 from specdec.measure.results import Results
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic
@@ -52,7 +52,7 @@ def test_it_is_trained_measured_decoded_and_reported(
     assert "last_token" in (tmp_path / "report" / "report.md").read_text()
 
     target = load_target(tiny.config().target)
-    drafter, prompts = load(tmp_path / "best", target), [[5, 9, 30], [7, 8]]
+    drafter, prompts = load_draft(tmp_path / "best", target), [[5, 9, 30], [7, 8]]
     plain = decode(target, prompts, max_new_tokens=24, eos=())
     with torch.no_grad():  # whatever it learned, it now knows what followed a token in an answer
         head = drafter.head.weight.div_(drafter.head.weight.norm(dim=-1, keepdim=True))

@@ -15,7 +15,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters.trainable import trains
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats.export import layout_names
+from specdec.formats.draft_export import layout_names
 from specdec.objectives import chunked
 from specdec.objectives.losses import TERMS
 from specdec.objectives.objective import ObjectiveConfig

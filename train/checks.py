@@ -15,8 +15,7 @@ from specdec.drafters.capabilities import adapts
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.files import require_writable
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.targets.parts import Parts
 from train import checkpoint
@@ -38,7 +37,7 @@ def check(cfg: Config, folder: Path) -> None:
     require_login(cfg.track)
     for named in (cfg.objective.reference, cfg.stage.draft):
         if named is not None:
-            drafts.read_card(named)
+            draft_checkpoint.read_card(named)
 
 
 def check_target(cfg: Config, folder: Path, parts: Parts) -> None:
@@ -50,14 +49,14 @@ def check_target(cfg: Config, folder: Path, parts: Parts) -> None:
         f"{parts.title} is an encoder-decoder, which engines do not serve here: leave out "
         "answers.from and features.from",
     )
-    if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        export.require_exportable(cfg.drafter, parts, cfg.export)
-        export.require_free(folder / "export")
+    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
+        draft_export.require_exportable(cfg.drafter, parts, cfg.export)
+        draft_export.require_free(folder / "export")
     if cfg.export is not None and adapts(cfg.family, cfg.drafter):
-        export.require_free(folder / "export-target")
+        draft_export.require_free(folder / "export-target")
     require_starts(cfg.stage, cfg.drafter, parts)
     if cfg.objective.reference is not None:
-        drafts.read(cfg.objective.reference, parts)
+        draft_checkpoint.read_draft(cfg.objective.reference, parts)
     for place in folders_of(cfg, folder):
         require_writable(place)
     _require_room_for_draft(cfg, folder, parts)

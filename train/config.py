@@ -25,7 +25,7 @@ from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import learning_rate, trains
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
-from specdec.formats.export import LAYOUTS, layout_names
+from specdec.formats.draft_export import LAYOUTS, layout_names
 from specdec.formats.layout import LAYOUT
 from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig

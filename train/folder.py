@@ -28,8 +28,8 @@ from specdec.files import (
     write_json,
     write_whole,
 )
-from specdec.formats import draft as drafts
-from specdec.formats.draft import upgraded
+from specdec.formats import draft_checkpoint
+from specdec.formats.draft_checkpoint import upgraded
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
 from specdec.runtime.probes import native_dtype
@@ -182,9 +182,9 @@ def describe(
     of["held-out data"] = digest(texts.validation)
     of["held-out prompts"] = of_value([prompt.ids.tolist() for prompt in texts.prompts])
     if cfg.stage.draft is not None:
-        of["draft that training starts from"] = drafts.digest(cfg.stage.draft)
+        of["draft that training starts from"] = draft_checkpoint.digest_of_draft(cfg.stage.draft)
     if cfg.objective.reference is not None:
-        of["reference draft"] = drafts.digest(cfg.objective.reference)
+        of["reference draft"] = draft_checkpoint.digest_of_draft(cfg.objective.reference)
     if (plan := folder / PLAN).exists():
         of["plan"] = of_value(read_json(plan))
     require_same_texts(folder, of)
@@ -254,7 +254,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 def require_run_of(draft: Path, described: Any) -> None:
     """Raise UserError if a run's config.json, as `described`, is not that of the run that trained a
     draft: both carry the identity of their run. Drafts and runs of earlier versions carry none."""
-    theirs = drafts.read_card(draft).notes.get("run")
+    theirs = draft_checkpoint.read_card(draft).notes.get("run")
     identity = described.get("identity") if isinstance(described, dict) else None
     require(
         None in (theirs, identity) or theirs == identity,

@@ -25,7 +25,7 @@ from specdec.errors import Unreadable, UserError, require, require_known, requir
 from specdec.files import recover
 from specdec.forcing.anchors import divisor
 from specdec.forcing.teacher import STATISTICS, TeacherForcing
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.measure.results import Training
 from specdec.progress import tell
 from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
@@ -162,7 +162,7 @@ class Learner:
         whole, prefix = checkpoint.weights(self.model), "drafter."
         if self.accelerator.is_main_process:
             weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
-            drafts.save(folder, self.forcing.drafter, self.parts, weights, notes)
+            draft_checkpoint.write_draft(folder, self.forcing.drafter, self.parts, weights, notes)
 
 
 def begin(
@@ -478,7 +478,7 @@ def _require_best(folder: Path, state: State, ended: bool) -> None:
     if not ended and not best.exists():  # killed between two renames; it is written again
         return
     try:
-        notes = drafts.require_whole(best).notes
+        notes = draft_checkpoint.require_undamaged_draft(best).notes
         theirs = notes.get("run", state.run)
         require(theirs == state.run, f"{best} is the draft of another run")
     except Unreadable:

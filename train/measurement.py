@@ -14,8 +14,7 @@ from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.integrity import of_file, of_value
 from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
@@ -62,7 +61,7 @@ def finished(
         if ranks.rank != 0:
             return None
         ranks = ALONE
-    ranks.first(lambda: drafts.copy_trained_on(folder / "best", folder / "best"))
+    ranks.first(lambda: draft_checkpoint.copy_trained_on(folder / "best", folder / "best"))
     if not cfg.decode.prompts:
         console.print(
             f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
@@ -70,7 +69,7 @@ def finished(
         ranks.first(lambda: _unmeasured(cfg, folder, on_demand))
         return None
     original = on_demand.whole()
-    drafter, target = drafts.load_pair(folder / "best", original)
+    drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
     if results is None:
         results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress)
@@ -101,15 +100,17 @@ def _unmeasured(cfg: Config, folder: Path, on_demand: TargetOnDemand) -> None:
     the draft runs the target's layers."""
     if not cfg.needs_layers:
         target = on_demand.parts
-        drafter = drafts.read(folder / "best", target).to(target.device, target.dtype)
+        drafter = draft_checkpoint.read_draft(folder / "best", target).to(
+            target.device, target.dtype
+        )
         drafter.attach(target)
         _export(cfg, folder, drafter.eval(), target)
         return
     original = on_demand.whole()
-    drafter, adapted = drafts.load_pair(folder / "best", original)
+    drafter, adapted = draft_checkpoint.load_draft_with_target(folder / "best", original)
     _export(cfg, folder, drafter, adapted)
     if adapted is not original:
-        export.write_target(folder / "export-target", adapted)
+        draft_export.write_target(folder / "export-target", adapted)
 
 
 def _measured(
@@ -129,13 +130,21 @@ def _measured(
     if others and isinstance(drafter, Predictor):
         console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
         drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
-        ranks.first(lambda: drafts.keep_calibrations(folder / "best", drafter))
+        ranks.first(lambda: draft_checkpoint.write_calibrations(folder / "best", drafter))
     if cfg.also is not None:
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
-        notes = {k: x for k, x in drafts.read_card(folder / "best").notes.items() if k == "run"}
-        ranks.first(lambda: drafts.save(folder / f"with-{cfg.also}", also, target, notes=notes))
-        ranks.first(lambda: drafts.copy_trained_on(folder / "best", folder / f"with-{cfg.also}"))
+        notes = {
+            k: x for k, x in draft_checkpoint.read_card(folder / "best").notes.items() if k == "run"
+        }
+        ranks.first(
+            lambda: draft_checkpoint.write_draft(
+                folder / f"with-{cfg.also}", also, target, notes=notes
+            )
+        )
+        ranks.first(
+            lambda: draft_checkpoint.copy_trained_on(folder / "best", folder / f"with-{cfg.also}")
+        )
     return evaluate(
         Subject(cfg.name, target, drafter, cfg.data.name, also, original),
         prompts,
@@ -170,13 +179,15 @@ def _write(
     console.print(f"report: {folder / 'report' / 'report.md'}")
     _export(cfg, folder, drafter, target)
     if target is not original and cfg.export is not None:
-        export.write_target(folder / "export-target", target)
+        draft_export.write_target(folder / "export-target", target)
         console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
 def _export(cfg: Config, folder: Path, drafter: Drafter, target: Parts) -> None:
-    if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        checked = export.write(folder / "export", drafter, target, cfg.export, folder / "best")
+    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
+        checked = draft_export.write_export(
+            folder / "export", drafter, target, cfg.export, folder / "best"
+        )
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
 
 
@@ -215,7 +226,7 @@ def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
         # without the reason for its dtype, which is words
         "machine": asdict(replace(machine_of(target), reason="")),
         "processes": processes,
-        "drafts": [drafts.digest(path) for path in drafts_of],
+        "drafts": [draft_checkpoint.digest_of_draft(path) for path in drafts_of],
         "files": [of_file(path) for path in files if path.exists()],
     }
     return of_value(how)

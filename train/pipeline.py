@@ -15,7 +15,7 @@ from specdec.drafters.proposer import Drafter
 from specdec.errors import memory_for
 from specdec.files import folder_for, make_folder
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value
 from specdec.measure.results import Training
 from specdec.progress import bars, console
@@ -157,7 +157,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                     *(accelerator, tracker, progress),
                 )
         elif main:
-            drafts.save(folder / "best", drafter, target.parts, notes={"run": identity})
+            draft_checkpoint.write_draft(
+                folder / "best", drafter, target.parts, notes={"run": identity}
+            )
         accelerator.wait_for_everyone()
 
         # Measure, report, export.
@@ -192,7 +194,7 @@ def _trained(
     )
     parts, reference = target.parts, None  # not earlier: the target's layers may be freed now
     if cfg.objective.reference is not None:
-        reference = drafts.read(cfg.objective.reference, parts).to(parts.device)
+        reference = draft_checkpoint.read_draft(cfg.objective.reference, parts).to(parts.device)
         reference.attach(parts)
         reference.eval().requires_grad_(False)
     forcing = TeacherForcing(

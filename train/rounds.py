@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from specdec.decoding.way import fitting_rule
 from specdec.errors import require_known, require_within
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.on_demand import TargetOnDemand
@@ -89,10 +89,10 @@ def written(
             return list(documents)
         other = replace(answers, seed=(answers.seed + number) % 2**32)
         return answered(target, asked, other, accelerator, progress, responses_read=responses_read)
-    drafter = drafts.load(draft, target.whole())
+    drafter = draft_checkpoint.load_draft(draft, target.whole())
     author = Author(
         *(drafter, cfg.gamma or drafter.depth, cfg.rule, draft.parent / "answers"),
-        key=drafts.digest(draft),
+        key=draft_checkpoint.digest_of_draft(draft),
     )
     if cfg.data == "on_policy":
         author = replace(author, rule="auto", rounds=drafter.depth)

@@ -17,7 +17,7 @@ from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_within
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.progress import console
 from specdec.targets.parts import Parts
 from train.data.template import Document
@@ -66,7 +66,7 @@ def starting(
         return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
     kind, vocab_S, head = family(config.name), None, None
     if (named := named_head(config)) is not None:
-        head = drafts.read(named, target)
+        head = draft_checkpoint.read_draft(named, target)
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
     drafter = kind.build(config, target, vocab_S, head).float()
@@ -81,7 +81,7 @@ def require_starts(stage: StageConfig, config: Any, target: Parts) -> None:
     if stage.draft is not None:
         _fitting(Path(stage.draft), stage.new_tokens, config, target)
     elif (named := getattr(config, "head", None)) and named not in DRAFTERS:
-        drafts.read(named, target)
+        draft_checkpoint.read_draft(named, target)
 
 
 def _fitting(folder: Path, new_tokens: int, config: Any, target: Parts) -> Predictor:
@@ -92,7 +92,7 @@ def _fitting(folder: Path, new_tokens: int, config: Any, target: Parts) -> Predi
         trains(kind, config),
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
-    earlier = drafts.read(folder, target)
+    earlier = draft_checkpoint.read_draft(folder, target)
     require(
         earlier.config.name == config.name,
         f"drafter.from={folder} is a draft of the family {earlier.config.name}: give "

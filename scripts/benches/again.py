@@ -10,7 +10,7 @@ from command_line import target_of
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters.proposer import Drafter
 from specdec.files import make_folder, record
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import FILE, Results
 from specdec.progress import bars, console
@@ -32,7 +32,7 @@ def opened(run: Path, prompts: int) -> Opened:
     """The draft of a run's folder, its target, and the first `prompts` of its held-out prompts."""
     described = config_of(run)
     target = target_of(run / "best", described["target"]["dtype"])
-    drafter = checkpoint.load(run / "best", target)
+    drafter = draft_checkpoint.load_draft(run / "best", target)
     asked = list(islice(held_out_prompts(data_of_run(run), target.tokenizer), prompts))
     ids, words = [p.ids.tolist() for p in asked], [p.words for p in asked]
     return Opened(target, drafter, described["decode"], ids, words)

@@ -20,9 +20,8 @@ from benches.turns import Answer, Answerer, compare, in_turn, ours, tau
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
-from specdec.formats.layout import Layout
+from specdec.formats import draft_checkpoint, draft_export
+from specdec.formats.layout import ExportLayout
 from specdec.measure.choosing import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.measure.setup import Setup
 from specdec.progress import console
@@ -34,13 +33,13 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 
 
 class Engine:
-    """vLLM in a process of its own (scripts/engine.py), which answers one prompt at a time once
-    `serve` has told it what to serve. Its methods raise UserError if vLLM fails."""
+    """vLLM in a process of its own (scripts/vllm_worker.py), which answers one prompt at a time
+    once `serve` has told it what to serve. Its methods raise UserError if vLLM fails."""
 
     def __init__(self) -> None:
         self.log, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115
         self.process = subprocess.Popen(
-            [str(VENV / "bin" / "python"), str(HERE / "engine.py")],
+            [str(VENV / "bin" / "python"), str(HERE / "vllm_worker.py")],
             stdin=pipe,
             stdout=pipe,
             stderr=self.log,
@@ -62,7 +61,7 @@ class Engine:
         self,
         target: Path,
         draft: Path,
-        layout: Layout | None,
+        layout: ExportLayout | None,
         gamma: int,
         dtype: str,
         compiled: bool = False,
@@ -86,7 +85,7 @@ class Engine:
         return Answer(said["ids"], said["seconds"], drafts, per_position)
 
     def _asked(self, line: str) -> dict[str, Any]:
-        """What scripts/engine.py answers to a line."""
+        """What scripts/vllm_worker.py answers to a line."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):  # it has died, and its log says why
             self.process.stdin.write(line + "\n")
@@ -111,7 +110,7 @@ def engine(draft: Path, timing: Serving) -> None:
     and are timed with their prefill. If a static tree is expected to be fastest, our decoder is
     timed with it too; vLLM's CPU backend has no trees.
     """
-    layout = export.layout_of(checkpoint.read_card(draft).family, "hf")
+    layout = draft_export.layout_of(draft_checkpoint.read_card(draft).family, "hf")
     there = (VENV / "bin" / "python").exists()
     require(there, f"{VENV} holds no serving environment: run scripts/serving-env first")
     at_hand = setting([draft], timing, LEARNING)
@@ -121,7 +120,7 @@ def engine(draft: Path, timing: Serving) -> None:
     found = acceptance_by_rank(setup, deepest, learning)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        export.write(root / "draft", drafter, target)
+        draft_export.write_export(root / "draft", drafter, target)
         target.save(root / "target")
         answerers: dict[str, Answerer] = {}
         engines: list[Engine] = []

@@ -14,7 +14,7 @@ from specdec.drafters import DRAFTERS, family
 from specdec.drafters.capabilities import Copies
 from specdec.errors import UserError, require
 from specdec.files import read_lines
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure.results import Results
 from specdec.progress import console
 from specdec.report.theory import foreseen_speedup
@@ -103,9 +103,9 @@ def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
 def parameters(draft: Path) -> int:
     """How many floating-point numbers a saved draft's weights hold, which leaves out ids and
     counts."""
-    with safe_open(draft / checkpoint.WEIGHTS, framework="pt") as file:
+    with safe_open(draft / draft_checkpoint.WEIGHTS, framework="pt") as file:
         parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-        floats = (x for x in parts if x.get_dtype() in checkpoint.FLOATS)
+        floats = (x for x in parts if x.get_dtype() in draft_checkpoint.FLOATS)
         return sum(math.prod(x.get_shape()) for x in floats)
 
 

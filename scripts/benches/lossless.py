@@ -22,7 +22,7 @@ from specdec.decoding.rules import RULES, Law, Rule
 from specdec.decoding.way import Way
 from specdec.errors import nearest, require
 from specdec.files import make_folder, read_json, write_whole
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
@@ -62,7 +62,7 @@ def lossless(
             plain += kept(keep, [*of, "plain", start], partial(_plain, answer, part))
             progress.advance(task, len(part))
         for draft, (name, drafter) in zip(drafts, at_hand.drafters.items(), strict=True):
-            weights = checkpoint.digest(draft) if draft.exists() else ""
+            weights = draft_checkpoint.digest_of_draft(draft) if draft.exists() else ""
             depth = gamma or min(drafter.depth, 5)
             shapes: list[Shape] = [Chain(depth), Dynamic(min(depth, 4), 12, 4)]
             for shape, batch in product(shapes[: 1 + trees], batches):

@@ -13,7 +13,7 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.capabilities import Copies, Fits
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.progress import console
 from specdec.targets.base import Target
 from train.data.run_data import held_out_prompts
@@ -85,7 +85,7 @@ def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
         name = str(draft) if untrained else draft.absolute().parent.name
         require(name not in found, f"{draft}: a draft named {name} is measured already")
         if not untrained:
-            found[name] = checkpoint.load(draft, target)
+            found[name] = draft_checkpoint.load_draft(draft, target)
             continue
         counts = issubclass(untrained, Fits) and not issubclass(untrained, Copies)
         if trains(untrained, untrained.Config()) or counts:

@@ -39,8 +39,7 @@ from specdec.drafters.proposer import starts_of
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
@@ -411,10 +410,10 @@ def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
     pipeline.finished = measured if whole else without_measurement
     train.run(cfg, run)
     assert begun(run), "the run ended without a training step"
-    layouts = export.layout_names(cfg.drafter.name) if cfg.export else []
+    layouts = draft_export.layout_names(cfg.drafter.name) if cfg.export else []
     for layout in (name for name in layouts if name != cfg.export):
-        drafter, adapted = drafts.load_pair(run / "best", target)
-        export.write(run / layout, drafter, adapted, layout)
+        drafter, adapted = draft_checkpoint.load_draft_with_target(run / "best", target)
+        draft_export.write_export(run / layout, drafter, adapted, layout)
 
 
 measured = pipeline.finished
@@ -424,15 +423,15 @@ def without_measurement(
     cfg: Config, folder: Path, texts: Texts, _training: Any, target: TargetOnDemand, *_: Any
 ) -> None:
     """The end of a run without its measurement: decode with the trained draft, and export it."""
-    drafter, whole = drafts.load_pair(folder / "best", target.whole())
+    drafter, whole = draft_checkpoint.load_draft_with_target(folder / "best", target.whole())
     prompts = [texts.prompts[0].ids.tolist()]
     plain, drafted = (
         decode(whole, prompts, Way(draft), max_new_tokens=8, eos=())[0].ids
         for draft in (None, drafter)
     )
     assert plain == drafted, "decoding with the trained draft changes the greedy tokens"
-    if cfg.export is not None and export.layout_names(cfg.drafter.name):
-        export.write(folder / "export", drafter, whole, cfg.export)
+    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
+        draft_export.write_export(folder / "export", drafter, whole, cfg.export)
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:

@@ -32,11 +32,11 @@ COMPLETIONS = "/completions"
 PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
 
-class Refused(Exception):
+class RequestRejected(Exception):
     """A request that a server understands and will not answer: another try would not help."""
 
 
-class Unavailable(Exception):
+class ServerUnavailable(Exception):
     """A server that does not answer, or not now."""
 
 
@@ -47,7 +47,7 @@ class Server:
     url: str
 
     @classmethod
-    def of(cls, setting: str, url: str) -> "Server":
+    def at_address(cls, setting: str, url: str) -> "Server":
         """Raises UserError, beginning with the `setting`, if this cannot be a server's address."""
         try:
             parts = urlsplit(url)
@@ -77,9 +77,9 @@ class Server:
         waiting: set[HTTPConnection] | None = None,
     ) -> Any:
         """What the server answers to a request. The connection is among those that are `waiting`
-        meanwhile. Raises Refused for an error of the client's (4xx), and Unavailable if there is no
-        answer, an error of the server's, no JSON, or more than `LARGEST` bytes; UserError for a key
-        that no header can hold."""
+        meanwhile. Raises RequestRejected for an error of the client's (4xx), and ServerUnavailable
+        if there is no answer, an error of the server's, no JSON, or more than `LARGEST` bytes;
+        UserError for a key that no header can hold."""
         parts = urlsplit(path if "://" in path else f"{self.url}{path}")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -95,22 +95,22 @@ class Server:
                     response = connection.getresponse()
                     read, status = response.read(LARGEST + 1), response.status
                     if len(read) > LARGEST:
-                        raise Unavailable(
+                        raise ServerUnavailable(
                             f"{self.url}: its response has more than {LARGEST >> 20} MB"
                         )
                     content = read.decode(errors="replace")
         except (OSError, HTTPException) as error:
-            raise Unavailable(f"{self.url}: {first_line(error)}") from error
+            raise ServerUnavailable(f"{self.url}: {first_line(error)}") from error
         if status >= 400:
             message = f"{self.url}: HTTP {status}: {_message(content)}"
             later = status >= 500 or status in (408, 425, 429)
-            raise Unavailable(message) if later else Refused(message)
+            raise ServerUnavailable(message) if later else RequestRejected(message)
         if "json" not in (response.getheader("Content-Type") or "json"):
             return content
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise Unavailable(f"{self.url}: its answer is not JSON") from error
+            raise ServerUnavailable(f"{self.url}: its answer is not JSON") from error
 
 
 def key_of_server() -> str:
@@ -149,14 +149,14 @@ def _message(content: str) -> str:
 
 
 def choice_of(reply: Any) -> dict[str, Any]:
-    """The answer in a reply to a completion. Raises Unavailable for a reply that has none, as that
-    of a proxy in the engine's place."""
+    """The answer in a reply to a completion. Raises ServerUnavailable for a reply that has none, as
+    that of a proxy in the engine's place."""
     try:
         choice = reply["choices"][0]
     except (TypeError, KeyError, IndexError) as error:
-        raise Unavailable("an answer that is not of OpenAI's form") from error
+        raise ServerUnavailable("an answer that is not of OpenAI's form") from error
     if not isinstance(choice, dict):
-        raise Unavailable("an answer that is not of OpenAI's form")
+        raise ServerUnavailable("an answer that is not of OpenAI's form")
     return choice
 
 
@@ -174,7 +174,7 @@ def model_of(server: Server, wanted: Sequence[str]) -> Model:
     try:
         models = server.get("/models")["data"]
         names = [str(model["id"]) for model in models]
-    except (Refused, Unavailable) as error:
+    except (RequestRejected, ServerUnavailable) as error:
         raise UserError(
             f"no engine answers at {server.url} ({error}): start one there (docs/engines.md), or "
             "give its address"
@@ -232,7 +232,7 @@ class Engines:
             try:
                 server.get("/models")
                 return
-            except (Refused, Unavailable) as error:
+            except (RequestRejected, ServerUnavailable) as error:
                 reasons.append(str(error))
         raise UserError(
             f"no engine answers any more ({reasons[0]}): start it and run the same command again; "
@@ -252,13 +252,13 @@ class Engines:
         self,
         requests: Sequence[Request[K]],
         at_once: int,
-        read: Callable[[K, Any, Server], T],
+        parse: Callable[[K, Any, Server], T],
     ) -> Iterator[tuple[K, T | Failed]]:
-        """The results of requests, in the order in which they come. `read` makes a result of an
-        answer and the server that gave it, in a thread of its own; it may raise Refused or
-        Unavailable as a server does. A request fails once it is refused or all its tries are used
-        up. Raises UserError after `IN_A_ROW` failures without a result between them, and whatever
-        else `read` raises."""
+        """The results of requests, in the order in which they come. `parse` makes a result of an
+        answer and the server that gave it, in a thread of its own; it may raise RequestRejected or
+        ServerUnavailable as a server does. A request fails once it is refused or all its tries are
+        used up. Raises UserError after `IN_A_ROW` failures without a result between them, and
+        whatever else `parse` raises."""
         todo: queue.SimpleQueue[Request[K]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()
         stop, in_a_row, waiting = threading.Event(), 0, set[HTTPConnection]()
@@ -272,7 +272,7 @@ class Engines:
                 except queue.Empty:
                     return
                 try:
-                    done.put((request.name, self._result(request, read, stop, waiting)))
+                    done.put((request.name, self._result(request, parse, stop, waiting)))
                 except Exception as error:  # raised again below, in the caller's thread
                     done.put((request.name, error))
 
@@ -303,7 +303,7 @@ class Engines:
     def _result(
         self,
         request: Request[K],
-        read: Callable[[K, Any, Server], T],
+        parse: Callable[[K, Any, Server], T],
         stop: threading.Event,
         waiting: set[HTTPConnection],
     ) -> T | Failed:
@@ -313,10 +313,10 @@ class Engines:
             try:
                 body = {"model": self.models[server].name, **request.body}
                 reply = server.ask("POST", request.path, body, waiting)
-                return read(request.name, reply, server)
-            except Refused as error:
+                return parse(request.name, reply, server)
+            except RequestRejected as error:
                 return Failed(str(error), refused=True)
-            except Unavailable as error:
+            except ServerUnavailable as error:
                 reason = str(error)
                 self._failed[server] = time.monotonic()
             finally:

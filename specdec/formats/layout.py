@@ -1,4 +1,4 @@
-"""What an engine needs to know about a family: one `Layout` for each format it loads."""
+"""What an engine needs to know about a family: one `ExportLayout` for each format it loads."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -28,18 +28,18 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """A family's weights as an engine names, shapes and describes them. `write` converts the
-    drafter's tensors to the engine's before they are renamed; `read` converts them back after they
-    are renamed back. `refuse` raises UserError if an engine would read any draft of this config for
-    this target differently; it reads no weights, so it can be asked before training. `objection`
-    takes the drafter's logits on a short text and says why an engine would draft differently, or
-    returns None."""
+class ExportLayout:
+    """A family's weights as an engine names, shapes and describes them. `to_engine` converts the
+    drafter's tensors to the engine's before they are renamed; `from_engine` converts them back
+    after they are renamed back. `refuse` raises UserError if an engine would read any draft of this
+    config for this target differently; it reads no weights, so it can be asked before training.
+    `objection` takes the drafter's logits on a short text and says why an engine would draft
+    differently, or returns None."""
 
     method: str  # vLLM's name for drafting with such weights
     config: Callable[[Any, Parts], Description]
-    write: Callable[[Any, Tensors], Tensors] = unchanged
-    read: Callable[[Any, Tensors], Tensors] = unchanged
+    to_engine: Callable[[Any, Tensors], Tensors] = unchanged
+    from_engine: Callable[[Any, Tensors], Tensors] = unchanged
     refuse: Callable[[Any, Parts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's

@@ -21,9 +21,9 @@ from rich.progress import Progress
 from specdec.engines.client import (
     COMPLETIONS,
     Model,
-    Refused,
+    RequestRejected,
     Server,
-    Unavailable,
+    ServerUnavailable,
     model_of,
     sampling,
 )
@@ -45,7 +45,7 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 
 
 @dataclass(frozen=True)
-class Reply:
+class TimedResponse:
     """An answer, the seconds that it took with its prefill, the rounds that were drafted for it,
     and how many of these accepted each position, beyond the end of the answer too."""
 
@@ -86,7 +86,7 @@ class Served:
         write_json(folder / FILE, asdict(self))
 
 
-class Engine:
+class MeasuredServer:
     """A server that answers one prompt at a time. Raises UserError as `model_of` does."""
 
     def __init__(self, server: Server, target: Parts, speculates: bool) -> None:
@@ -103,7 +103,7 @@ class Engine:
     def title(self) -> str:
         try:
             version = f"vLLM {self.server.get(f'{self.server.root}/version')['version']}"
-        except (Refused, Unavailable, TypeError, KeyError):
+        except (RequestRejected, ServerUnavailable, TypeError, KeyError):
             version = "the engine"
         return f"{version} at {self.server.url}"
 
@@ -118,7 +118,9 @@ class Engine:
             counts[f"{name}/{position[1]}" if position else name] += int(float(value))
         return counts
 
-    def reply(self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int) -> Reply:
+    def reply(
+        self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
+    ) -> TimedResponse:
         """The engine's answer. Raises UserError if it gives no ids, or if its counters count more
         or less than this answer."""
         body = {
@@ -144,12 +146,14 @@ class Engine:
             "needs vLLM, or another engine that obeys return_token_ids",
         )
         if not self.speculates:
-            return Reply(ids, seconds)
+            return TimedResponse(ids, seconds)
         if (own := self._figures_of(reply, len(ids))) is not None:
-            return Reply(ids, seconds, *own)
+            return TimedResponse(ids, seconds, *own)
         counted = self._counted(before, len(ids))
         names = [f"accepted_tokens_per_pos/{k}" for k in range(1 + _deepest(counted))]
-        return Reply(ids, seconds, counted["drafts"], tuple(counted[name] for name in names))
+        return TimedResponse(
+            ids, seconds, counted["drafts"], tuple(counted[name] for name in names)
+        )
 
     def _figures_of(self, reply: Any, length: int) -> tuple[int, tuple[int, ...]] | None:
         """The rounds of this response of `length` tokens, and how many accepted each position, from
@@ -202,7 +206,7 @@ class Engine:
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         try:
             return self.server.ask(method, path, body)
-        except (Refused, Unavailable) as error:
+        except (RequestRejected, ServerUnavailable) as error:
             raise UserError(f"the engine failed ({error}): nothing was measured") from error
 
 
@@ -215,8 +219,8 @@ def _deepest(counts: Counter[str]) -> int:
 
 
 def measure_served(
-    engine: Engine,
-    plain: Engine | None,
+    engine: MeasuredServer,
+    plain: MeasuredServer | None,
     prompts: Sequence[Sequence[int]],
     samplers: Sequence[Sampler],
     limit: int,
@@ -224,14 +228,15 @@ def measure_served(
     progress: Progress,
 ) -> list[ServedAt]:
     """Answer every prompt with each engine at each temperature; which comes first changes from
-    prompt to prompt. Both warm up on the first one. Raises UserError as `Engine.reply` does."""
+    prompt to prompt. Both warm up on the first one. Raises UserError as `MeasuredServer.reply`
+    does."""
     engines = [engine] if plain is None else [engine, plain]
     task = progress.add_task("served", total=len(samplers) * len(prompts))
     asked = []
     for sampler in samplers:
         for one in engines:
             one.reply(prompts[0], limit, sampler, seed)
-        replies: dict[int, list[Reply]] = {id(one): [] for one in engines}
+        replies: dict[int, list[TimedResponse]] = {id(one): [] for one in engines}
         for n, prompt in enumerate(prompts):
             for one in engines if n % 2 else engines[::-1]:
                 replies[id(one)].append(one.reply(prompt, limit, sampler, seed + n))
@@ -248,14 +253,14 @@ def measure_served(
 
 
 def figures(
-    temperature: float, drafted: Sequence[Reply], plain: Sequence[Reply] | None
+    temperature: float, drafted: Sequence[TimedResponse], plain: Sequence[TimedResponse] | None
 ) -> ServedAt:
     """The figures of answers with drafts, and of plain ones to the same prompts."""
     rounds = [reply.rounds for reply in drafted]
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
     tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first
 
-    def speed(replies: Sequence[Reply]) -> Interval:
+    def speed(replies: Sequence[TimedResponse]) -> Interval:
         return ratio_interval([len(r.ids) for r in replies], [r.seconds for r in replies])
 
     at = ServedAt(

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.formats.export import LAYOUTS
+from specdec.formats.draft_export import LAYOUTS
 from specdec.formats.layout import LAYOUT, OVERRIDES
 from specdec.measure.results import Described, Measured, Results
 
@@ -19,7 +19,7 @@ EXPORT, TARGET = "my-head", "my-target"
 
 
 @dataclass(frozen=True)
-class Choice:
+class ServingChoice:
     """What to serve at a temperature."""
 
     temperature: float
@@ -36,7 +36,7 @@ class Command:
     lines: tuple[str, ...]
 
 
-def choices(results: Results) -> list[Choice]:
+def choices(results: Results) -> list[ServingChoice]:
     """What to serve at each measured temperature."""
     return [_choice(results, one.way.temperature) for one in results.asked]
 
@@ -46,17 +46,17 @@ def gains(results: Results) -> bool:
     return any(choice.served for choice in choices(results))
 
 
-def _choice(results: Results, temperature: float) -> Choice:
+def _choice(results: Results, temperature: float) -> ServingChoice:
     ways = [one for one in results.measured if one.way.temperature == temperature]
     claiming = [one for one in ways if one.speedup.claims]
     if results.times_without_interval or not claiming:
-        return Choice(temperature, None, results.times_without_interval or "no interval")
+        return ServingChoice(temperature, None, results.times_without_interval or "no interval")
     gaining = [one for one in claiming if one.speedup.low > 1]
     if gaining:
-        return Choice(temperature, max(gaining, key=lambda one: one.speedup.value))
+        return ServingChoice(temperature, max(gaining, key=lambda one: one.speedup.value))
     open_ = [one for one in claiming if one.speedup.high >= 1]
     undecided = max(open_, key=lambda one: one.speedup.value, default=None)
-    return Choice(temperature, None, undecided=undecided)
+    return ServingChoice(temperature, None, undecided=undecided)
 
 
 def named(way: Described, results: Results) -> str:

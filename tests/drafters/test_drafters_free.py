@@ -18,7 +18,7 @@ from specdec.drafters.copying.suffix import SuffixConfig
 from specdec.drafters.models.views import shallow, with_weights
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.copy import CopyConfig
 from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
 from specdec.lab.drafters.early_exit import EarlyExitConfig
@@ -201,8 +201,10 @@ def test_what_was_learned_is_saved(target: Target, tmp_path: Path, config: Any) 
     drafter = build(config, target).float()
     texts = [text(seed, 20) for seed in range(3)]
     learn(drafter, texts)
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target, torch.bfloat16)  # counts stay integers
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
+    loaded = draft_checkpoint.load_draft(
+        tmp_path / "draft", target, torch.bfloat16
+    )  # counts stay integers
     assert loaded.config == config and not trains(type(drafter), config)
     assert loaded.state_dict().keys() == drafter.state_dict().keys()
     for name, value in drafter.state_dict().items():

@@ -23,7 +23,7 @@ from specdec.drafters.recurrent.eagle import Eagle, EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.recurrent.recurrence import Recurrent
 from specdec.errors import UserError
-from specdec.formats import export
+from specdec.formats import draft_export
 from specdec.targets.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
@@ -208,8 +208,8 @@ def test_exports_of_the_options_have_the_names_that_vllm_reads(
 ) -> None:
     config = Eagle3Config(draft_vocab=40, num_layers=2, fc_norm=True, norm_output=True)
     drafter = made(config, target)
-    export.write(tmp_path / "out", drafter, target, layout)
-    names = {n for n in load_file(tmp_path / "out" / export.WEIGHTS) if "norm" in n}
+    draft_export.write_export(tmp_path / "out", drafter, target, layout)
+    names = {n for n in load_file(tmp_path / "out" / draft_export.WEIGHTS) if "norm" in n}
     first = "midlayer." if layout == "hf" else "layers.0."
     norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
     assert names == {
@@ -218,7 +218,7 @@ def test_exports_of_the_options_have_the_names_that_vllm_reads(
         *(f"{first}{n}.weight" for n in norms),
         *(f"layers.1.{n}.weight" for n in norms if n != "hidden_norm"),
     }
-    described = json.loads((tmp_path / "out" / export.CONFIG).read_text())
+    described = json.loads((tmp_path / "out" / draft_export.CONFIG).read_text())
     options = ("norm_before_fc", "fc_norm", "norm_output")
     assert [described[n] for n in options] == [False, True, True]
     assert described.get("transformer_layer_config", described)["num_hidden_layers"] == 2
@@ -316,5 +316,5 @@ def test_sizes_that_the_target_lacks(target: Target) -> None:
 def test_peagle_of_the_speculators_format_has_no_fc_norm(target: Target, tmp_path: Path) -> None:
     drafter = made(PEagleConfig(draft_vocab=40, fc_norm=True), target)
     with pytest.raises(UserError, match="only in the layout hf"):
-        export.write(tmp_path / "out", drafter, target, "speculators")
-    assert "logits identical" in export.write(tmp_path / "out", drafter, target)
+        draft_export.write_export(tmp_path / "out", drafter, target, "speculators")
+    assert "logits identical" in draft_export.write_export(tmp_path / "out", drafter, target)

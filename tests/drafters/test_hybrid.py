@@ -18,7 +18,7 @@ from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -187,8 +187,8 @@ def test_a_saved_hybrid_holds_its_members(target: Target, tmp_path: Path) -> Non
     drafter = with_copying(make_drafter("eagle3", target), "suffix", target)
     texts = [text(seed)[0].tolist() for seed in range(5)]
     drafter.fit(texts, [[True] * len(ids) for ids in texts])
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "draft", target)
     for ids in (HERE, texts[4][:9], ELSEWHERE):
         for shape in (Chain(4), Dynamic(3, 6, 2)):
             ours, theirs = (drafted(d, target, [ids], shape, 0.0)[0] for d in (drafter, loaded))
@@ -225,6 +225,6 @@ def test_a_run_measures_its_draft_with_copying(tiny: Tiny, tmp_path: Path) -> No
     assert "## Hybrid" in page and both.tau.text() in page
     best = tmp_path / "run" / "best"
     tiny.job(tmp_path / "both", "hybrid", f"drafter.head={best}", "drafter.copying=ngram")
-    cards = [checkpoint.read_card(tmp_path / p) for p in ("both/best", "run/with-ngram")]
-    alpha = checkpoint.read_card(best).notes["held_out"]["by_depth"]["greedy"]
+    cards = [draft_checkpoint.read_card(tmp_path / p) for p in ("both/best", "run/with-ngram")]
+    alpha = draft_checkpoint.read_card(best).notes["held_out"]["by_depth"]["greedy"]
     assert [card.config.alpha for card in cards] == [alpha, alpha]

@@ -17,7 +17,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, family, with_copying
 from specdec.errors import UserError
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.sampling.trees import Chain, Dynamic
 from tests.tiny import architectures, random_drafter, random_target
 from tests.told import told
@@ -80,9 +80,9 @@ def test_an_installed_family_is_composed_built_saved_and_decoded_with(
 
     target = random_target(architectures(vocab=64, layers=2)["llama"])
     drafter = random_drafter(config.drafter, target, noise=0.1)
-    drafts.save(tmp_path / "draft", drafter, target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
     del DRAFTERS["last_token"]  # a script loads a draft before it composes any configuration
-    loaded = drafts.load(tmp_path / "draft", target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "draft", target)
     for name, weight in drafter.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name])
     prompts = [[5, 9, 30], [7, 8]]

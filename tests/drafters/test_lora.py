@@ -15,8 +15,7 @@ from specdec.drafters.models.lm import LM, LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
@@ -86,10 +85,10 @@ def test_adapters_start_at_nothing_and_are_scaled_by_alpha_over_rank(target: Tar
 def test_a_draft_on_disk_is_merged_and_drafts_the_same(target: Target, tmp_path: Path) -> None:
     made = drafter(target)
     before = {n: x.clone() for n, x in made.state_dict().items()}
-    drafts.save(tmp_path / "best", made, target)
+    draft_checkpoint.write_draft(tmp_path / "best", made, target)
     for name, x in made.state_dict().items():
         assert torch.equal(x, before[name]), "saving changes nothing of what is trained"
-    loaded = drafts.load(tmp_path / "best", target, torch.float32)
+    loaded = draft_checkpoint.load_draft(tmp_path / "best", target, torch.float32)
     assert not any(isinstance(m, LoraLayer) for m in loaded.modules())
     assert not any("lora" in name for name in loaded.state_dict())
     assert loaded.config == made.config
@@ -110,8 +109,8 @@ def test_an_encoder_decoder_is_adapted_too(tmp_path: Path) -> None:
     assert isinstance(made, Seq2SeqLM)
     trained = [n for n, p in made.named_parameters() if p.requires_grad]
     assert trained and all(".lora_" in n for n in trained)
-    drafts.save(tmp_path / "best", made, target)
-    loaded = drafts.load(tmp_path / "best", target, torch.float32)
+    draft_checkpoint.write_draft(tmp_path / "best", made, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "best", target, torch.float32)
     assert isinstance(loaded, Seq2SeqLM)
     text = [*prompts(target)[0], 7, 9, 11, 6, 8]
     ctx, anchors = Context(torch.tensor([text])), torch.tensor([[len(text) - 4]])
@@ -150,10 +149,12 @@ def test_a_run_learns_resumes_and_exports(tiny: Tiny, tmp_path: Path, one_thread
     require_learning_that_resumes(tiny, tmp_path, "lm", *options)
 
     target = load_target(TargetConfig(path=str(tiny.target), dtype="float32", device="cpu"))
-    best = drafts.load(tmp_path / "whole" / "best", target)
-    said = export.write(tmp_path / "out", best, target)
+    best = draft_checkpoint.load_draft(tmp_path / "whole" / "best", target)
+    said = draft_export.write_export(tmp_path / "out", best, target)
     assert "logits identical" in said
     assert torch.equal(
-        export.logits(export.read(tmp_path / "out", best, target), target),
-        export.logits(best, target),
+        draft_export.short_text_logits(
+            draft_export.read_export(tmp_path / "out", best, target), target
+        ),
+        draft_export.short_text_logits(best, target),
     )

@@ -17,7 +17,7 @@ from specdec.drafters import with_copying
 from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.measure.results import Results
 from specdec.measure.shift import shift
 from specdec.objectives.objective import ObjectiveConfig
@@ -122,8 +122,8 @@ def test_heads_and_adapters_are_trained_and_the_target_is_not(target: Target) ->
 
 def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -> None:
     drafter, before = made(target), logits(target, TEXTS[0])
-    drafts.save(tmp_path / "best", drafter, target)
-    loaded, own = drafts.load_pair(tmp_path / "best", target, torch.float32)
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
+    loaded, own = draft_checkpoint.load_draft_with_target(tmp_path / "best", target, torch.float32)
     assert own is not target and torch.equal(logits(target, TEXTS[0]), before)
     assert own.name == "tiny-llama, adapted with its draft"
     ctx = batch_of(target, drafter.needs, Sampler(1.0), TEXTS, MASKS).ctx
@@ -143,10 +143,12 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
         )
         fast = generate(own, ids, Way(loaded, Chain(2)), max_new_tokens=20)
         assert fast.ids == plain[0, len(ids) :].tolist()
-    with pytest.raises(UserError, match="adapted along with it: load both, with load_pair"):
-        drafts.load(tmp_path / "best", target)
+    with pytest.raises(
+        UserError, match="adapted along with it: load both, with load_draft_with_target"
+    ):
+        draft_checkpoint.load_draft(tmp_path / "best", target)
     with pytest.raises(UserError, match="which a hybrid does not have"):
-        with_copying(drafts.read(tmp_path / "best", target), "suffix", target)
+        with_copying(draft_checkpoint.read_draft(tmp_path / "best", target), "suffix", target)
 
 
 def test_the_shift_is_counted_over_the_originals_answers(target: Target) -> None:
@@ -200,7 +202,7 @@ def test_two_stages_make_a_report_and_a_target_to_serve(
     assert f"lossless with respect to the adapted target, not to {tiny.target}" in said
 
     cfg = TargetConfig(path=str(tiny.target), dtype="float32", device="cpu")
-    _, own = drafts.load_pair(run / "best", load_target(cfg))
+    _, own = draft_checkpoint.load_draft_with_target(run / "best", load_target(cfg))
     served = load_target(TargetConfig(str(run / "export-target"), "float32", device="cpu"))
     assert torch.equal(logits(served, TEXTS[0]), logits(own, TEXTS[0]))
     again = process(["scripts/export", str(run / "best"), "--to", str(tmp_path / "out")])

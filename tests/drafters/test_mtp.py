@@ -19,7 +19,7 @@ from specdec.drafters.proposer import Drafter
 from specdec.drafters.recurrent.mtp import MTP, MTPConfig
 from specdec.errors import UserError
 from specdec.forcing.pairs import logits_of
-from specdec.formats import export
+from specdec.formats import draft_export
 from specdec.lab.drafters.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
@@ -98,7 +98,7 @@ def test_one_module_is_unrolled_as_vllm_runs_its_export(target: Target, tmp_path
     """The file's tensors through vLLM's MiMoV2MTPLayer by hand, in the order of its proposer: the
     text's pairs, then its own states at the positions after them, all in one cache."""
     drafter, a = mtp_of(target), 7
-    export.write(tmp_path / "out", drafter, target)
+    draft_export.write_export(tmp_path / "out", drafter, target)
     file = load_file(tmp_path / "out" / "model.safetensors")
     prefix = "model.mtp.layers.0."
     assert all(name.startswith(prefix) for name in file)
@@ -131,7 +131,7 @@ def test_the_export_says_what_vllms_loader_reads(target: Target, tmp_path: Path)
     """Of mimo_v2_mtp.py and hf_config_override in vLLM 0.32: the type must be one that transformers
     knows, the architecture chooses the loader, and the sizes are read in the target's config."""
     drafter = mtp_of(target)
-    export.write(tmp_path / "out", drafter, target)
+    draft_export.write_export(tmp_path / "out", drafter, target)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (config["model_type"], config["architectures"]) == ("llama", ["MiMoV2FlashForCausalLM"])
     overrides = json.loads((tmp_path / "out" / "target-overrides.json").read_text())
@@ -164,7 +164,7 @@ def test_an_export_that_vllm_would_read_otherwise_is_refused(
         (scaled, "llama3"),
     ):
         with pytest.raises(UserError, match=said):
-            export.write(tmp_path / "out", drafter, target)
+            draft_export.write_export(tmp_path / "out", drafter, target)
     assert not (tmp_path / "out").exists()
 
 

@@ -28,7 +28,7 @@ from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
 from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.targets.base import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
@@ -251,7 +251,7 @@ def test_a_draft_that_is_trained_further_keeps_the_rates_of_its_start(
 ) -> None:
     config, target = tiny.config("eagle3"), random_target(WIDE)
     earlier = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start="target")
-    drafts.save(tmp_path, Eagle3.build(earlier, target), target)
+    draft_checkpoint.write_draft(tmp_path, Eagle3.build(earlier, target), target)
     config = replace(earlier, start="regression")
     documents = [Document("a", np.arange(9, dtype=np.int32), np.ones(9, bool))]
     onward = starting(StageConfig(str(tmp_path)), config, target, documents, 0)
@@ -303,13 +303,13 @@ def test_runs_and_drafts_from_before_there_was_a_choice(
 ) -> None:
     run = tmp_path / "run"
     tiny.job(run, family, f"drafter.start={was}")
-    names = {"config.json": "drafter", f"best/{drafts.CARD}": "config"}
-    for name in (*names, f"best/{drafts.CALIBRATION}"):
+    names = {"config.json": "drafter", f"best/{draft_checkpoint.CARD}": "config"}
+    for name in (*names, f"best/{draft_checkpoint.CALIBRATION}"):
         written = as_before(run / name)
         if name in names:
             del written[names[name]]["start"]
         (run / name).write_text(json.dumps(written))
-    assert drafts.read_card(run / "best").config.start == was
+    assert draft_checkpoint.read_card(run / "best").config.start == was
     tiny.job(run, family, f"drafter.start={was}")  # finished
     with pytest.raises(UserError, match=f"drafter.start='{was}', not 'regression'"):
         tiny.job(run, family)

@@ -18,8 +18,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.models.lm import LM, LMConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.choose import Choose
@@ -119,8 +118,8 @@ def test_a_draft_with_other_padding_computes_what_its_source_does(
 
     plain = generate(target, TEXT, max_new_tokens=16, eos=())
     assert generate(target, TEXT, Way(drafter), max_new_tokens=16, eos=()).ids == plain.ids
-    drafts.save(tmp_path / "best", drafter, target)
-    loaded = drafts.load(tmp_path / "best", target, torch.float32)
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "best", target, torch.float32)
     assert all(torch.equal(x, loaded.state_dict()[n]) for n, x in drafter.state_dict().items())
     assert loaded.sizes.draft_vocab == (rows if rows < V else None)
 
@@ -141,7 +140,7 @@ def test_a_padded_draft_is_trained_and_exported_with_the_targets_rows(
     assert loss.isfinite() and head.grad is not None
     assert head.grad[:SIZE].any() and not head.grad[SIZE:].any()
 
-    export.write(tmp_path / "out", drafter.eval(), target)
+    draft_export.write_export(tmp_path / "out", drafter.eval(), target)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     assert model.config.vocab_size == SIZE + 6
     ids_BT = torch.tensor([TEXT])
@@ -159,13 +158,13 @@ def test_an_export_whose_added_rows_an_engine_would_draft_is_refused(tmp_path: P
     head = drafter.model.get_output_embeddings().weight
     with torch.no_grad():  # all logits of a place are alike, and below 0 somewhere
         head[:SIZE] = head[5].clone()
-        head *= -export.logits(drafter, target)[0, 0].sign()
+        head *= -draft_export.short_text_logits(drafter, target)[0, 0].sign()
     with pytest.raises(UserError, match=f"a logit of 0 to the rows added to the draft's {SIZE}"):
-        export.write(tmp_path / "out", drafter, target)
+        draft_export.write_export(tmp_path / "out", drafter, target)
     with torch.no_grad():
         head[SIZE + 1] = 1.0
     with pytest.raises(UserError, match="were trained as inputs"):
-        export.write(tmp_path / "out", drafter, target)
+        draft_export.write_export(tmp_path / "out", drafter, target)
 
 
 @pytest.mark.parametrize(("rows", "V"), [(SIZE, SIZE + 6), (SIZE + 6, SIZE)])

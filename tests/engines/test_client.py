@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from specdec.engines import client
-from specdec.engines.client import KEY, Server, Unavailable
+from specdec.engines.client import KEY, Server, ServerUnavailable
 from specdec.errors import UserError
 
 SEEN: list[str | None] = []
@@ -45,7 +45,7 @@ def test_a_response_without_end_is_not_read(
 ) -> None:
     monkeypatch.setattr(client, "LARGEST", 2**20)
     assert len(server.get(f"/{2**20}")) == 2**20 - 2
-    with pytest.raises(Unavailable, match="its response has more than 1 MB"):
+    with pytest.raises(ServerUnavailable, match="its response has more than 1 MB"):
         server.get(f"/{2**20 + 1}")
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdec.engines.client import Unavailable
-from specdec.engines.states import FOLDER_MARK, MARK, remove_states, states_of
+from specdec.engines.client import ServerUnavailable
+from specdec.engines.vllm import FOLDER_MARK, MARK, remove_states, states_of
 from specdec.errors import UserError
 from tests.tiny import REPOSITORY
 
@@ -73,7 +73,7 @@ def test_more_bytes_than_the_tokens_need_are_not_read(tmp_path: Path) -> None:
 def test_a_named_pipe_for_a_lock_does_not_hang(tmp_path: Path) -> None:
     (tmp_path / FOLDER_MARK).touch()
     os.mkfifo(tmp_path / "a.safetensors.lock")
-    with pytest.raises(Unavailable, match="was not written"):
+    with pytest.raises(ServerUnavailable, match="was not written"):
         read(tmp_path / "a.safetensors")
 
 

@@ -19,7 +19,7 @@ from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
 from specdec.drafters.recurrent.mlp import MlpConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.errors import UserError
-from specdec.formats import export
+from specdec.formats import draft_export
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, random_drafter
@@ -33,9 +33,11 @@ def target(tiny: Tiny) -> Target:
 def test_a_layout_or_a_family_that_engines_do_not_load(target: Target, tmp_path: Path) -> None:
     medusa = random_drafter(MedusaConfig(depth=2, draft_vocab=None), target, 0.1)
     with pytest.raises(UserError, match="layout 'speculators' of 'medusa' is unknown; known: hf"):
-        export.write(tmp_path / "out", medusa, target, "speculators")
+        draft_export.write_export(tmp_path / "out", medusa, target, "speculators")
     with pytest.raises(UserError, match="'ngram' cannot be exported"):
-        export.write(tmp_path / "out", random_drafter(NgramConfig(), target, 0), target)
+        draft_export.write_export(
+            tmp_path / "out", random_drafter(NgramConfig(), target, 0), target
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -47,10 +49,10 @@ def test_medusa_whose_best_logit_an_engine_would_not_take(target: Target, tmp_pa
     with torch.no_grad():  # all rows of the head are alike, so at each position all logits are
         head: torch.Tensor = drafter.lm_heads[0].weight  # type: ignore[assignment]
         head.copy_(head[5].expand_as(head))
-        head *= -export.logits(drafter, target)[0, 0].sign()
-    assert export.logits(drafter, target)[0].max() < 0
+        head *= -draft_export.short_text_logits(drafter, target)[0, 0].sign()
+    assert draft_export.short_text_logits(drafter, target)[0].max() < 0
     with pytest.raises(UserError, match=r"best logit at one place is -.*draft_vocab=null"):
-        export.write(tmp_path / "out", drafter, target)
+        draft_export.write_export(tmp_path / "out", drafter, target)
     assert not (tmp_path / "out").exists()
 
 
@@ -58,15 +60,15 @@ def test_a_target_is_written_whole_and_again_but_over_nothing_else(
     target: Target, tmp_path: Path
 ) -> None:
     for _ in range(2):
-        export.write_target(tmp_path / "target", target)
+        draft_export.write_target(tmp_path / "target", target)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert torch.equal(saved.get_input_embeddings().weight, target.embedding.weight)
-    mark = json.loads((tmp_path / "target" / export.MARK).read_text())
+    mark = json.loads((tmp_path / "target" / draft_export.MARK).read_text())
     assert mark["drafter"] == "target" and mark["target"] == target.name
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(UserError, match="not an earlier export"):
-        export.write_target(tmp_path / "mine", target)
+        draft_export.write_target(tmp_path / "mine", target)
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -74,32 +76,32 @@ def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path, li
     """Also in one whose mark does not list its files, as earlier versions wrote it. A file that the
     new export no longer has goes."""
     out, mlp = tmp_path / "out", random_drafter(MlpConfig(depth=2, draft_vocab=48), target, 0.1)
-    export.write(out, random_drafter(MTPConfig(depth=2), target, 0.1), target)
+    draft_export.write_export(out, random_drafter(MTPConfig(depth=2), target, 0.1), target)
     (out / "notes.md").write_text("mine")
     if not listed:
-        mark = json.loads((out / export.MARK).read_text())
+        mark = json.loads((out / draft_export.MARK).read_text())
         del mark["files"]
-        (out / export.MARK).write_text(json.dumps(mark))
-    assert (out / export.OVERRIDES).exists()
-    export.write(out, mlp, target)
+        (out / draft_export.MARK).write_text(json.dumps(mark))
+    assert (out / draft_export.OVERRIDES).exists()
+    draft_export.write_export(out, mlp, target)
     assert {path.name for path in out.iterdir()} == {
-        *("notes.md", export.WEIGHTS, export.CONFIG, export.MARK)
+        *("notes.md", draft_export.WEIGHTS, draft_export.CONFIG, draft_export.MARK)
     }
     (out / "tokenizer.json").write_text("mine")
     with pytest.raises(UserError, match="not written by us"):
-        export.write_target(out, target)
+        draft_export.write_target(out, target)
     assert (out / "tokenizer.json").read_text() == "mine"
     assert (out / "notes.md").read_text() == "mine"
-    assert json.loads((out / export.MARK).read_text())["drafter"] == "mlp"
+    assert json.loads((out / draft_export.MARK).read_text())["drafter"] == "mlp"
 
 
 @pytest.mark.parametrize("text", ["[]", '{"drafter": "mt', "null"])
 def test_a_damaged_mark_is_told_with_its_remedy(target: Target, tmp_path: Path, text: str) -> None:
     out, drafter = tmp_path / "out", random_drafter(MTPConfig(depth=2), target, 0.1)
-    export.write(out, drafter, target)
-    (out / export.MARK).write_text(text)
+    draft_export.write_export(out, drafter, target)
+    (out / draft_export.MARK).write_text(text)
     with pytest.raises(UserError, match=f"damaged.*; delete {out}, and the same command"):
-        export.write(out, drafter, target)
+        draft_export.write_export(out, drafter, target)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,8 @@ def test_two_folders_must_be_apart(
     (tmp_path / "a").mkdir()
     folders = [Path(to), Path(with_target.format(tmp_path))]
     with pytest.raises(UserError, match="are the same folder, or one is inside the other"):
-        export.require_apart(folders)
-    export.require_apart([Path("s2"), Path("s21")])
+        draft_export.require_apart(folders)
+    draft_export.require_apart([Path("s2"), Path("s21")])
 
 
 # What vLLM's loaders look for, by the description alone
@@ -164,9 +166,11 @@ def test_an_engine_finds_what_it_looks_for_and_nothing_else(
     """These loaders drop a tensor of another name and leave a missing one uninitialised, both in
     silence."""
     drafter = random_drafter(config, target, 0.1, torch.arange(2, 50))
-    export.write(tmp_path / "out", drafter, target)
-    described = json.loads((tmp_path / "out" / export.CONFIG).read_text())
-    found = {n: list(x.shape) for n, x in load_file(tmp_path / "out" / export.WEIGHTS).items()}
+    draft_export.write_export(tmp_path / "out", drafter, target)
+    described = json.loads((tmp_path / "out" / draft_export.CONFIG).read_text())
+    found = {
+        n: list(x.shape) for n, x in load_file(tmp_path / "out" / draft_export.WEIGHTS).items()
+    }
     if config.name == "mlp":
         assert all(name.startswith("speculator.") for name in found)
         assert described["architectures"] == ["MLPSpeculatorPreTrainedModel"]
@@ -187,9 +191,9 @@ def test_the_exported_mlp_drafts_as_vllms_formula(
     kept = torch.arange(2, 50)
     config = MlpConfig(depth=3, draft_vocab=48, tie_weights=tied, scale_input=tied)
     drafter = random_drafter(config, target, 0.1, kept)
-    export.write(tmp_path / "out", drafter, target)
-    c = json.loads((tmp_path / "out" / export.CONFIG).read_text())
-    file = load_file(tmp_path / "out" / export.WEIGHTS)
+    draft_export.write_export(tmp_path / "out", drafter, target)
+    c = json.loads((tmp_path / "out" / draft_export.CONFIG).read_text())
+    file = load_file(tmp_path / "out" / draft_export.WEIGHTS)
 
     def tensor(name: str, i: int, part: str = "weight") -> Tensor:
         return file[f"speculator.{name}.{min(i, 1 if name == 'proj' else 0) if tied else i}.{part}"]

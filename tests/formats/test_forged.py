@@ -24,7 +24,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
@@ -55,8 +55,8 @@ def saved(target: Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         drafter = random_drafter(DRAFTERS[name].Config(**options), target, 0.1, torch.arange(2, 50))
         learn(drafter, texts)
         found[name] = tmp_path_factory.mktemp("saved") / name
-        drafts.save(found[name], drafter, target)
-        path = found[name] / drafts.CARD  # changes are judged by what they say
+        draft_checkpoint.write_draft(found[name], drafter, target)
+        path = found[name] / draft_checkpoint.CARD  # changes are judged by what they say
         path.write_text(json.dumps(as_before(path)))
     return found
 
@@ -75,16 +75,16 @@ def forge(whole: Path, folder: Path, change: Change | None = None) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     if change is not None:
-        card = json.loads((folder / drafts.CARD).read_text())
+        card = json.loads((folder / draft_checkpoint.CARD).read_text())
         change(card)
-        (folder / drafts.CARD).write_text(json.dumps(card))
+        (folder / draft_checkpoint.CARD).write_text(json.dumps(card))
     return folder
 
 
 def reweighed(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(folder / drafts.WEIGHTS)
+    tensors = load_file(folder / draft_checkpoint.WEIGHTS)
     change(tensors)
-    save_file(tensors, folder / drafts.WEIGHTS)
+    save_file(tensors, folder / draft_checkpoint.WEIGHTS)
 
 
 CARDS: list[tuple[str, Change, str]] = [
@@ -153,7 +153,7 @@ def test_a_forged_card_is_told_in_one_line(
 ) -> None:
     folder = forge(saved[family], tmp_path / "best", change)
     with pytest.raises(UserError) as caught:
-        drafts.load(folder, target)
+        draft_checkpoint.load_draft(folder, target)
     assert words in str(caught.value) and str(folder) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -171,9 +171,9 @@ def test_a_forged_card_is_told_in_one_line(
     ],
 )
 def test_a_card_that_is_no_card(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / drafts.CARD).write_text(text)
+    (tmp_path / draft_checkpoint.CARD).write_text(text)
     with pytest.raises(UserError, match=words):
-        drafts.read_card(tmp_path)
+        draft_checkpoint.read_card(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_forged_weights_are_told_in_one_line(
     folder = forge(saved[family], tmp_path / "best")
     reweighed(folder, change)
     with pytest.raises(UserError, match=words):
-        drafts.load(folder, target)
+        draft_checkpoint.load_draft(folder, target)
 
 
 STRANGE = st.one_of(  # what is drawn is copied: later changes may go into it
@@ -238,12 +238,12 @@ def mutated(whole: Any, data: st.DataObject) -> Any:
 def loads_whole_or_not_at_all(folder: Path, target: Target) -> None:
     """Loading gives a UserError of one line, or a draft that has the file's weights and drafts."""
     try:
-        drafter: Drafter = drafts.load(folder, target)
+        drafter: Drafter = draft_checkpoint.load_draft(folder, target)
     except UserError as error:
         assert "\n" not in str(error)
         return
     state = drafter.state_dict()
-    for name, x in load_file(folder / drafts.WEIGHTS).items():
+    for name, x in load_file(folder / draft_checkpoint.WEIGHTS).items():
         assert torch.equal(x.to(state[name].dtype), state[name])
     depth = min(3, drafter.depth)
     try:
@@ -258,12 +258,12 @@ def loads_whole_or_not_at_all(folder: Path, target: Target) -> None:
 def test_any_change_of_a_card(
     saved: dict[str, Path], target: Target, tmp_path: Path, family: str, data: st.DataObject
 ) -> None:
-    card = json.loads((saved[family] / drafts.CARD).read_text())
+    card = json.loads((saved[family] / draft_checkpoint.CARD).read_text())
     folder = forge(saved[family], tmp_path / "best")
     text = json.dumps(mutated(card, data))
     if data.draw(st.integers(0, 9)) == 0:
         text = text[: data.draw(st.integers(0, len(text)))]
-    (folder / drafts.CARD).write_text(text)
+    (folder / draft_checkpoint.CARD).write_text(text)
     loads_whole_or_not_at_all(folder, target)
 
 
@@ -275,14 +275,14 @@ def test_any_change_of_the_weights_header(
 ) -> None:
     """The file is 8 bytes with the length of a JSON header, the header, and the numbers."""
     folder = forge(saved[family], tmp_path / "best")
-    whole = (folder / drafts.WEIGHTS).read_bytes()
+    whole = (folder / draft_checkpoint.WEIGHTS).read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.dumps(mutated(json.loads(whole[8 : 8 + size]), data)).encode()
     length = data.draw(st.sampled_from([len(header)] * 8 + [0, 10**6, 2**63]))
     numbers = whole[8 + size :]
     if data.draw(st.integers(0, 4)) == 0:
         numbers = numbers[: data.draw(st.integers(0, len(numbers)))]
-    (folder / drafts.WEIGHTS).write_bytes(length.to_bytes(8, "little") + header + numbers)
+    (folder / draft_checkpoint.WEIGHTS).write_bytes(length.to_bytes(8, "little") + header + numbers)
     loads_whole_or_not_at_all(folder, target)
 
 
@@ -306,9 +306,9 @@ def forged(saved: dict[str, Path], folder: Path, family: str, what: Change | str
         reweighed(folder, lambda x: x.update({"fc.weight": x["fc.weight"].to(torch.float8_e5m2)}))
         reweighed(folder, lambda x: x.update({"fc.weight": x["fc.weight"].to(torch.float8_e4m3fn)}))
     if what == "brackets":
-        (folder / drafts.CARD).write_text("[" * 100_000)
+        (folder / draft_checkpoint.CARD).write_text("[" * 100_000)
     if isinstance(what, str) and what.startswith("{"):
-        (folder / drafts.CALIBRATION).write_text(what)
+        (folder / draft_checkpoint.CALIBRATION).write_text(what)
     return folder
 
 
@@ -374,4 +374,4 @@ def test_a_process_says_it_and_exits_with_2(
 def test_only_counts_of_modules_are_few(key: str, value: Any, fits: bool) -> None:
     """A width or a theta by layer or expert is no count, though its key names them."""
     with nullcontext() if fits else pytest.raises(UserError, match=f"shape: model.{key} is"):
-        drafts._require_sane({"model": {key: value}}, "shape")
+        draft_checkpoint._require_sane({"model": {key: value}}, "shape")

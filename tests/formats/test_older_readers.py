@@ -18,7 +18,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.formats import export
+from specdec.formats import draft_export
 from specdec.targets.causal import CausalTarget
 from specdec.targets.saved import both_forms
 from tests.tiny import REPOSITORY, make_tokenizer, random_drafter
@@ -113,7 +113,7 @@ def target_of(name: str) -> CausalTarget:
 def test_a_target_is_the_same_model(name: str, older: Path, tmp_path: Path) -> None:
     """Its logits over 150 tokens, and the tokens of a text."""
     target = target_of(name)
-    export.write_target(tmp_path / "target", target)
+    draft_export.write_target(tmp_path / "target", target)
     logits, said, kind = read_by(older, "model", tmp_path / "target", tmp_path)
     with torch.no_grad():
         ours = target.model(some_ids()).logits
@@ -127,7 +127,7 @@ def test_a_target_is_the_same_model(name: str, older: Path, tmp_path: Path) -> N
 def test_a_draft_lm_is_the_same_model(name: str, older: Path, tmp_path: Path) -> None:
     target = target_of(name)
     drafter: Any = random_drafter(LMConfig(layers=[0, 3]), target, 0.0)
-    export.write(tmp_path / "draft", drafter, target)
+    draft_export.write_export(tmp_path / "draft", drafter, target)
     logits, _, _ = read_by(older, "model", tmp_path / "draft", tmp_path)
     with torch.no_grad():
         ours = drafter.model(some_ids()).logits
@@ -139,7 +139,7 @@ def test_a_draft_lm_is_the_same_model(name: str, older: Path, tmp_path: Path) ->
 def test_the_layers_of_a_head_rotate_alike(name: str, older: Path, tmp_path: Path) -> None:
     target = target_of(name)
     drafter: Any = random_drafter(EagleConfig(depth=2), target, 0.1)
-    export.write(tmp_path / "draft", drafter, target)
+    draft_export.write_export(tmp_path / "draft", drafter, target)
     theirs = read_by(older, "layers", tmp_path / "draft", tmp_path)
     ours = target.model.base_model.rotary_emb.inv_freq
     torch.testing.assert_close(theirs, ours)
@@ -150,8 +150,8 @@ def test_what_readers_would_draft_otherwise_is_said(tmp_path: Path) -> None:
         target = target_of(name)
         for config in (EagleConfig(depth=2), Eagle3Config(depth=2, layers=[1, 2, 3])):
             drafter = random_drafter(config, target, 0.1)
-            for layout in export.layout_names(config.name):
-                said = export.write(tmp_path / "draft", drafter, target, layout)
+            for layout in draft_export.layout_names(config.name):
+                said = draft_export.write_export(tmp_path / "draft", drafter, target, layout)
                 assert ("only 0.5 of each head is rotated" in said) is partial
 
 
@@ -177,7 +177,7 @@ def test_a_target_whose_generation_config_contradicts_itself_is_written(tmp_path
     it."""
     target = target_of("base")
     target.model.generation_config = GenerationConfig(do_sample=False, temperature=0.6, top_p=0.9)
-    export.write_target(tmp_path / "target", target)
+    draft_export.write_target(tmp_path / "target", target)
     keys = json.loads((tmp_path / "target" / "generation_config.json").read_text())
     assert (keys["temperature"], keys["top_p"]) == (0.6, 0.9)
     assert target.model.generation_config.temperature == 0.6
@@ -190,7 +190,7 @@ def test_a_config_says_what_the_weights_are(tied: bool, tmp_path: Path) -> None:
     target.model.config.tie_word_embeddings = True
     if tied:
         target.model.config.tie_word_embeddings = False
-    export.write_target(tmp_path / "target", target)
+    draft_export.write_target(tmp_path / "target", target)
     keys = json.loads((tmp_path / "target" / "config.json").read_text())
     assert keys["tie_word_embeddings"] is tied
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
@@ -203,5 +203,5 @@ def test_a_leftover_adapter_is_told(tmp_path: Path) -> None:
     target = target_of("base")
     target.model._hf_peft_config_loaded = True
     with pytest.raises(UserError, match="not written: an adapter was loaded with"):
-        export.write_target(tmp_path / "target", target)
+        draft_export.write_target(tmp_path / "target", target)
     assert not (tmp_path / "target").exists()

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.drafters import Drafter
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from tests.drafters.families import CONFIGS, V, context, logits_at, make_drafter, make_target, text
@@ -35,8 +34,8 @@ def drafter(request: pytest.FixtureRequest, target: Target) -> Drafter:
 def test_saved_and_loaded_weights_give_the_same_logits(
     target: Target, drafter: Drafter, tmp_path
 ) -> None:
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "draft", target)
     ctx, anchors = context(target, drafter, text(10)), torch.tensor([[3, 8]])
     ours, theirs = (logits_at(d, ctx, anchors, None) for d in (drafter, loaded))
     if drafter.state_dict().keys() == loaded.state_dict().keys():
@@ -67,27 +66,30 @@ def test_a_draft_that_does_not_fit_is_told_in_one_line(
     target: Target, tmp_path: Path, name: str, change: Callable[[Any, Any], Any], words: str
 ) -> None:
     folder = tmp_path / "draft"
-    checkpoint.save(folder, make_drafter(name, target), target)
-    card = as_before(folder / checkpoint.CARD)
-    tensors = load_file(folder / checkpoint.WEIGHTS)
+    draft_checkpoint.write_draft(folder, make_drafter(name, target), target)
+    card = as_before(folder / draft_checkpoint.CARD)
+    tensors = load_file(folder / draft_checkpoint.WEIGHTS)
     change(card, tensors)
-    (folder / checkpoint.CARD).write_text(json.dumps(card))
-    save_file(tensors, folder / checkpoint.WEIGHTS)
+    (folder / draft_checkpoint.CARD).write_text(json.dumps(card))
+    save_file(tensors, folder / draft_checkpoint.WEIGHTS)
     with pytest.raises(UserError, match=words) as caught:
-        checkpoint.load(folder, target)
+        draft_checkpoint.load_draft(folder, target)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name,layout", list(export.LAYOUTS))
+@pytest.mark.parametrize("name,layout", list(draft_export.LAYOUTS))
 def test_export_reads_back_and_names_what_is_wrong(
     target: Target, tmp_path, name: str, layout: str
 ) -> None:
     target = CausalTarget(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
-    export.write(tmp_path / "out", drafter, target, layout)
-    again = export.read(tmp_path / "out", drafter, target, layout)
-    assert torch.equal(export.logits(drafter, target), export.logits(again, target))
-    path = tmp_path / "out" / export.WEIGHTS
+    draft_export.write_export(tmp_path / "out", drafter, target, layout)
+    again = draft_export.read_export(tmp_path / "out", drafter, target, layout)
+    assert torch.equal(
+        draft_export.short_text_logits(drafter, target),
+        draft_export.short_text_logits(again, target),
+    )
+    path = tmp_path / "out" / draft_export.WEIGHTS
     whole = load_file(path)
     victim = sorted(n for n in whole if n.endswith("weight"))[0]
     for change, word in (
@@ -99,7 +101,7 @@ def test_export_reads_back_and_names_what_is_wrong(
         change(tensors)
         save_file(tensors, path)
         with pytest.raises(UserError, match=word):
-            export.read(tmp_path / "out", drafter, target, layout)
+            draft_export.read_export(tmp_path / "out", drafter, target, layout)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
@@ -110,7 +112,7 @@ def test_export_refuses_weights_that_are_not_finite(target: Target, tmp_path, na
     with torch.no_grad():
         weight.view(-1)[0] = torch.nan
     with pytest.raises(UserError, match="not finite"):
-        export.write(tmp_path / "out", drafter, target)
+        draft_export.write_export(tmp_path / "out", drafter, target)
     assert not (tmp_path / "out").exists()
 
 

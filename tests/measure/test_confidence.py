@@ -16,7 +16,7 @@ from specdec.drafters.copying.ngram import NgramConfig
 from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.measure.confidence import Believed, believed, calibrate, fit, reliability
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.forced import Along, Text, along, whole
@@ -194,10 +194,14 @@ def test_a_draft_that_copies_has_no_confidence(target: Target, tmp_path: Path) -
 def test_a_calibration_is_kept_with_the_draft(target: Target, tmp_path: Path) -> None:
     """`save` keeps it too, as it does for a hybrid; that of another temperature is untouched."""
     drafter = lm(target)
-    drafts.save(tmp_path / "best", drafter, target)
-    assert drafts.load(tmp_path / "best", target).calibrations == Calibrations()
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
+    assert draft_checkpoint.load_draft(tmp_path / "best", target).calibrations == Calibrations()
     drafter.calibrations = calibrate(target, drafter, PROMPTS[:3], CFG)
-    drafts.keep_calibrations(tmp_path / "best", drafter)
-    assert drafts.load(tmp_path / "best", target).calibrations == drafter.calibrations
-    drafts.save(tmp_path / "again", drafter, target)
-    assert drafts.load(tmp_path / "again", target).calibrations == drafter.calibrations
+    draft_checkpoint.write_calibrations(tmp_path / "best", drafter)
+    assert (
+        draft_checkpoint.load_draft(tmp_path / "best", target).calibrations == drafter.calibrations
+    )
+    draft_checkpoint.write_draft(tmp_path / "again", drafter, target)
+    assert (
+        draft_checkpoint.load_draft(tmp_path / "again", target).calibrations == drafter.calibrations
+    )

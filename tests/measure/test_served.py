@@ -17,9 +17,9 @@ from specdec.drafters import Drafter
 from specdec.engines import client
 from specdec.engines.client import Server
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure import served
-from specdec.measure.served import Engine, Reply, figures, measure_served
+from specdec.measure.served import MeasuredServer, TimedResponse, figures, measure_served
 from specdec.report.markdown import text
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
@@ -65,8 +65,10 @@ def serve(target: Target) -> Iterator[Serve]:
 
 
 def measured(target: Target, one: FakeEngine, plain: FakeEngine | None = None) -> Any:
-    engine = Engine(Server.of("--engine", one.url), target, speculates=True)
-    beside = plain and Engine(Server.of("--plain", plain.url), target, speculates=False)
+    engine = MeasuredServer(Server.at_address("--engine", one.url), target, speculates=True)
+    beside = plain and MeasuredServer(
+        Server.at_address("--plain", plain.url), target, speculates=False
+    )
     samplers = [Sampler(0.0), Sampler(1.0)]
     with Progress(disable=True) as bar:
         return measure_served(engine, beside, PROMPTS, samplers, NEW, 3, bar)
@@ -114,14 +116,22 @@ def test_figures_of_each_response_are_taken_where_the_engine_gives_them(
 
 def test_tokens_beyond_the_end_of_a_response_are_none_of_its_own() -> None:
     """One round accepts five tokens, of which the second is the end: 2 tokens in 1 pass, not 6."""
-    at = figures(0.0, [Reply([1, 2, 3], 1.0, 1, (1, 1, 1, 1, 1))], None)
+    at = figures(0.0, [TimedResponse([1, 2, 3], 1.0, 1, (1, 1, 1, 1, 1))], None)
     assert at.tau.value == 2.0
 
 
 def test_the_speedup_is_the_quotient_of_the_two_speeds() -> None:
     """A mean of the prompts' seconds per token said 1.45 where 15 and 7.9 tokens/s are 1.90."""
-    drafted = [Reply([1] * 100, 5.0, 60), Reply([1] * 5, 2.0, 4), Reply([1] * 15, 1.0, 9)]
-    plain = [Reply([1] * 100, 10.0), Reply([1] * 15, 3.0), Reply([1] * 3, 2.0)]
+    drafted = [
+        TimedResponse([1] * 100, 5.0, 60),
+        TimedResponse([1] * 5, 2.0, 4),
+        TimedResponse([1] * 15, 1.0, 9),
+    ]
+    plain = [
+        TimedResponse([1] * 100, 10.0),
+        TimedResponse([1] * 15, 3.0),
+        TimedResponse([1] * 3, 2.0),
+    ]
     at = figures(1.0, drafted, plain)
     assert at.tokens_per_second.value == 120 / 8
     assert at.plain_tokens_per_second is not None and at.speedup is not None
@@ -133,8 +143,8 @@ def test_the_speedup_is_the_quotient_of_the_two_speeds() -> None:
 def test_figures_by_hand() -> None:
     """Two prompts: 3 rounds with 2 and 1 accepted, 1 round with none; 7 and 2 tokens, of which
     prefill emits one each."""
-    drafted = [Reply([1] * 7, 2.0, 3, (2, 1)), Reply([2] * 2, 1.0, 1, (0,))]
-    plain = [Reply([1] * 7, 6.0), Reply([2, 3], 1.0)]
+    drafted = [TimedResponse([1] * 7, 2.0, 3, (2, 1)), TimedResponse([2] * 2, 1.0, 1, (0,))]
+    plain = [TimedResponse([1] * 7, 6.0), TimedResponse([2, 3], 1.0)]
     at = figures(0.0, drafted, plain)
     assert at.tau.value == (6 + 1) / 4 and at.rounds == 4
     assert [share.value for share in at.accepted] == [2 / 4, 1 / 4]
@@ -171,7 +181,7 @@ def test_what_an_engine_lacks_is_told(target: Target, drafter: Drafter, serve: S
 def test_the_script_says_whose_figures_they_are(
     tiny: Tiny, target: Target, drafter: Drafter, serve: Serve, tmp_path: Path
 ) -> None:
-    checkpoint.save(tmp_path / "best", drafter, target)
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
     lines = tmp_path / "prompts.txt"
     lines.write_text("one cat may run\nwe go home\n")
     engine, plain = serve(drafts=Way(drafter, Chain(3))), serve()

@@ -11,7 +11,7 @@ import pytest
 from specdec.errors import UserError
 from specdec.measure.results import FILE
 from specdec.measure.served import Served, ServedAt
-from specdec.report import served as serving
+from specdec.report import served_page
 from specdec.theory.intervals import Interval
 from tests.report.test_verdict import GAIN, at, hybrid, of, tree
 
@@ -33,27 +33,29 @@ def test_the_runs_own_figures_stand_below_the_engines(tmp_path: Path) -> None:
     report = of(tree(GAIN), ours, hybrid(GAIN))
     report.write(tmp_path)
     near = engine(Interval(ours.tau.low, ours.tau.low - 1, ours.tau.low, 8), ours.way.gamma)
-    shown = serving.write(tmp_path, near, tmp_path)
+    shown = served_page.write_served_page(tmp_path, near, tmp_path)
     rows = [line for line in shown.splitlines() if line.startswith("| T = 0")]
     assert [row.split(" | ")[0] for row in rows] == ["| T = 0", "| T = 0, the run's report"]
     assert f"| {ours.tau.text(2)} |" in rows[1] and f"| {ours.rounds:,} |" in rows[1]
     assert "At T = 0 the two intervals of τ overlap." in shown
     beyond = ours.tau.high + 1
     far = engine(Interval(beyond, beyond - 0.1, beyond + 0.1, 8), ours.way.gamma)
-    assert "do not overlap" in serving.page(far, report)
+    assert "do not overlap" in served_page.served_page_text(far, report)
     few = engine(exactly(beyond), ours.way.gamma)
-    assert "too few prompts to compare" in serving.page(few, report)
+    assert "too few prompts to compare" in served_page.served_page_text(few, report)
     deeper = engine(exactly(ours.tau.value), ours.way.gamma + 1)
-    assert "compare the positions, not τ" in serving.page(deeper, report)
+    assert "compare the positions, not τ" in served_page.served_page_text(deeper, report)
     hotter = engine(exactly(ours.tau.value), ours.way.gamma, 0.7)
-    assert "the run's report" not in serving.page(hotter, report)
-    assert "the run's report" not in serving.page(near, of(tree(GAIN)))
+    assert "the run's report" not in served_page.served_page_text(hotter, report)
+    assert "the run's report" not in served_page.served_page_text(near, of(tree(GAIN)))
     assert (tmp_path / "served.html").read_text().count("&lt;b&gt;") == 2  # in title and heading
 
 
 def test_a_run_without_a_report_has_a_page_and_a_damaged_report_is_told(tmp_path: Path) -> None:
     near = engine(exactly(1.4), 2)
-    assert "the run's report" not in serving.write(tmp_path, near, tmp_path / "none")
+    assert "the run's report" not in served_page.write_served_page(
+        tmp_path, near, tmp_path / "none"
+    )
     (tmp_path / FILE).write_text("{")
     with pytest.raises(UserError, match="evaluate the draft again"):
-        serving.write(tmp_path, replace(near, prompts=9), tmp_path)
+        served_page.write_served_page(tmp_path, replace(near, prompts=9), tmp_path)

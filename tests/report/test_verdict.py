@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.drafters import DRAFTERS
-from specdec.formats.export import LAYOUTS
+from specdec.formats.draft_export import LAYOUTS
 from specdec.measure.results import Measured, Results, Shift
 from specdec.report import verdict
 from specdec.theory.intervals import Interval

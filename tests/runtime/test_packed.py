@@ -18,8 +18,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.parallel.medusa import Medusa
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.runtime import packed
 from specdec.runtime.probes import Answer, Processor
 from specdec.targets.loading import TargetConfig, load_target
@@ -236,9 +235,11 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     monkeypatch.setattr(packed, "LEAST", 1)
     folder = save_target(tmp_path / "target")
     bare = load_target(TargetConfig(str(folder), "float32", "cpu", packed=False))
-    checkpoint.save(tmp_path / "draft", random_drafter(Medusa.Config(), bare, 0.1), bare)
+    draft_checkpoint.write_draft(
+        tmp_path / "draft", random_drafter(Medusa.Config(), bare, 0.1), bare
+    )
     target = load_target(TargetConfig(str(folder), "float32", "cpu", packed=asked))
-    drafter = checkpoint.load(tmp_path / "draft", target)
+    drafter = draft_checkpoint.load_draft(tmp_path / "draft", target)
     for module in (target.model, drafter):
         found = {type(m) for m in module.modules() if isinstance(m, nn.Linear)}
         assert found == {packed.PackedLinear if asked else nn.Linear}
@@ -261,8 +262,8 @@ def test_an_export_of_a_packed_draft_reads_back(
     packed.pack(drafter)
     with torch.no_grad():
         assert not torch.equal(drafter.unembed(torch.ones(1, 384), 0), plain_logits)
-    export.write(tmp_path / "out", drafter, target)
-    assert packed.is_packed(export.read(tmp_path / "out", drafter, target))
+    draft_export.write_export(tmp_path / "out", drafter, target)
+    assert packed.is_packed(draft_export.read_export(tmp_path / "out", drafter, target))
 
 
 def together(dtype: torch.dtype, bias: bool) -> tuple[packed.JointLinear, list[nn.Linear]]:

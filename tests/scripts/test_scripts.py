@@ -20,7 +20,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.measure.results import Measured
 from specdec.report import verdict
 from specdec.sampling.trees import Chain, Dynamic, Shape
@@ -244,7 +244,7 @@ def test_a_draft_is_decoded_as_its_run_decoded_it(
 
     target, best = random_target(architectures(16, 2)["llama"]), tmp_path / "run" / "best"
     drafter = random_drafter(EagleConfig(depth=3), target, 0.0)
-    checkpoint.save(best, drafter, target)
+    draft_checkpoint.write_draft(best, drafter, target)
     if decode is not None:
         settings = {"decode": decode, "drafter": {"name": "eagle"}}
         (best.parent / "config.json").write_text(json.dumps(settings))
@@ -261,7 +261,9 @@ def test_without_options_the_settings_are_those_of_the_dataclasses(tmp_path: Pat
     from command_line import add_decoding, add_measuring, decoding, parser_of
 
     target = random_target(architectures(16, 2)["llama"])
-    checkpoint.save(tmp_path / "draft", random_drafter(EagleConfig(depth=3), target, 0.0), target)
+    draft_checkpoint.write_draft(
+        tmp_path / "draft", random_drafter(EagleConfig(depth=3), target, 0.0), target
+    )
     parser = parser_of("")
     add_measuring(parser)
     add_decoding(parser)
@@ -278,7 +280,7 @@ def test_a_hybrid_that_a_run_made_keeps_its_own_length(tmp_path: Path) -> None:
 
     target, folder = random_target(architectures(16, 2)["llama"]), tmp_path / "with-suffix"
     head = random_drafter(EagleConfig(depth=3), target, 0.0)
-    checkpoint.save(folder, with_copying(head, "suffix", target, 2), target)
+    draft_checkpoint.write_draft(folder, with_copying(head, "suffix", target, 2), target)
     run = tmp_path / "config.json"
     run.write_text(json.dumps({"decode": {"gamma": 2}, "drafter": {"name": "eagle"}}))
     parser = parser_of("")
@@ -294,7 +296,7 @@ def test_the_commands_of_a_verdict_decode_as_was_measured(tmp_path: Path) -> Non
     from command_line import add_decoding, decoding, parser_of
 
     target, best = random_target(architectures(16, 2)["llama"]), tmp_path / "with space" / "best"
-    checkpoint.save(best, random_drafter(EagleConfig(depth=3), target, 0.0), target)
+    draft_checkpoint.write_draft(best, random_drafter(EagleConfig(depth=3), target, 0.0), target)
     run = {"decode": {"gamma": 9}, "drafter": {"name": "eagle"}}
     (best.parent / "config.json").write_text(json.dumps(run))
 
@@ -360,7 +362,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     from benches import engine
     from benches.turns import Answer
 
-    from specdec.formats.export import LAYOUTS
+    from specdec.formats.draft_export import LAYOUTS
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()

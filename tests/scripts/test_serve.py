@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
-from specdec.formats import export
+from specdec.formats import draft_export
 from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import process
 from tests.tiny import Tiny, random_drafter
@@ -52,7 +52,7 @@ def test_serving_with_a_draft_or_plainly(tiny: Tiny, tmp_path: Path, drafted: bo
         return
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     drafter = random_drafter(Eagle3Config(depth=2, layers=[1, 2, 3]), target, 0.1)
-    export.write(tmp_path / "draft", drafter, target)
+    draft_export.write_export(tmp_path / "draft", drafter, target)
     vllm = options(tiny, "--draft", str(tmp_path / "draft"), "--gamma", "2")
     how = {"method": "eagle3", "model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
     assert json.loads(vllm["--speculative-config"]) == how

@@ -25,7 +25,7 @@ from specdec.drafters.models.lm import LMConfig
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.drafters.recurrent.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.runtime import packed, quantised
 from specdec.runtime.packed import PackedLinear, is_packed, pack
@@ -126,7 +126,7 @@ def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, co
         target = TargetOnDemand(config_of(tmp_path))
         drafter = DRAFTERS[config.name].build(config, target.parts, torch.arange(48))
         starts.append(drafter.state_dict())
-        drafts.save(tmp_path / "draft", drafter, target.parts)
+        draft_checkpoint.write_draft(tmp_path / "draft", drafter, target.parts)
         assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
         target.whole()
     assert isinstance(TargetOnDemand(config_of(tmp_path)).parts, StoredParts)
@@ -147,7 +147,7 @@ def test_a_draft_starts_from_what_a_quantised_model_computes_with(
     for k in range(4):
         for name, x in theirs.layer(k).items():
             assert torch.equal(drafter.state_dict()[f"model.model.layers.{k}.{name}"], x), name
-    drafts.save(tmp_path / "draft", drafter, target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
     assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
     ids = torch.arange(3, 20)[None]
     states = drafter.model.base_model(ids).last_hidden_state

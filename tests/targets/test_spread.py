@@ -15,7 +15,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
 from specdec.targets.on_demand import TargetOnDemand
@@ -78,11 +78,11 @@ def test_a_draft_decodes_with_it(
     """A draft starts from it, is kept, and drafts with either; batches of unequal rows too."""
     target = load_target(cfg)
     drafter = random_drafter(DRAFTERS[family].Config(), target, 0.1)
-    checkpoint.save(tmp_path / "draft", drafter, target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [9, 8, 7]]
     right = [generate(whole, p, max_new_tokens=16, eos=()).ids for p in prompts]
     for each in (target, whole):
-        again = checkpoint.load(tmp_path / "draft", each)
+        again = draft_checkpoint.load_draft(tmp_path / "draft", each)
         made = decode(each, prompts, Way(again), max_new_tokens=16, eos=())
         assert [g.ids for g in made] == right and all(g.rounds for g in made)
 

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from specdec.decoding.decode import decode
-from specdec.formats.export import _stops
+from specdec.formats.draft_export import _stops
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
 from specdec.targets.turns import TurnEnds, turn_ends

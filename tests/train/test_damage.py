@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec import progress
 from specdec.errors import UserError
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.integrity import of_tensors
 from specdec.measure.results import FILE, Results
 from specdec.targets.loading import TargetConfig, load_target
@@ -65,8 +65,8 @@ class Runs:
             results().write(run / "report")
         target = load_target(TargetConfig(str(self.tiny.target), "float32"))
         for run in (self.run, self.other):
-            drafter = drafts.read(run / "best", target)
-            drafts.keep_calibrations(run / "best", drafter)
+            drafter = draft_checkpoint.read_draft(run / "best", target)
+            draft_checkpoint.write_calibrations(run / "best", drafter)
         shutil.copytree(self.work, self.pristine)
 
     def job(self, folder: Path, *more: str) -> float:
@@ -95,7 +95,7 @@ class Runs:
         self.job(self.run)
         newest = max((self.run / "checkpoints").glob("step-*"))
         target = load_target(TargetConfig(str(self.tiny.target), "float32"))
-        drafter = drafts.load(self.run / "best", target)
+        drafter = draft_checkpoint.load_draft(self.run / "best", target)
         measured = Results.read(self.run / "report")
         return json.loads(
             json.dumps(

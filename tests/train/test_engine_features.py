@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.engines import client
-from specdec.engines.states import FOLDER_MARK, MARK
+from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.targets import loading
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target

@@ -25,7 +25,7 @@ from tests.engine import FakeEngine
 from tests.processes import FORKS, environment
 from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
-from train.data import engines
+from train.data import engine_responses
 from train.data.answer_files import name_of
 from train.data.template import Prompt
 
@@ -57,7 +57,7 @@ def job(overrides: list[str], folder: str) -> None:
     torch.set_num_threads(1)
     pipeline.finished = lambda *_: None  # type: ignore[assignment]
     client.WAITS = (0.02, 0.02)
-    engines.SECONDS = 0.0
+    engine_responses.SECONDS = 0.0
     with suppress(UserError):  # that the engine is gone
         pipeline.run(compose(overrides), folder)
 
@@ -127,7 +127,7 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
     training.join(100)
     assert training.exitcode == 0 and (tmp_path / "run" / "best").is_dir()
     assert not {*lines(notes)[asked:]} & known
-    lost = engines.COMPARED + AT_ONCE  # the first answers wait until they are compared
+    lost = engine_responses.COMPARED + AT_ONCE  # the first answers wait until they are compared
     assert len(lines(notes)) <= 29 + deaths * lost
     serving.kill()
     every = [entry["prompt"] for entry in entries(tmp_path / "answers")]

@@ -27,7 +27,7 @@ import train
 from specdec.drafters.parallel.medusa import Medusa
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.errors import UserError
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import environment, process
 from tests.runs import as_before
@@ -214,7 +214,7 @@ def trained(tiny: Tiny) -> Path:
 def test_a_draft_of_another_target_is_refused(tiny: Tiny, trained: Path, tmp_path: Path) -> None:
     namesake = load_target(TargetConfig(str(save_target(tmp_path / "other", seed=1)), "float32"))
     with pytest.raises(UserError, match="other weights"):
-        checkpoint.load(trained / "best", namesake)
+        draft_checkpoint.load_draft(trained / "best", namesake)
 
 
 def test_a_draft_serves_its_target_in_any_dtype(tiny: Tiny, trained: Path) -> None:
@@ -222,7 +222,9 @@ def test_a_draft_serves_its_target_in_any_dtype(tiny: Tiny, trained: Path) -> No
     load it in what the machine multiplies natively or in what is asked for, scripts/export in
     float32, whatever it was trained in: the same target, from the same files."""
     for dtype in ("float32", "bfloat16", "float16"):
-        checkpoint.load(trained / "best", load_target(TargetConfig(str(tiny.target), dtype)))
+        draft_checkpoint.load_draft(
+            trained / "best", load_target(TargetConfig(str(tiny.target), dtype))
+        )
 
 
 @pytest.mark.parametrize(
@@ -244,19 +246,19 @@ def test_a_draft_file_that_is_damaged(
         data = damage(data) if file.suffix == ".safetensors" else data
         (tmp_path / "best" / file.name).write_bytes(data)
     with pytest.raises(UserError, match=part):
-        checkpoint.load(tmp_path / "best", target)
+        draft_checkpoint.load_draft(tmp_path / "best", target)
 
 
 @pytest.mark.parametrize(
     "card", [b"", b"[]", b"{}", b"null", b'{"format": 1}', b'{"format": 99}', b"\x93\xff\x00"]
 )
 def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
-    (tmp_path / checkpoint.CARD).write_bytes(card)
+    (tmp_path / draft_checkpoint.CARD).write_bytes(card)
     with pytest.raises(UserError, match=r"drafter\.json") as caught:
-        checkpoint.read_card(tmp_path)
+        draft_checkpoint.read_card(tmp_path)
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="holds no draft"):  # a file of the folder, not the folder
-        checkpoint.read_card(tmp_path / checkpoint.CARD)
+        draft_checkpoint.read_card(tmp_path / draft_checkpoint.CARD)
 
 
 @pytest.mark.parametrize(
@@ -272,10 +274,10 @@ def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
 def test_a_card_with_a_part_of_a_wrong_type(
     trained: Path, tmp_path: Path, change: dict[str, Any], part: str
 ) -> None:
-    card = as_before(trained / "best" / checkpoint.CARD)
-    (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
+    card = as_before(trained / "best" / draft_checkpoint.CARD)
+    (tmp_path / draft_checkpoint.CARD).write_text(json.dumps({**card, **change}))
     with pytest.raises(UserError, match=part):
-        checkpoint.read_card(tmp_path)
+        draft_checkpoint.read_card(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -290,11 +292,11 @@ def test_a_card_of_another_version(
 ) -> None:
     """A family or a key that this version does not have."""
     target = load_target(TargetConfig(str(tiny.target), "float32"))
-    card = as_before(trained / "best" / checkpoint.CARD)
-    (tmp_path / checkpoint.CARD).write_text(json.dumps({**card, **change}))
-    save_file({"x": torch.zeros(1)}, tmp_path / checkpoint.WEIGHTS)
+    card = as_before(trained / "best" / draft_checkpoint.CARD)
+    (tmp_path / draft_checkpoint.CARD).write_text(json.dumps({**card, **change}))
+    save_file({"x": torch.zeros(1)}, tmp_path / draft_checkpoint.WEIGHTS)
     with pytest.raises(UserError, match=part):
-        checkpoint.load(tmp_path, target)
+        draft_checkpoint.load_draft(tmp_path, target)
 
 
 # The command lines, as processes
@@ -480,7 +482,7 @@ def drafts_of_others(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Pa
     other = load_target(TargetConfig(folder, "float32", "cpu", packed=False))
     of_medusa = Medusa.Config(depth=2, draft_vocab=None)
     for name, target, config in (("other", other, of_medusa), ("eagle", mine, Eagle.Config())):
-        checkpoint.save(root / name, random_drafter(config, target, 0.1), target)
+        draft_checkpoint.write_draft(root / name, random_drafter(config, target, 0.1), target)
     return root
 
 

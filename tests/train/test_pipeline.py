@@ -29,8 +29,7 @@ from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.files import read_lines
-from specdec.formats import draft as checkpoint
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.measure import evaluate
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
@@ -175,12 +174,12 @@ def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
     tiny.job(tmp_path / "two", "bigram")
     found = Results.read(tmp_path / "two" / "report")
     assert found.calibrated_on == 3 and all(at.calibrated for at in found.asked)
-    kept = json.loads((tmp_path / "two" / "best" / checkpoint.CALIBRATION).read_text())
+    kept = json.loads((tmp_path / "two" / "best" / draft_checkpoint.CALIBRATION).read_text())
     assert kept["prompts"] == 3 and kept["greedy"] and kept["sampled"] and kept["greedy_draft"]
     tiny.job(tmp_path / "all", "bigram", "decode.prompts=5")
     found = Results.read(tmp_path / "all" / "report")
     assert found.calibrated_on == 0 and found.asked[0].confidence
-    assert not (tmp_path / "all" / "best" / checkpoint.CALIBRATION).exists()
+    assert not (tmp_path / "all" / "best" / draft_checkpoint.CALIBRATION).exists()
 
 
 def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
@@ -292,28 +291,28 @@ def test_drafts_for_encoder_decoders_are_not_exported(tmp_path: Path) -> None:
     target = make_seq2seq("t5")
     kind = DRAFTERS["medusa"]
     with pytest.raises(UserError, match=r"encoder-decoder: no engine .* export=null"):
-        export.require_exportable(kind.Config(), target, "hf")
+        draft_export.require_exportable(kind.Config(), target, "hf")
     with pytest.raises(UserError, match=r"encoder-decoder: no engine .* export=null"):
-        export.write(tmp_path / "out", kind.build(kind.Config(), target), target)
+        draft_export.write_export(tmp_path / "out", kind.build(kind.Config(), target), target)
     assert not (tmp_path / "out").exists()
 
 
 def test_an_export_replaces_nothing_but_an_export(target: Target, tmp_path: Path) -> None:
     config = DRAFTERS["medusa"].Config(depth=1, draft_vocab=None)
     drafter = DRAFTERS["medusa"].build(config, target)
-    export.write(tmp_path / "out", drafter, target)
-    export.write(tmp_path / "out", drafter, target)
+    draft_export.write_export(tmp_path / "out", drafter, target)
+    draft_export.write_export(tmp_path / "out", drafter, target)
     (tmp_path / "precious").mkdir()
     for folder in (tmp_path, tmp_path / "precious"):
         (folder / "thesis.txt").write_text("gold")
         with pytest.raises(UserError, match="not an earlier export"):
-            export.write(folder, drafter, target)
+            draft_export.write_export(folder, drafter, target)
         assert (folder / "thesis.txt").read_text() == "gold"
     with pytest.raises(UserError, match="not an earlier export"):
-        export.write(tmp_path / "thesis.txt", drafter, target)
-    checkpoint.save(tmp_path / "best", drafter, target)
+        draft_export.write_export(tmp_path / "thesis.txt", drafter, target)
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
     with pytest.raises(UserError, match="not an earlier export"):
-        export.write(tmp_path / "best", drafter, target)
+        draft_export.write_export(tmp_path / "best", drafter, target)
 
 
 def test_a_disk_that_fails_is_told_in_one_line() -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from specdec.errors import UserError
 from specdec.files import read_lines
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, records, write_jsonl
@@ -115,7 +115,7 @@ def test_a_later_round_of_longer_rows_ends_a_run_with_its_last_draft(
     assert [r["step"] for r in records(tmp_path / "run") if "held_out" in r] == [4]
     newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
     assert int(newest.name.partition("-")[2]) == 4
-    assert drafts.require_whole(tmp_path / "run" / "best").notes["step"] == 4
+    assert draft_checkpoint.require_undamaged_draft(tmp_path / "run" / "best").notes["step"] == 4
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()
     tiny.job(tmp_path / "run", "medusa", *more)  # it stays ended
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
@@ -265,7 +265,7 @@ def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
         prompts[name_of(prompt)] = prompt.ids.tolist()
     assert found.keys() == prompts.keys() and found != of_target(tiny)
     target = load_target(TargetConfig(str(tiny.target), "float32"))
-    model = drafts.load(tmp_path / "alone" / "rounds" / "1" / "draft", target).model
+    model = draft_checkpoint.load_draft(tmp_path / "alone" / "rounds" / "1" / "draft", target).model
     for name, prompt in prompts.items():
         ids = list(prompt)
         while len(ids) < len(prompt) + 12 and (len(ids) == len(prompt) or ids[-1] != target.eos[0]):

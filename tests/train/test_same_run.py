@@ -12,7 +12,7 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.files import read_json, read_record, write_json
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
@@ -163,10 +163,10 @@ def test_another_run_s_config_beside_a_draft_is_not_believed(
     best = tmp_path / "run" / "best"
     keys = ("gamma", "tree")
     for notes in ({"run": "ours"}, {}):  # an earlier version wrote no identity
-        drafts.save(best, drafter, target, notes=notes)
+        draft_checkpoint.write_draft(best, drafter, target, notes=notes)
         assert data_of_run(tmp_path / "run", best).path == cfg.data.path
         assert shape_of_run(tmp_path / "run", keys, "eagle3", best) is not None
-    drafts.save(best, drafter, target, notes={"run": "another"})
+    draft_checkpoint.write_draft(best, drafter, target, notes={"run": "another"})
     with pytest.raises(UserError, match=r"another run than the draft's.*give --prompts"):
         data_of_run(tmp_path / "run", best)
     assert known_data_of_run(tmp_path / "run", best) is None
@@ -180,5 +180,5 @@ def test_every_draft_of_a_run_carries_its_identity(
     for family in ("ngram", "medusa"):
         tiny.job(tmp_path / family, family, "loop.epochs=1")
         identity = read_json(tmp_path / family / "config.json")["identity"]
-        assert drafts.read_card(tmp_path / family / "best").notes["run"] == identity
+        assert draft_checkpoint.read_card(tmp_path / family / "best").notes["run"] == identity
     assert json.loads((tmp_path / "ngram" / "config.json").read_text())["identity"]

@@ -16,7 +16,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import finished
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.targets.base import Target
 from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import as_before, draft
@@ -63,11 +63,11 @@ def test_every_family_takes_over_an_earlier_draft(
     target: Target, tmp_path: Path, name: str
 ) -> None:
     earlier = make_drafter(name, target)
-    drafts.save(tmp_path / "draft", earlier, target)
+    draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     stage = StageConfig(str(tmp_path / "draft"))
     found = starting(stage, CONFIGS[name], target, said([1, 2]), 0)
     weights = finished(found, found.state_dict())
-    kept = drafts.read(tmp_path / "draft", target).state_dict()
+    kept = draft_checkpoint.read_draft(tmp_path / "draft", target).state_dict()
     for key, weight in kept.items():
         torch.testing.assert_close(weights[key], weight, msg=key)
 
@@ -78,7 +78,7 @@ def test_rows_follow_their_token_ids(target: Target, tmp_path: Path) -> None:
     earlier = make_drafter("eagle3", target)
     missing = sorted(set(range(target.vocab_size)) - set(VOCAB.tolist()))
     a, b, c = missing[2], missing[-1], missing[0]
-    drafts.save(tmp_path / "draft", earlier, target)
+    draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     documents = said([a] * 5 + [b] * 2 + [c] + [int(VOCAB[0])] * 9)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=2)
     found = starting(stage, CONFIGS["eagle3"], target, documents, 0)
@@ -92,15 +92,17 @@ def test_rows_follow_their_token_ids(target: Target, tmp_path: Path) -> None:
         else:
             assert torch.equal(ours[row], theirs[VOCAB.tolist().index(token)])
     assert torch.equal(found.state_dict()["fc.weight"], earlier.state_dict()["fc.weight"])
-    drafts.save(tmp_path / "longer", found, target)  # and it is a draft like any other
-    loaded = drafts.load(tmp_path / "longer", target)
+    draft_checkpoint.write_draft(
+        tmp_path / "longer", found, target
+    )  # and it is a draft like any other
+    loaded = draft_checkpoint.load_draft(tmp_path / "longer", target)
     assert loaded.vocab_S is not None and torch.equal(loaded.vocab_S, found.vocab_S)
 
 
 def test_fewer_tokens_are_added_than_asked_where_the_data_has_no_more(
     target: Target, tmp_path: Path
 ) -> None:
-    drafts.save(tmp_path / "draft", make_drafter("medusa", target), target)
+    draft_checkpoint.write_draft(tmp_path / "draft", make_drafter("medusa", target), target)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=7)
     documents = said([*VOCAB.tolist(), *[i for i in range(4) if i not in VOCAB]])
     found = starting(stage, CONFIGS["medusa"], target, documents, 0)

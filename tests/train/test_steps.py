@@ -87,12 +87,12 @@ def test_the_held_out_figures_are_those_of_the_best_draft(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Read back from disk and measured anew, by another path: one row at a time, online."""
-    from specdec.formats import draft as checkpoint
+    from specdec.formats import draft_checkpoint
     from train.data.split import split_documents
 
     tiny.job(tmp_path / "run", "medusa", "optim.lr=0.05", "loop.eval_every=1")
     target = load_target(tiny.config().target)
-    drafter = checkpoint.load(tmp_path / "run" / "best", target)
+    drafter = draft_checkpoint.load_draft(tmp_path / "run" / "best", target)
     cfg = tiny.config("medusa")
     split = split_documents(cfg.data, target.tokenizer)
     sums, count = torch.zeros(2), torch.zeros(2)

@@ -48,7 +48,7 @@ class AnswersConfig:
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
         for url in self.engines:
-            Server.of("answers.from", url)
+            Server.at_address("answers.from", url)
         Share.of("answers.shard", self.shard)
         require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
         require_temperature("answers.temperature", self.temperature)

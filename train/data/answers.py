@@ -43,7 +43,7 @@ from train.data.answer_files import (
     read_answers,
     seed_of,
 )
-from train.data.engines import served
+from train.data.engine_responses import responses_of_engines
 from train.data.near_duplicates import within_conversations
 from train.data.template import Document, Prompt
 from train.features.store import Store
@@ -94,7 +94,9 @@ def answered(
     With `cfg.engines` and no author, engines write the answers, as `served` says.
     """
     if cfg.engines and author is None:
-        return served(target, prompts, cfg, accelerator, progress, keep, responses_read)
+        return responses_of_engines(
+            target, prompts, cfg, accelerator, progress, keep, responses_read
+        )
     key = key_of(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from specdec.errors import UserError, require
 from specdec.files import new_file
-from specdec.formats.draft import TRAINED_ON
+from specdec.formats.draft_checkpoint import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.progress import console
 from train.data.near_duplicates import NEAR, shingles_of

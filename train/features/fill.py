@@ -2,7 +2,7 @@
 computed whenever they are requested. Training does not know which.
 
 The target in this process fills a store, either as it reads texts (with `Online` as the source) or
-while it answers prompts; or engines do (engines.py).
+while it answers prompts; or engines do (engine_features.py).
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from specdec.targets.parts import Parts
 from train.config import Config
 from train.data.packing import Row, pack
 from train.data.template import Document
-from train.features import engines, shared
+from train.features import engine_features, shared
 from train.features.source import Online, Source
 from train.features.store import Disk, Store
 from train.processes import ranks_of
@@ -169,6 +169,6 @@ class Features:
     def _fill(self, needs: FeatureSpec, rows: Sequence[Row], progress: Progress) -> None:
         assert self.store is not None
         if self.engines:
-            engines.fill(self.store, rows, self.engines, self.target, progress)
+            engine_features.fill_from_engines(self.store, rows, self.engines, self.target, progress)
         else:
             self.store.fill(self._online(needs, rows), progress)

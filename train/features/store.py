@@ -98,7 +98,7 @@ class FeaturesConfig:
     def __post_init__(self) -> None:
         require_known("features", self, cache=("disk", "online"))
         for url in self.engines:
-            Server.of("features.from", url)
+            Server.at_address("features.from", url)
         require(
             not self.engines or self.cache == "disk",
             "features.from fills a store, and features.cache=online has none: leave one of them "

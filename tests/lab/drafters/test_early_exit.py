@@ -18,8 +18,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.models.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as drafts
-from specdec.formats import export
+from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.early_exit import EarlyExit, EarlyExitConfig
 from specdec.runtime.packed import PackedLinear
 from specdec.sampling.sampler import Sampler
@@ -125,21 +124,21 @@ def test_the_draft_is_the_first_layers_with_the_products_added(
 
 def test_a_draft_on_disk_holds_the_adapters_alone(target: Target, tmp_path: Path) -> None:
     drafter = made(target)
-    drafts.save(tmp_path / "best", drafter, target)
-    saved = load_file(tmp_path / "best" / drafts.WEIGHTS)
+    draft_checkpoint.write_draft(tmp_path / "best", drafter, target)
+    saved = load_file(tmp_path / "best" / draft_checkpoint.WEIGHTS)
     assert len(saved) == 2 * 7 * EXIT and all(n.startswith("adapters.pairs.") for n in saved)
-    loaded = drafts.load(tmp_path / "best", target, torch.float32)
+    loaded = draft_checkpoint.load_draft(tmp_path / "best", target, torch.float32)
     assert isinstance(loaded, EarlyExit) and loaded.config == drafter.config
     assert torch.equal(logits(loaded), logits(drafter))
     with pytest.raises(UserError, match="'early_exit' cannot be exported: no engine loads it"):
-        export.write(tmp_path / "out", loaded, target)
+        draft_export.write_export(tmp_path / "out", loaded, target)
     assert not (tmp_path / "out").exists()
 
-    card = as_before(tmp_path / "best" / drafts.CARD)
+    card = as_before(tmp_path / "best" / draft_checkpoint.CARD)
     card["shape"]["adapted"][0][0] = "layers.7.self_attn.q_proj"
-    (tmp_path / "best" / drafts.CARD).write_text(json.dumps(card))
+    (tmp_path / "best" / draft_checkpoint.CARD).write_text(json.dumps(card))
     with pytest.raises(UserError, match="adapters do not fit the layers of tiny-llama"):
-        drafts.load(tmp_path / "best", target)
+        draft_checkpoint.load_draft(tmp_path / "best", target)
 
 
 def test_it_decodes_as_the_target_with_a_cache_of_its_own(target: Target) -> None:

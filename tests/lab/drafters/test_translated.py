@@ -22,7 +22,7 @@ from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.forcing.table import Table
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.bridge import Bridge
 from specdec.lab.drafters.translated import Translated, TranslatedConfig
 from specdec.sampling.choose import Choose
@@ -419,8 +419,8 @@ def test_tokens_beyond_either_embedding_are_neither_read_nor_drafted(
 def test_saved_and_loaded(folders: dict[str, Path], tmp_path: Path, method: str) -> None:
     target = load(folders["words"])
     drafter = make(target, folders["bytes"], method)
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "draft", target)
     ctx, anchors = Context(torch.tensor([prompts(target)[2]])), torch.tensor([[3, 6]])
     drafts = (drafter, loaded, copy(drafter), deepcopy(loaded))
     first, *others = (logits_at(d, ctx, anchors, None) for d in drafts)
@@ -440,10 +440,10 @@ def test_mistakes_are_told_in_one_line(folders: dict[str, Path], tmp_path: Path)
         bare = CausalTarget(target.model, None, "bare")
         Translated.build(TranslatedConfig(source=str(folders["bytes"])), bare)
     other = save(tmp_path / "letters", "letters", 7)
-    checkpoint.save(tmp_path / "draft", make(target, other, "tli"), target)
+    draft_checkpoint.write_draft(tmp_path / "draft", make(target, other, "tli"), target)
     save(tmp_path / "moved", "letters", 8)
-    card = tmp_path / "draft" / checkpoint.CARD
+    card = tmp_path / "draft" / draft_checkpoint.CARD
     moved = json.dumps(as_before(card)).replace(str(other), str(tmp_path / "moved"))
     card.write_text(moved)
     with pytest.raises(UserError, match="other weights"):
-        checkpoint.load(tmp_path / "draft", target)
+        draft_checkpoint.load_draft(tmp_path / "draft", target)

@@ -36,7 +36,7 @@ from specdec.drafters.parallel.medusa import MedusaConfig
 from specdec.errors import UserError
 from specdec.forcing.table import Table
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats import draft as checkpoint
+from specdec.formats import draft_checkpoint
 from specdec.lab.decoding.beam import beam_search
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqTarget
@@ -329,8 +329,8 @@ def test_the_draft_can_be_trained_and_saved(tmp_path: Path) -> None:
     loss.backward()
     names = {n for n, x in drafter.named_parameters() if x.grad is not None and x.grad.any()}
     assert any("encoder" in n for n in names) and any("EncDecAttention" in n for n in names)
-    checkpoint.save(tmp_path / "draft", drafter, target)
-    loaded = checkpoint.load(tmp_path / "draft", target)
+    draft_checkpoint.write_draft(tmp_path / "draft", drafter, target)
+    loaded = draft_checkpoint.load_draft(tmp_path / "draft", target)
     anchors = torch.tensor([[12, 13]])
     ids = torch.tensor(texts[:1])
     same = [d.hidden(Context(ids), anchors, None) for d in (drafter, loaded)]

@@ -22,11 +22,11 @@ from specdec.targets.on_demand import TargetOnDemand
 from tests.engine import FakeEngine, Fault
 from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told
-from train.data import engines
+from train.data import engine_responses
 from train.data.answer_files import AnswersConfig
 from train.data.answers import answered
 from train.data.conversations import DataConfig
-from train.data.engines import ComparedServers, ids_of
+from train.data.engine_responses import ComparedServers, ids_of
 from train.data.split import split_prompts
 from train.data.template import Document, Prompt
 
@@ -304,8 +304,8 @@ def test_a_server_that_changes_its_model_is_found_and_its_last_results_are_dropp
         compare, lambda _s, n, _r: kept.append(n), lambda _s, names: dropped.extend(names)
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "COMPARED", 4)
-        patch.setattr(engines, "AGAIN", 6)
+        patch.setattr(engine_responses, "COMPARED", 4)
+        patch.setattr(engine_responses, "AGAIN", 6)
         for n in range(13):
             results.take(server, n, 1)
             assert kept == [*range(4 * (n // 4) if n < 4 else min(n + 1, 10))] or n == 3
@@ -337,7 +337,7 @@ def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The random target writes no words with spaces between them, so the text is made up."""
-    monkeypatch.setattr(engines, "require_same_model", lambda *_: None)
+    monkeypatch.setattr(engine_responses, "require_same_model", lambda *_: None)
 
     def fault(_: int, reply: dict[str, Any]) -> dict[str, Any]:
         return {**reply, "choices": [{"text": "may run", "finish_reason": "stop"}]}
@@ -360,7 +360,7 @@ def test_ids_of_texts(target: TargetOnDemand) -> None:
         assert ids(text) == [*answer, end]
     assert ids("may run", "length") == answer and ids("may run", limit=1) == answer[:1]
     joined = tokenizer("cat")["input_ids"] * 2  # written as one word, which is unknown
-    with pytest.raises(client.Refused, match="do not begin with the prompt's"):
+    with pytest.raises(client.RequestRejected, match="do not begin with the prompt's"):
         ids_of({"choices": [{"text": "t", "finish_reason": "stop"}]}, joined, parts, 9)
 
 
@@ -372,7 +372,7 @@ def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
 ) -> None:
     """As ids and as text, alone and with several ids that end a response, of which the engine may
     say which one it was. Responses that are cut at the limit get no end."""
-    monkeypatch.setattr(engines, "require_same_model", lambda *_: None)
+    monkeypatch.setattr(engine_responses, "require_same_model", lambda *_: None)
     parts = target.parts
     (end,) = parts.eos
     answer_of = parts.tokenizer("may run")["input_ids"]

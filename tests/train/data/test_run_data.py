@@ -18,7 +18,7 @@ import pytest
 
 import train
 from specdec import errors
-from specdec.formats import draft as drafts
+from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
@@ -101,7 +101,7 @@ def test_generate_asks_what_a_server_would(
     asks = ({"thinking": thinking} if thinking else {}) | {"path": "x"}
     (tmp_path / "config.json").write_text(json.dumps({"data": asks, "identity": "this run"}))
     card = SimpleNamespace(notes={"run": "this run"})
-    monkeypatch.setattr(drafts, "read_card", lambda _: card)
+    monkeypatch.setattr(draft_checkpoint, "read_card", lambda _: card)
     args = Namespace(draft=tmp_path / "best", thinking=None)
     options: dict[str, Any] = {"enable_thinking": False} if thinking else {}
     for template in (PARTS, ASKS):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import UserError
-from specdec.formats.draft import TRAINED_ON
+from specdec.formats.draft_checkpoint import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.measure.results import Results
 from specdec.targets.on_demand import TargetOnDemand

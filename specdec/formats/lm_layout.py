@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.models.lm import LM
-from specdec.formats.layout import Description, Layout, Tensors, special_tokens
+from specdec.formats.layout import Description, ExportLayout, Tensors, special_tokens
 from specdec.targets.parts import Parts
 
 
@@ -23,11 +23,11 @@ def config(drafter: LM, target: Parts) -> Description:
     }
 
 
-def write(drafter: LM, tensors: Tensors) -> Tensors:
+def to_engine(drafter: LM, tensors: Tensors) -> Tensors:
     return {name: x for name, x in tensors.items() if name != "vocab_S"}
 
 
-def read(drafter: LM, tensors: Tensors) -> Tensors:
+def from_engine(drafter: LM, tensors: Tensors) -> Tensors:
     if (rows := drafter.sizes.draft_vocab) is None:
         return tensors
     return tensors | {"vocab_S": torch.arange(rows)}
@@ -53,8 +53,8 @@ def objection(drafter: LM, logits_NS: Tensor) -> str | None:
 
 
 LAYOUTS = {
-    "hf": Layout(
-        *("draft_model", config, write, read),
+    "hf": ExportLayout(
+        *("draft_model", config, to_engine, from_engine),
         objection=objection,
         prefixes={"model.": ""},
         whole_model=True,

@@ -12,10 +12,10 @@ import torch
 
 from specdec.drafters.parallel.block import Block
 from specdec.errors import require
-from specdec.formats import eagle3
+from specdec.formats import eagle3_layout
 from specdec.formats.layout import (
     Description,
-    Layout,
+    ExportLayout,
     Tensors,
     layers_of,
     refuse_biased_head,
@@ -48,20 +48,20 @@ def config(drafter: Block, target: Parts) -> Description:
     }
 
 
-def write(drafter: Block, tensors: Tensors) -> Tensors:
+def to_engine(drafter: Block, tensors: Tensors) -> Tensors:
     if drafter.vocab_S is not None:
         tensors[HEAD] = drafter.target.head.weight[drafter.vocab_S]
-    return eagle3.write(drafter, tensors)
+    return eagle3_layout.to_engine(drafter, tensors)
 
 
-def read(drafter: Block, tensors: Tensors) -> Tensors:
+def from_engine(drafter: Block, tensors: Tensors) -> Tensors:
     """Raises UserError for a head that is not the target's."""
     if drafter.vocab_S is not None:
         rows_SD = tensors.pop(HEAD, None)
         kept_SD = drafter.target.head.weight[drafter.vocab_S]
         fits = rows_SD is not None and torch.equal(rows_SD, kept_SD.cpu())
         require(fits, f"tensor {HEAD!r} is not the target's head for the draft vocabulary")
-    return eagle3.read(drafter, tensors)
+    return eagle3_layout.from_engine(drafter, tensors)
 
 
-LAYOUTS = {"hf": Layout("dflash", config, write, read, refuse_biased_head)}
+LAYOUTS = {"hf": ExportLayout("dflash", config, to_engine, from_engine, refuse_biased_head)}

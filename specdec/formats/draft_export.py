@@ -21,8 +21,18 @@ from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
-from specdec.formats import dflash, eagle, eagle3, foreign, lm, medusa, mlp, mtp, peagle
-from specdec.formats.draft import copy_trained_on, require_finite, require_same, untied
+from specdec.formats import (
+    dflash_layout,
+    eagle3_layout,
+    eagle_layout,
+    export_check,
+    lm_layout,
+    medusa_layout,
+    mlp_layout,
+    mtp_layout,
+    peagle_layout,
+)
+from specdec.formats.draft_checkpoint import copy_trained_on, require_finite, require_same, untied
 from specdec.formats.layout import (
     CONFIG,
     LAYOUT,
@@ -30,7 +40,7 @@ from specdec.formats.layout import (
     OVERRIDES,
     WEIGHTS,
     Description,
-    Layout,
+    ExportLayout,
     renamed,
 )
 from specdec.runtime.packed import is_packed, pack
@@ -45,17 +55,17 @@ PATTERNS = [  # of the files of exports whose mark does not list them
 ]
 
 FAMILIES = {
-    "eagle": eagle,
-    "eagle3": eagle3,
-    "medusa": medusa,
-    "mlp": mlp,
-    "mtp": mtp,
-    "peagle": peagle,
-    "dflash": dflash,
-    "jetspec": dflash,
-    "lm": lm,
+    "eagle": eagle_layout,
+    "eagle3": eagle3_layout,
+    "medusa": medusa_layout,
+    "mlp": mlp_layout,
+    "mtp": mtp_layout,
+    "peagle": peagle_layout,
+    "dflash": dflash_layout,
+    "jetspec": dflash_layout,
+    "lm": lm_layout,
 }
-LAYOUTS: dict[tuple[str, str], Layout] = {
+LAYOUTS: dict[tuple[str, str], ExportLayout] = {
     (family, name): layout
     for family, module in FAMILIES.items()
     for name, layout in module.LAYOUTS.items()
@@ -67,7 +77,7 @@ def layout_names(family: str) -> list[str]:
     return [name for theirs, name in LAYOUTS if theirs == family]
 
 
-def layout_of(family: str, name: str) -> Layout:
+def layout_of(family: str, name: str) -> ExportLayout:
     """Raises UserError if a family does not have this layout."""
     known = layout_names(family)
     require(bool(known), f"drafter {family!r} cannot be exported: no engine loads it from a file")
@@ -99,7 +109,7 @@ def _require_causal(target: Parts) -> None:
     )
 
 
-def write(
+def write_export(
     folder: Path | str,
     drafter: Drafter,
     target: Parts,
@@ -117,7 +127,7 @@ def write(
     _require_causal(target)
     if chosen.refuse is not None:
         chosen.refuse(drafter, target)
-    tensors = chosen.write(drafter, untied(drafter.state_dict()))
+    tensors = chosen.to_engine(drafter, untied(drafter.state_dict()))
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
@@ -137,15 +147,18 @@ def write(
             save_tokenizer(target.tokenizer, partial)
         if draft is not None:
             copy_trained_on(draft, partial)
-        _mark(partial, name, layout, target)
-        again = read(partial, drafter, target, layout)
-        before, twice, after = (logits(d, target) for d in (drafter, drafter, again))
+        _write_mark(partial, name, layout, target)
+        again = read_export(partial, drafter, target, layout)
+        before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
         if chosen.objection and (said := chosen.objection(drafter, before)):
             raise UserError(f"{folder}: not written, because {said}")
         gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
         if not gap <= rounding:
             raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
-        elsewhere, most = foreign.gap(partial, drafter, target), foreign.limit(target)
+        elsewhere, most = (
+            export_check.reference_gap(partial, drafter, target),
+            export_check.largest_gap(target),
+        )
         if not elsewhere <= most:
             raise UserError(
                 f"{folder}: not written: an engine that reads {CONFIG} would compute logits that "
@@ -199,10 +212,10 @@ def write_target(folder: Path, target: Target) -> None:
     require_free(folder)
     with replaced(folder, _written(folder)) as partial:
         target.save(partial)
-        _mark(partial, "target", LAYOUT, target)
+        _write_mark(partial, "target", LAYOUT, target)
 
 
-def _mark(folder: Path, drafter: str, layout: str, target: Parts) -> None:
+def _write_mark(folder: Path, drafter: str, layout: str, target: Parts) -> None:
     """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
     mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
@@ -250,13 +263,13 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT) -> Drafter:
+def read_export(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT) -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
     back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
     with located(path):
-        tensors = chosen.read(like, renamed(load_file(path), back))
+        tensors = chosen.from_engine(like, renamed(load_file(path), back))
     drafter = type(like)(like.config, like.sizes)
     require_same(tensors, untied(drafter.state_dict()), path)
     drafter.load_state_dict(tensors, strict=False)
@@ -268,7 +281,7 @@ def read(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT) -> Dr
 
 
 @torch.no_grad()
-def logits(drafter: Drafter, target: Parts) -> Tensor:
+def short_text_logits(drafter: Drafter, target: Parts) -> Tensor:
     """A drafter's logits [N, S] at all depths, for a few anchors of a short text. Random states
     stand for the target's where its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size

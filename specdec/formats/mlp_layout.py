@@ -11,8 +11,8 @@ import torch
 
 from specdec.drafters.recurrent.mlp import Mlp
 from specdec.errors import require
-from specdec.formats import heads
-from specdec.formats.layout import Description, Layout, Tensors
+from specdec.formats import heads_layout
+from specdec.formats.layout import Description, ExportLayout, Tensors
 from specdec.targets.parts import Parts
 
 
@@ -32,32 +32,34 @@ def config(drafter: Mlp, target: Parts) -> Description:
     }
 
 
-def write(drafter: Mlp, tensors: Tensors) -> Tensors:
-    tensors = heads.write(drafter, tensors)
+def to_engine(drafter: Mlp, tensors: Tensors) -> Tensors:
+    tensors = heads_layout.to_engine(drafter, tensors)
     if drafter.config.tie_weights:
-        one = tensors[f"{heads.HEAD}0.weight"]
-        tensors |= {f"{heads.HEAD}{k}.weight": one.clone() for k in range(1, drafter.config.depth)}
+        one = tensors[f"{heads_layout.HEAD}0.weight"]
+        tensors |= {
+            f"{heads_layout.HEAD}{k}.weight": one.clone() for k in range(1, drafter.config.depth)
+        }
     return tensors
 
 
-def read(drafter: Mlp, tensors: Tensors) -> Tensors:
+def from_engine(drafter: Mlp, tensors: Tensors) -> Tensors:
     """Raises UserError if the copies of a tied head differ."""
     if drafter.config.tie_weights:
         for k in range(1, drafter.config.depth):
-            copy = tensors.pop(f"{heads.HEAD}{k}.weight", None)
-            alike = copy is not None and torch.equal(copy, tensors[f"{heads.HEAD}0.weight"])
+            copy = tensors.pop(f"{heads_layout.HEAD}{k}.weight", None)
+            alike = copy is not None and torch.equal(copy, tensors[f"{heads_layout.HEAD}0.weight"])
             require(alike, f"tensor 'speculator.head.{k}.weight' is not the tied head")
-    return heads.read(drafter, tensors)
+    return heads_layout.from_engine(drafter, tensors)
 
 
-PREFIXES = {heads.HEAD: "speculator.head.", "": "speculator."}
+PREFIXES = {heads_layout.HEAD: "speculator.head.", "": "speculator."}
 LAYOUTS = {
-    "hf": Layout(
+    "hf": ExportLayout(
         "mlp_speculator",
         config,
-        write,
-        read,
-        objection=heads.objection,
+        to_engine,
+        from_engine,
+        objection=heads_layout.objection,
         prefixes=PREFIXES,
         served=False,
     )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from specdec.engines.client import Unavailable
+from specdec.engines.client import ServerUnavailable
 from specdec.errors import UserError, first_line, require, unreadable
 
 ASKED = {"include_output_tokens": True}  # of `kv_transfer_params`: those of the answer, too
@@ -31,8 +31,8 @@ REMEDY = "start the engine with scripts/serve (docs/engines.md)"
 
 def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int) -> list[Tensor]:
     """The states [T, D] of a reply's file after each of these layers, for the tokens of `text` or
-    all but the last. Raises UserError if they cannot be a target's of this width; Unavailable for a
-    file that an engine began and did not end."""
+    all but the last. Raises UserError if they cannot be a target's of this width; ServerUnavailable
+    for a file that an engine began and did not end."""
     params = reply.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
     path, kept = params.get("hidden_states_path"), params.get("layers")
@@ -50,7 +50,7 @@ def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int
     tensors = _read(Path(path), len(text) * (len(kept) * width + 1) * 8)
     ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
     if ids is None or states is None:
-        raise Unavailable(f"{path} holds no hidden states")
+        raise ServerUnavailable(f"{path} holds no hidden states")
     read = ids.tolist()
     require(
         read in (list(text), list(text[:-1])),
@@ -128,13 +128,13 @@ def _read(path: Path, most: int) -> dict[str, Tensor]:
         )
         written = path.read_bytes()
     except FileNotFoundError as error:
-        raise Unavailable(f"{path} was not written") from error
+        raise ServerUnavailable(f"{path} was not written") from error
     except OSError as error:
         raise unreadable(path, error) or error from error
     try:
         return load(written)
     except (SafetensorError, ValueError) as error:
-        raise Unavailable(f"{path} cannot be read ({first_line(error)})") from error
+        raise ServerUnavailable(f"{path} cannot be read ({first_line(error)})") from error
     finally:
         for each in (path, lock):
             with suppress(OSError):

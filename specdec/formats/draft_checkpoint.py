@@ -77,7 +77,7 @@ class Card:
     weights: str = ""  # their checksum; empty: written by an earlier version
 
 
-def save(
+def write_draft(
     folder: Path | str,
     drafter: Drafter,
     target: Parts,
@@ -89,7 +89,7 @@ def save(
     Raises UserError for a weight that is not finite."""
     folder = Path(folder)
     state = finished(drafter, drafter.state_dict() if weights is None else weights)
-    with torch.device("meta"):  # what is on disk has the names that `load` will look for
+    with torch.device("meta"):  # what is on disk has the names that `load_draft` will look for
         kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
     require_finite(tensors, f"{folder}: not written")
@@ -105,7 +105,7 @@ def save(
         save_file(tensors, partial / WEIGHTS)
         write_json(partial / CARD, asdict(card))
         if isinstance(drafter, Calibrated) and drafter.calibrations.prompts:
-            keep_calibrations(partial, drafter)
+            write_calibrations(partial, drafter)
 
 
 def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
@@ -119,33 +119,34 @@ def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
                 shutil.copyfile(path, partial)
 
 
-def keep_calibrations(folder: Path | str, drafter: Drafter) -> None:
-    """Write the calibrations of a draft beside its weights, in a folder that `save` wrote."""
+def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
+    """Write the calibrations of a draft beside its weights, in a folder that `write_draft`
+    wrote."""
     assert isinstance(drafter, Calibrated)
     of_weights = read_card(folder).weights
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
 
-def load(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
+def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
     """Read a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
-    UserError as `read` does, for a draft that fails to draft a few tokens, and for one whose target
-    was trained too."""
-    drafter, own = load_pair(folder, target, dtype)
+    UserError as `read_draft` does, for a draft that fails to draft a few tokens, and for one whose
+    target was trained too."""
+    drafter, own = load_draft_with_target(folder, target, dtype)
     require(
         own is target,
         f"{folder}: this draft is for a target that was adapted along with it: load both, with "
-        "load_pair",
+        "load_draft_with_target",
     )
     return drafter
 
 
-def load_pair(
+def load_draft_with_target(
     folder: Path | str, target: Target, dtype: torch.dtype | None = None
 ) -> tuple[Drafter, Target]:
-    """`load` a draft, and with it the target that it drafts for: the one given, or a copy of it
-    with the adapters that were trained along with the draft."""
+    """`load_draft` a draft, and with it the target that it drafts for: the one given, or a copy of
+    it with the adapters that were trained along with the draft."""
     folder = Path(folder)
-    stored = read(folder, target)
+    stored = read_draft(folder, target)
     drafter: Drafter = stored.to(target.device)
     if isinstance(drafter, Adapts):
         drafter, target = drafter.settled(target)
@@ -162,7 +163,7 @@ def load_pair(
     return drafter.eval(), target
 
 
-def read(folder: Path | str, target: Parts) -> Drafter:
+def read_draft(folder: Path | str, target: Parts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
     damaged calibration, and, naming the tensor, for one that is missing, extra, or of another shape
@@ -207,7 +208,7 @@ def read(folder: Path | str, target: Parts) -> Drafter:
     return drafter
 
 
-def require_whole(folder: Path | str) -> Card:
+def require_undamaged_draft(folder: Path | str) -> Card:
     """The card of a draft whose files are as they were written. Raises UserError as `read_card`
     does, and for weights that cannot be read or do not fit their checksum."""
     folder = Path(folder)
@@ -222,7 +223,7 @@ def require_whole(folder: Path | str) -> Card:
     return card
 
 
-def digest(folder: Path | str) -> str:
+def digest_of_draft(folder: Path | str) -> str:
     """A short hash of a draft's card and weights."""
     hasher = hashlib.blake2b(digest_size=12)
     for name in (CARD, WEIGHTS):

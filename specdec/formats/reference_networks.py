@@ -1,4 +1,4 @@
-"""The networks that engines make of exports, from transformers' classes (see foreign.py).
+"""The networks that engines make of exports, from transformers' classes (see export_check.py).
 
 Attention and rotary positions are those of GLM-4-MoE, which are Llama's and Qwen3's, but also
 partial; norm and MLP are Llama's; a draft LM has the class that its config names. How pairs and
@@ -32,7 +32,7 @@ FINAL = -1  # in place of a layer's number: the final state, not the stream afte
 
 
 @dataclass(frozen=True)
-class Trial:
+class CheckText:
     """A random text, its anchors, how many depths to draft after them, and the target's states."""
 
     ids_T: Tensor
@@ -41,7 +41,7 @@ class Trial:
     width: int
 
     @classmethod
-    def of(cls, drafter: Drafter, target: Parts) -> "Trial":
+    def drawn_for(cls, drafter: Drafter, target: Parts) -> "CheckText":
         depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
         room = min(target.room(1), drafter.limits.positions or LENGTH + DEPTHS)
         length = min(LENGTH, room - depths)
@@ -62,7 +62,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Folder:
+class ExportFolder:
     """The files of an export, and what an engine shares of the target."""
 
     config: Description
@@ -97,7 +97,7 @@ class Folder:
         return whole
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """A layer of an exported draft, by an engine's names: attention over `width` numbers per pair,
     a norm and an MLP; families add the norms before attention."""
 
@@ -173,9 +173,9 @@ def causal(count: int, device: torch.device) -> Tensor:
 
 def unrolled(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    files: Folder,
+    files: ExportFolder,
     features_PD: Tensor,
-    trial: Trial,
+    trial: CheckText,
     anchor: int,
 ) -> Tensor:
     """The logits [K, V] at all depths of a layer that reads its own output there. `run` takes the
@@ -190,10 +190,10 @@ def unrolled(
     return torch.stack(logits)
 
 
-def eagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def eagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """EAGLE-1: fc over a pair, then a Llama layer without its first norm."""
     config, fc = llama(files.config), files.tensors["fc.weight"].float()
-    block = loaded(Block(config, config.hidden_size), files.taken("layers.0."))
+    block = loaded(LlamaBlock(config, config.hidden_size), files.taken("layers.0."))
 
     def run(embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         x = linear(torch.cat([embedding, feature], -1), fc)
@@ -215,7 +215,7 @@ class Eagle3Layers(nn.Module):
         D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
         ids = description["eagle_aux_hidden_state_layer_ids"]
         features = description.get("target_hidden_size", D) * len(ids)
-        self.layers = nn.ModuleList(Block(config, D if i else 2 * D) for i in range(count))
+        self.layers = nn.ModuleList(LlamaBlock(config, D if i else 2 * D) for i in range(count))
         for i, layer in enumerate(self.layers):
             layer.input_layernorm = LlamaRMSNorm(D, eps)
             if i == 0:
@@ -257,20 +257,20 @@ class Eagle3Layers(nn.Module):
 APART = ("lm_head.", "embed_tokens.", "d2t", "t2d", "mask_hidden")  # not of the layers
 
 
-def eagle3_layers(files: Folder) -> Eagle3Layers:
+def eagle3_layers(files: ExportFolder) -> Eagle3Layers:
     tensors = {n.replace("midlayer.", "layers.0."): x for n, x in files.tensors.items()}
     require("lm_head.weight" in tensors, "an engine needs lm_head.weight")
     network: Eagle3Layers = loaded(Eagle3Layers(llama(files.config), files.config), tensors, APART)
     return network
 
 
-def eagle3(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def eagle3(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     layers, ids = eagle3_layers(files), files.config["eagle_aux_hidden_state_layer_ids"]
     features = layers.combined(torch.cat([trial.state(k) for k in ids], -1))
     return unrolled(layers, files, features, trial, anchor)
 
 
-def medusa(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def medusa(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """Medusa's heads (vLLM's medusa.py)."""
     config, tensors, logits = files.config, files.tensors, []
     for k in range(min(trial.depths, config["num_heads"])):
@@ -284,7 +284,7 @@ def medusa(files: Folder, trial: Trial, anchor: int) -> Tensor:
     return torch.stack(logits)
 
 
-def peagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def peagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """One pass over the pairs of the text and a masked pair for each depth above 0."""
     layers, config = eagle3_layers(files), files.config
     ids, more = config["eagle_aux_hidden_state_layer_ids"], trial.depths - 1
@@ -297,7 +297,7 @@ def peagle(files: Folder, trial: Trial, anchor: int) -> Tensor:
     return files.head(read[-trial.depths :])
 
 
-def mlp(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def mlp(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """vLLM's mlp_speculator.py, `generate_proposals`, over the text's own tokens."""
     config, tensors = files.config, files.taken("speculator.")
     tied, n, inner = config["tie_weights"], config["n_predict"], config["inner_dim"]
@@ -323,7 +323,7 @@ def mlp(files: Folder, trial: Trial, anchor: int) -> Tensor:
     return torch.stack(logits)
 
 
-class MTPLayer(Block):
+class MTPLayer(LlamaBlock):
     """vLLM's mimo_v2_mtp.py, `MiMoV2MTPLayer`, by its names."""
 
     enorm: LlamaRMSNorm
@@ -349,7 +349,7 @@ class MTPLayer(Block):
         return out, out
 
 
-def mtp(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def mtp(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """One prediction module, whose sizes vLLM reads in the target's config with the overrides. Its
     head is the target's: vLLM leaves out the factor and the cap of the target's logits, which
     changes no greedy draft, and which are applied here."""
@@ -396,7 +396,7 @@ class DFlashLayers(nn.Module):
     def __init__(self, config: LlamaConfig, description: Description) -> None:
         super().__init__()
         D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
-        self.layers = nn.ModuleList(Block(config, D, head_norms=True) for _ in range(count))
+        self.layers = nn.ModuleList(LlamaBlock(config, D, head_norms=True) for _ in range(count))
         for layer in self.layers:
             layer.input_layernorm = LlamaRMSNorm(D, eps)
         features = len(description["dflash_config"]["target_layer_ids"]) * D
@@ -419,7 +419,7 @@ class DFlashLayers(nn.Module):
         return states
 
 
-def dflash(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def dflash(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """A block of the anchor and of mask tokens, drafted at once, as long as it was trained for."""
     config, device = files.config, trial.ids_T.device
     settings = config["dflash_config"]
@@ -431,7 +431,7 @@ def dflash(files: Folder, trial: Trial, anchor: int) -> Tensor:
     return files.head(states[1 : 1 + trial.depths])
 
 
-def lm(files: Folder, trial: Trial, anchor: int) -> Tensor:
+def lm(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """A draft LM, which reads the text alone."""
     model = AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
     ids_T = torch.cat([trial.ids_T[: anchor + 1], trial.following(anchor)])
@@ -444,7 +444,7 @@ def _on(x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-BY_FAMILY: dict[str, Callable[[Folder, Trial, int], Tensor]] = {
+BY_FAMILY: dict[str, Callable[[ExportFolder, CheckText, int], Tensor]] = {
     "eagle": eagle,
     "eagle3": eagle3,
     "peagle": peagle,

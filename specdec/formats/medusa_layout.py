@@ -5,8 +5,8 @@ both in silence. Layers have a bias only if `medusa_fc_bias` is true; its defaul
 """
 
 from specdec.drafters.parallel.medusa import Medusa
-from specdec.formats import heads
-from specdec.formats.layout import Description, Layout
+from specdec.formats import heads_layout
+from specdec.formats.layout import Description, ExportLayout
 from specdec.targets.parts import Parts
 
 
@@ -24,4 +24,12 @@ def config(drafter: Medusa, target: Parts) -> Description:
     }
 
 
-LAYOUTS = {"hf": Layout("medusa", config, heads.write, heads.read, objection=heads.objection)}
+LAYOUTS = {
+    "hf": ExportLayout(
+        "medusa",
+        config,
+        heads_layout.to_engine,
+        heads_layout.from_engine,
+        objection=heads_layout.objection,
+    )
+}

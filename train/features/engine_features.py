@@ -18,14 +18,14 @@ from specdec.engines.client import (
     choice_of,
     sampling,
 )
-from specdec.engines.states import states_of
+from specdec.engines.vllm import states_of
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.data.engines import (
+from train.data.engine_responses import (
     AT_ONCE,
     SECONDS,
     ComparedServers,
@@ -43,7 +43,7 @@ LEAST = 0.5  # share of an engine's next tokens, one after each text, that its s
 
 
 @dataclass(frozen=True)
-class Read:
+class DocumentStates:
     """What a server made of a text: the states [T, D] after some layers, and the next token."""
 
     states: Sequence[Tensor]
@@ -51,7 +51,7 @@ class Read:
     server: Server
 
 
-def fill(
+def fill_from_engines(
     store: Store,
     rows: Sequence[Row],
     urls: Sequence[str],
@@ -72,7 +72,7 @@ def fill(
     task = bars.add_task("engine's features", total=sum(map(len, texts.values())))
     written, whole = time.monotonic(), list[Target]()
 
-    def compare(_: Server, read: Mapping[int, Read]) -> None:
+    def compare(_: Server, read: Mapping[int, DocumentStates]) -> None:
         with torch.no_grad():
             said = [
                 int(target.logits(features_of(x.states, target)[0][0, -1]).argmax()) == x.after
@@ -84,19 +84,21 @@ def fill(
         states = [(texts[i], x.states) for i, x in read.items()]
         require_same_states(whole[0], store.kind.layers, states)
 
-    def keep(_: Server, i: int, read: Read) -> None:
+    def store_states(_: Server, i: int, read: DocumentStates) -> None:
         nonlocal written
         store.keep(texts[i], *features_of(read.states, target), target)
         if time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE:
             store.write()
             written = time.monotonic()
 
-    def drop(_: Server, names: Sequence[int]) -> None:
+    def remove_states(_: Server, names: Sequence[int]) -> None:
         store.remove([texts[i] for i in names])
 
-    results = ComparedServers[int, Read](compare, keep, drop)
+    results = ComparedServers[int, DocumentStates](compare, store_states, remove_states)
     try:
-        for i, result in states(engines, texts, [*store.kind.layers, target.depth], target.width):
+        for i, result in states_of_documents(
+            engines, texts, [*store.kind.layers, target.depth], target.width
+        ):
             if isinstance(result, Failed):
                 raise UserError(
                     f"the features of a text of {len(texts[i])} tokens are missing because of "
@@ -111,18 +113,20 @@ def fill(
     bars.remove_task(task)
 
 
-def states(engines: Engines, texts: dict[int, list[int]], layers: Sequence[int], width: int) -> Any:
+def states_of_documents(
+    engines: Engines, texts: dict[int, list[int]], layers: Sequence[int], width: int
+) -> Any:
     """The states after these layers [T, D] of each text, and the token that the engine would write
     next, in the order in which they come."""
     how = {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {}}
     how |= sampling(Sampler(0.0), 0)
     requests = [Request(i, COMPLETIONS, {"prompt": ids, **how}) for i, ids in texts.items()]
 
-    def read(i: int, reply: Any, server: Server) -> Read:
+    def parsed(i: int, reply: Any, server: Server) -> DocumentStates:
         after = choice_of(reply).get("token_ids") or [-1]
-        return Read(states_of(reply, texts[i], layers, width), after[0], server)
+        return DocumentStates(states_of(reply, texts[i], layers, width), after[0], server)
 
-    return engines.results(requests, REQUESTS, read)
+    return engines.results(requests, REQUESTS, parsed)
 
 
 def _require_own(alike: Sequence[bool], target: Parts) -> None:

@@ -11,17 +11,17 @@ from specdec.report.verdict import as_engines_draft
 PAGE = "served.md"
 
 
-def write(folder: Path, served: Served, report: Path) -> str:
+def write_served_page(folder: Path, served: Served, report: Path) -> str:
     """Write served.json, served.md and served.html into a folder; returns the page as a terminal
     shows it. `report` is the folder of the report of the draft's run, which need not exist. Raises
     UserError if that report is damaged."""
     promised = Results.read(report) if (report / FILE).exists() else None
     served.write(folder)
-    markdown.write(folder / PAGE, page(escaped(served), escaped(promised)))
-    return page(served, promised)
+    markdown.write(folder / PAGE, served_page_text(escaped(served), escaped(promised)))
+    return served_page_text(served, promised)
 
 
-def page(served: Served, promised: Results | None) -> str:
+def served_page_text(served: Served, promised: Results | None) -> str:
     """A page of Markdown; texts in it are taken as they are. `promised` are the results of the
     draft's run."""
     deepest = max(len(at.accepted) for at in served.asked)

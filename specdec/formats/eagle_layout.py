@@ -3,7 +3,7 @@
 from specdec.drafters.recurrent.eagle import Eagle
 from specdec.formats.layout import (
     Description,
-    Layout,
+    ExportLayout,
     one_layer,
     refuse_biased_head,
     shared_head,
@@ -24,4 +24,4 @@ def config(drafter: Eagle, target: Parts) -> Description:
     }
 
 
-LAYOUTS = {"hf": Layout("eagle", config, refuse=refuse_biased_head)}
+LAYOUTS = {"hf": ExportLayout("eagle", config, refuse=refuse_biased_head)}

@@ -15,7 +15,7 @@ from specdec.formats.layout import Tensors
 HEAD = "lm_heads."  # followed by the number of the head
 
 
-def write(drafter: Heads, tensors: Tensors) -> Tensors:
+def to_engine(drafter: Heads, tensors: Tensors) -> Tensors:
     """Heads over the target's whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is not None:
         for name in [n for n in tensors if n.startswith(HEAD)]:
@@ -25,7 +25,7 @@ def write(drafter: Heads, tensors: Tensors) -> Tensors:
     return tensors
 
 
-def read(drafter: Heads, tensors: Tensors) -> Tensors:
+def from_engine(drafter: Heads, tensors: Tensors) -> Tensors:
     """Heads over the draft vocabulary, which is that of `drafter`: nothing else tells a token
     outside it from one whose row happens to be zeros. Raises UserError for a head with other
     tokens."""

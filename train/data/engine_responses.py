@@ -22,14 +22,14 @@ from specdec.engines.client import (
     COMPLETIONS,
     Engines,
     Failed,
-    Refused,
     Request,
+    RequestRejected,
     Server,
-    Unavailable,
+    ServerUnavailable,
     choice_of,
     sampling,
 )
-from specdec.engines.states import ASKED, states_of
+from specdec.engines.vllm import ASKED, states_of
 from specdec.errors import UserError, require
 from specdec.files import make_folder, write_whole
 from specdec.integrity import sealed
@@ -70,7 +70,7 @@ SECONDS, AT_ONCE = 2.0, 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineResponse:
     """An answer's ids, the server that gave it and, if they were asked for, the states [T, D] after
     some layers, for the prompt and the answer without its last token."""
 
@@ -128,7 +128,7 @@ class ComparedServers(Generic[K, T]):
 def engines_of(setting: str, urls: Sequence[str], target: Parts) -> Engines:
     """The engines at these addresses. Raises UserError as `Engines` does."""
     wanted = [target.name, Path(target.name).name]
-    return Engines([Server.of(setting, url) for url in urls], wanted)
+    return Engines([Server.at_address(setting, url) for url in urls], wanted)
 
 
 def require_room_in(engines: Engines, longest: int) -> None:
@@ -150,7 +150,7 @@ def answers_of(
     limit: int,
     at_once: int,
     layers: Sequence[int] | None = None,
-) -> Iterator[tuple[str, Answer | Failed]]:
+) -> Iterator[tuple[str, EngineResponse | Failed]]:
     """The answers of at most `limit` tokens to prompts, by their names, in the order in which they
     come, with the states after these `layers`. Raises UserError for an answer that cannot be the
     target's, and as `Engines.results` does."""
@@ -171,27 +171,29 @@ def answers_of(
         for name, prompt in asked.items()
     ]
 
-    def read(name: str, reply: Any, server: Server) -> Answer:
+    def parsed(name: str, reply: Any, server: Server) -> EngineResponse:
         ids = ids_of(reply, asked[name], target, limit)
         if layers is None:
-            return Answer(ids, server)
-        return Answer(ids, server, states_of(reply, [*asked[name], *ids], layers, target.width))
+            return EngineResponse(ids, server)
+        return EngineResponse(
+            ids, server, states_of(reply, [*asked[name], *ids], layers, target.width)
+        )
 
-    return engines.results(requests, at_once, read)
+    return engines.results(requests, at_once, parsed)
 
 
 def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
     """The ids of a response, up to and including the first that ends it, also if the engine strips
-    that id. Raises UserError if they cannot be the target's; Refused if the response came as text
-    and the prompt is no prefix of the whole text's ids; Unavailable if there is no response in the
-    reply, or one that was broken off."""
+    that id. Raises UserError if they cannot be the target's; RequestRejected if the response came
+    as text and the prompt is no prefix of the whole text's ids; ServerUnavailable if there is no
+    response in the reply, or one that was broken off."""
     choice = choice_of(reply)
     ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
     reason, text = choice.get("finish_reason"), choice.get("text")
     if ids is None and not isinstance(text, str):
-        raise Unavailable("an answer without ids and without text")
+        raise ServerUnavailable("an answer without ids and without text")
     if reason not in ("stop", "length"):
-        raise Unavailable(f"an answer that was broken off (finish_reason {reason!r})")
+        raise ServerUnavailable(f"an answer that was broken off (finish_reason {reason!r})")
     require(
         read is None or read == list(prompt),
         "the engine read other tokens than were sent to it: it does not serve this target, or "
@@ -212,7 +214,7 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
     ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
     answer: list[int] = ids[: ends[0] if ends else limit]
     if not answer:
-        raise Unavailable("an empty answer")
+        raise ServerUnavailable("an empty answer")
     return answer
 
 
@@ -232,7 +234,7 @@ def _of_text(text: str, prompt: Sequence[int], target: Parts) -> list[int]:
     before = tokenizer.decode(prompt, skip_special_tokens=False)
     whole = tokenizer(before + text, add_special_tokens=False)["input_ids"]
     if whole[: len(prompt)] != list(prompt):
-        raise Refused(
+        raise RequestRejected(
             "an engine that returns text instead of token ids, and this text's ids do not begin "
             "with the prompt's"
         )
@@ -249,7 +251,7 @@ def features_of(states: Sequence[Tensor], target: Parts) -> tuple[Tensor, Tensor
 
 
 @torch.no_grad()
-def final_of(target: Target, prompt: Sequence[int], answer: Answer) -> Tensor:
+def final_of(target: Target, prompt: Sequence[int], answer: EngineResponse) -> Tensor:
     """The final states [N, D] before each token of an answer, as the target reads them."""
     ids_BT = torch.tensor([[*prompt, *answer.ids]], device=target.device)
     _, final_1TD = target.features(ids_BT, FeatureSpec())
@@ -324,7 +326,7 @@ def require_same_model(
         )
 
 
-def served(
+def responses_of_engines(
     target: TargetOnDemand,
     prompts: Sequence[Prompt],
     cfg: AnswersConfig,
@@ -345,12 +347,12 @@ def served(
     def recorded() -> dict[str, str]:
         return {} if responses_read is None else responses_read.files(key)
 
-    def read(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
+    def stored_responses(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
         return read_answers(folder, key, target.parts.vocab_size, asked, recorded, own)
 
     def known_now() -> tuple[set[str], set[str]]:
         """The prompts with a response, and those that engines are not to be asked for."""
-        stored = read(recorded())
+        stored = stored_responses(recorded())
         names = {*stored.by_prompt, *unanswered(folder, key)}
         if stored.damage and not names >= asked.keys():
             tell(f"{stored.damage}: their prompts are answered again where this run needs them")
@@ -363,7 +365,9 @@ def served(
     own = gather_object(files)
 
     def documents() -> list[Document]:
-        stored = read({name: file for name, file in recorded().items() if name in known}, own)
+        stored = stored_responses(
+            {name: file for name, file in recorded().items() if name in known}, own
+        )
         left_out = unanswered(folder, key) - stored.by_prompt.keys()
         answered = [p for p in prompts if name_of(p) not in left_out]
         read_now = documents_of(answered, stored.by_prompt, None, folder)
@@ -421,7 +425,7 @@ def _ask(
         accepted.clear()
         written = time.monotonic()
 
-    def accept(server: Server, name: str, answer: Answer) -> None:
+    def accept(server: Server, name: str, answer: EngineResponse) -> None:
         if keep:
             kept[name] = [*asked[name], *answer.ids]
             keep.keep(kept[name], *features_of(answer.states, parts), parts)
@@ -430,7 +434,7 @@ def _ask(
         if not keep or late:
             write()
 
-    def compare(server: Server, answers: Mapping[str, Answer]) -> None:
+    def compare(server: Server, answers: Mapping[str, EngineResponse]) -> None:
         """Raise UserError unless these answers of a server are the target's."""
         if not whole:
             whole.append(target.to_compare())
@@ -452,7 +456,7 @@ def _ask(
         if keep:
             keep.remove([kept[name] for name in names])
 
-    results = ComparedServers[str, Answer](compare, accept, drop)
+    results = ComparedServers[str, EngineResponse](compare, accept, drop)
 
     def note(failed: Mapping[str, Failed]) -> None:
         """Note which prompts have no answer, so that they are not asked again."""

@@ -1,6 +1,6 @@
 """Exports read by somebody else's code: transformers' classes, built from the exported config.
 
-Run alone: pytest tests/formats/test_foreign.py
+Run alone: pytest tests/formats/test_export_check.py
 """
 
 import copy
@@ -39,7 +39,7 @@ from specdec.drafters.parallel.dflash import DFlashConfig
 from specdec.drafters.recurrent.eagle import EagleConfig
 from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.errors import UserError
-from specdec.formats import export, foreign
+from specdec.formats import draft_export, export_check
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from specdec.targets.parts import Parts
@@ -50,7 +50,9 @@ V, KEPT = 61, torch.arange(2, 42)
 EXPORTED = {
     name: config
     for name, config in CONFIGS.items()
-    if export.layout_names(config.name) and "adapters" not in name and "a module a" not in name
+    if draft_export.layout_names(config.name)
+    and "adapters" not in name
+    and "a module a" not in name
 }
 BASE: dict[str, Any] = dict(
     vocab_size=V,
@@ -158,9 +160,9 @@ def test_an_export_computes_the_same_elsewhere(
     target, config = targets(kind), EXPORTED[name]
     before = copy.deepcopy(target.model.config.to_dict())
     drafter = draft(config, target)
-    for layout in export.layout_names(config.name):
-        export.write(tmp_path / layout, drafter, target, layout)
-        assert foreign.gap(tmp_path / layout, drafter, target) < 1e-4
+    for layout in draft_export.layout_names(config.name):
+        draft_export.write_export(tmp_path / layout, drafter, target, layout)
+        assert export_check.reference_gap(tmp_path / layout, drafter, target) < 1e-4
     assert target.model.config.to_dict() == before
 
 
@@ -202,12 +204,13 @@ UNREADABLE: list[tuple[str, Change]] = [
 def exported(target: Target, name: str, folder: Path, change: Change) -> Drafter:
     """A draft whose export has a changed config; the change must not be seen by our own reader."""
     drafter = draft(EXPORTED[name], target)
-    export.write(folder, drafter, target)
-    config = json.loads((folder / export.CONFIG).read_text())
+    draft_export.write_export(folder, drafter, target)
+    config = json.loads((folder / draft_export.CONFIG).read_text())
     change(config)
-    (folder / export.CONFIG).write_text(json.dumps(config))
+    (folder / draft_export.CONFIG).write_text(json.dumps(config))
     assert torch.equal(
-        export.logits(export.read(folder, drafter, target), target), export.logits(drafter, target)
+        draft_export.short_text_logits(draft_export.read_export(folder, drafter, target), target),
+        draft_export.short_text_logits(drafter, target),
     )
     return drafter
 
@@ -220,7 +223,9 @@ def test_a_wrong_description_is_another_network(
     ignores the config, sees nothing."""
     target = targets(kind)
     drafter = exported(target, name, tmp_path / "out", change)
-    assert foreign.gap(tmp_path / "out", drafter, target) > 10 * foreign.limit(target)
+    assert export_check.reference_gap(
+        tmp_path / "out", drafter, target
+    ) > 10 * export_check.largest_gap(target)
 
 
 @pytest.mark.parametrize(("what", "change"), UNREADABLE, ids=[what for what, _ in UNREADABLE])
@@ -230,7 +235,7 @@ def test_what_engines_cannot_read_or_read_differently(
     target = targets("llama")
     drafter = exported(target, "eagle3", tmp_path / "out", change)
     with pytest.raises(UserError):
-        foreign.gap(tmp_path / "out", drafter, target)
+        export_check.reference_gap(tmp_path / "out", drafter, target)
 
 
 def test_a_wrong_draft_vocabulary_is_found(
@@ -238,19 +243,19 @@ def test_a_wrong_draft_vocabulary_is_found(
 ) -> None:
     target = targets("llama")
     drafter = exported(target, "eagle3", tmp_path / "out", lambda c: None)
-    tensors = load_file(tmp_path / "out" / export.WEIGHTS)
+    tensors = load_file(tmp_path / "out" / draft_export.WEIGHTS)
     tensors["d2t"][-1] += 1
-    save_file(tensors, tmp_path / "out" / export.WEIGHTS)
-    assert foreign.gap(tmp_path / "out", drafter, target) == float("inf")
+    save_file(tensors, tmp_path / "out" / draft_export.WEIGHTS)
+    assert export_check.reference_gap(tmp_path / "out", drafter, target) == float("inf")
 
 
 def test_a_trial_stays_within_what_is_read_alike(targets: Callable[[str], Target]) -> None:
     """A text of a target with LongRoPE does not cross the length at which its factors change."""
     drafter = draft(EXPORTED["eagle"], targets("longrope, half"))
-    trial = foreign.Trial.of(drafter, targets("longrope, half"))
+    trial = export_check.CheckText.drawn_for(drafter, targets("longrope, half"))
     assert len(trial.ids_T) == 64 and trial.depths == 3
     assert trial.anchors[-1] + trial.depths < 64 and trial.anchors[0] > 10
-    assert len(foreign.Trial.of(drafter, targets("llama")).ids_T) == 192 + 3
+    assert len(export_check.CheckText.drawn_for(drafter, targets("llama")).ids_T) == 192 + 3
 
 
 def latent(**more: Any) -> PreTrainedConfig:
@@ -335,11 +340,11 @@ def test_what_an_export_refuses_is_known_before_training(
     """From the config and the target's parts alone; the export itself says the same."""
     parts = parts_of_config(target())
     with pytest.raises(UserError, match=said) as first:
-        export.require_exportable(config, parts, "hf")
+        draft_export.require_exportable(config, parts, "hf")
     assert "export" in str(first.value)  # what to do about it
     drafter = DRAFTERS[config.name](config, DRAFTERS[config.name].plan(config, parts))
     with pytest.raises(UserError, match=said):
-        export.write(tmp_path / "out", drafter, parts)  # type: ignore[arg-type]
+        draft_export.write_export(tmp_path / "out", drafter, parts)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
@@ -359,15 +364,15 @@ def test_a_kept_token_whose_row_is_zero(
         for n, x in drafter.named_parameters():
             if n.startswith("lm_heads."):
                 x[5] = 0
-    export.write(tmp_path / "out", drafter, target)
-    again = export.read(tmp_path / "out", drafter, target)
+    draft_export.write_export(tmp_path / "out", drafter, target)
+    again = draft_export.read_export(tmp_path / "out", drafter, target)
     assert again.vocab_S is not None and torch.equal(again.vocab_S, KEPT)
-    tensors = load_file(tmp_path / "out" / export.WEIGHTS)
+    tensors = load_file(tmp_path / "out" / draft_export.WEIGHTS)
     head = next(n for n in tensors if "head" in n)
     tensors[head][0] = 1.0  # token 0 is not kept
-    save_file(tensors, tmp_path / "out" / export.WEIGHTS)
+    save_file(tensors, tmp_path / "out" / draft_export.WEIGHTS)
     with pytest.raises(UserError, match="tokens outside the draft vocabulary"):
-        export.read(tmp_path / "out", drafter, target)
+        draft_export.read_export(tmp_path / "out", drafter, target)
 
 
 def test_logits_may_differ_by_rounding_where_kernels_sum_in_any_order(
@@ -375,7 +380,7 @@ def test_logits_may_differ_by_rounding_where_kernels_sum_in_any_order(
 ) -> None:
     """Here by one unit in the last place, at random: in bfloat16 it is rounding, in float32 on a
     CPU it would be an error; a hundred units are one anywhere."""
-    target, computed = targets("llama"), export.logits
+    target, computed = targets("llama"), draft_export.short_text_logits
     drafter, generator = draft(EXPORTED["eagle3"], target), torch.Generator().manual_seed(0)
     units = 1
 
@@ -384,19 +389,23 @@ def test_logits_may_differ_by_rounding_where_kernels_sum_in_any_order(
         drawn = torch.randint(-1, 2, logits.shape, generator=generator)
         return logits * (1 + units * drawn * torch.finfo(logits.dtype).eps).to(logits.dtype)
 
-    monkeypatch.setattr(export, "logits", jittery)
+    monkeypatch.setattr(draft_export, "short_text_logits", jittery)
     with pytest.raises(UserError, match="read back, its logits differ"):
-        export.write(tmp_path / "float32", drafter, target)
+        draft_export.write_export(tmp_path / "float32", drafter, target)
     drafter.bfloat16()
-    assert "equal but for rounding" in export.write(tmp_path / "bfloat16", drafter, target)
+    assert "equal but for rounding" in draft_export.write_export(
+        tmp_path / "bfloat16", drafter, target
+    )
     units = 0
-    again = export.logits(drafter, target).abs().max()
-    assert export.rounding_of(again, 0.5) == pytest.approx(4 * (0.5 + 2**-7 * float(again)))
+    again = draft_export.short_text_logits(drafter, target).abs().max()
+    assert draft_export.rounding_of(again, 0.5) == pytest.approx(4 * (0.5 + 2**-7 * float(again)))
     monkeypatch.setattr(
-        export, "read", lambda *_: draft(EXPORTED["eagle3"], targets("linear")).bfloat16()
+        draft_export,
+        "read_export",
+        lambda *_: draft(EXPORTED["eagle3"], targets("linear")).bfloat16(),
     )
     with pytest.raises(UserError, match="read back, its logits differ"):
-        export.write(tmp_path / "other", drafter, target)
+        draft_export.write_export(tmp_path / "other", drafter, target)
 
 
 def sized(config: PreTrainedConfig) -> dict[str, Any]:

@@ -5,18 +5,18 @@ from dataclasses import replace
 
 from specdec.drafters.parallel.peagle import PEagle
 from specdec.errors import require
-from specdec.formats import eagle3
+from specdec.formats import eagle3_layout
 from specdec.formats.layout import Description
 from specdec.targets.parts import Parts
 
 
 def hf(drafter: PEagle, target: Parts) -> Description:
-    return {**eagle3.hf(drafter, target), "mask_token_id": drafter.mask_token}
+    return {**eagle3_layout.hf(drafter, target), "mask_token_id": drafter.mask_token}
 
 
 def speculators(drafter: PEagle, target: Parts) -> Description:
     """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
-    described = eagle3.speculators(drafter, target)
+    described = eagle3_layout.speculators(drafter, target)
     described |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
     described["speculators_config"]["algorithm"] = "peagle"
     return {**described, "mask_token_id": drafter.mask_token}
@@ -30,8 +30,8 @@ def refuse(drafter: PEagle, target: Parts) -> None:
 
 
 LAYOUTS = {
-    "hf": replace(eagle3.LAYOUTS["hf"], config=hf, parallel=True),
+    "hf": replace(eagle3_layout.LAYOUTS["hf"], config=hf, parallel=True),
     "speculators": replace(
-        eagle3.LAYOUTS["speculators"], config=speculators, refuse=refuse, parallel=True
+        eagle3_layout.LAYOUTS["speculators"], config=speculators, refuse=refuse, parallel=True
     ),
 }

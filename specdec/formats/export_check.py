@@ -1,19 +1,19 @@
 """Somebody else's code for an exported draft: the network that an engine makes of a folder.
 
-    logits(folder, target, trial) -> Tensor [N, V]    what an engine computes
-    ours(drafter, target, trial) -> Tensor [N, V]     what our drafter computes
-    gap(folder, drafter, target) -> float             the largest difference, relative to the logits
-    limit(target) -> float                            the largest gap that rounding explains
+    reference_logits(folder, target, trial)    [N, V]: what an engine computes
+    drafter_logits(drafter, target, trial)     [N, V]: what our drafter computes
+    reference_gap(folder, drafter, target)     the largest difference, relative to the logits
+    largest_gap(target)                        the largest gap that rounding explains
 
-The network (networks.py) is built from the folder's files alone: config.json, model.safetensors,
-and the overrides of the target's config, with an engine's names of tensors and its defaults where
-a key is absent. Of the target, it has what an engine shares: the embedding table and the head's
-weight.
+The network (reference_networks.py) is built from the folder's files alone: config.json,
+model.safetensors, and the overrides of the target's config, with an engine's names of tensors and
+its defaults where a key is absent. Of the target, it has what an engine shares: the embedding table
+and the head's weight.
 
-A `Trial` is a random text with random states in place of the target's, so no pass of the target is
-needed, and the text can be long enough for rotary positions to matter. N runs over its anchors at
-depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the logit -inf or, if
-the engine gives it a row of zeros, 0. Networks are computed in float32.
+A `CheckText` is a random text with random states in place of the target's, so no pass of the target
+is needed, and the text can be long enough for rotary positions to matter. N runs over its anchors
+at depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the logit -inf or,
+if the engine gives it a row of zeros, 0. Networks are computed in float32.
 """
 
 import json
@@ -28,12 +28,12 @@ from specdec.context import Context
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
-from specdec.formats.networks import BY_FAMILY, FINAL, Folder, Trial
+from specdec.formats.reference_networks import BY_FAMILY, FINAL, CheckText, ExportFolder
 from specdec.targets.parts import Parts
 
 
 @torch.no_grad()
-def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
+def reference_logits(folder: Path | str, target: Parts, trial: CheckText) -> Tensor:
     """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
     that an engine would not load."""
     folder = Path(folder)
@@ -41,7 +41,7 @@ def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
         json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, MARK)
     )
     overrides = folder / OVERRIDES
-    files = Folder(
+    files = ExportFolder(
         config,
         {n: x.to(target.device) for n, x in load_file(folder / WEIGHTS).items()},
         json.loads(overrides.read_text(encoding="utf-8")) if overrides.exists() else {},
@@ -55,7 +55,7 @@ def logits(folder: Path | str, target: Parts, trial: Trial) -> Tensor:
 
 
 @torch.no_grad()
-def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
+def drafter_logits(drafter: Drafter, target: Parts, trial: CheckText) -> Tensor:
     """The logits [N, V] of a drafter of ours."""
     state, original = drafter.state_dict(), drafter
     drafter = type(original)(original.config, original.sizes)
@@ -82,24 +82,26 @@ def ours(drafter: Drafter, target: Parts, trial: Trial) -> Tensor:
     return whole
 
 
-def gap(folder: Path | str, drafter: Drafter, target: Parts, trial: Trial | None = None) -> float:
+def reference_gap(
+    folder: Path | str, drafter: Drafter, target: Parts, trial: CheckText | None = None
+) -> float:
     """The largest difference between the logits of an export in somebody else's code and those of
     the drafter, relative to the largest logit; infinite if their vocabularies differ."""
-    trial = trial or Trial.of(drafter, target)
-    mine, theirs = ours(drafter, target, trial), logits(folder, target, trial)
+    trial = trial or CheckText.drawn_for(drafter, target)
+    mine, theirs = drafter_logits(drafter, target, trial), reference_logits(folder, target, trial)
     inside = mine.isfinite()
     if not (theirs[~inside].isneginf() | (theirs[~inside] == 0)).all():
         return float("inf")
     return float((mine - theirs)[inside].abs().max() / mine[inside].abs().max().clamp_min(1e-9))
 
 
-def limit(target: Parts) -> float:
-    """The largest `gap` that rounding explains: the networks are computed in float32, but a head
-    that is shared with the target in the target's dtype."""
+def largest_gap(target: Parts) -> float:
+    """The largest `reference_gap` that rounding explains: the networks are computed in float32, but
+    a head that is shared with the target in the target's dtype."""
     return 1e-4 + 4 * torch.finfo(target.dtype).eps
 
 
-def _described(files: Folder) -> Folder:
+def _described(files: ExportFolder) -> ExportFolder:
     """The files, with the config that vLLM makes of its self-describing format."""
     config = files.config
     kind = config.get("speculators_model_type")

@@ -14,7 +14,7 @@ from specdec.errors import require
 from specdec.formats.layout import (
     OTHER,
     Description,
-    Layout,
+    ExportLayout,
     one_layer,
     refuse_biased_head,
     special_tokens,
@@ -118,4 +118,4 @@ PREFIXES = {
     "layers.0.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",
     "layers.": "model.mtp.layers.",
 }
-LAYOUTS = {"hf": Layout("mtp", config, refuse=refuse, prefixes=PREFIXES, overrides=overrides)}
+LAYOUTS = {"hf": ExportLayout("mtp", config, refuse=refuse, prefixes=PREFIXES, overrides=overrides)}

@@ -5,7 +5,7 @@ import torch
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.recurrent.eagle3 import Eagle3
 from specdec.errors import require
-from specdec.formats.layout import Description, Layout, Tensors, one_layer, special_tokens
+from specdec.formats.layout import Description, ExportLayout, Tensors, one_layer, special_tokens
 from specdec.targets.parts import Parts
 
 
@@ -61,7 +61,7 @@ def described(drafter: Eagle3, target: Parts) -> Description:
     }
 
 
-def write(drafter: Drafter, tensors: Tensors) -> Tensors:
+def to_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
     """`d2t` holds offsets: draft token i is target token i + d2t[i]. Engines accept neither `d2t`
     nor `t2d` for a draft with the whole vocabulary."""
     if (vocab_S := tensors.pop("vocab_S", None)) is None:
@@ -72,7 +72,7 @@ def write(drafter: Drafter, tensors: Tensors) -> Tensors:
     return tensors | {"d2t": offset_S, "t2d": inside_V}
 
 
-def read(drafter: Drafter, tensors: Tensors) -> Tensors:
+def from_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
     """Raises UserError if the two descriptions of the draft vocabulary contradict each other."""
     if (offset_S := tensors.pop("d2t", None)) is None:
         return tensors
@@ -85,6 +85,8 @@ def read(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 LAYOUTS = {
-    "hf": Layout("eagle3", hf, write, read),
-    "speculators": Layout("eagle3", speculators, write, read, prefixes={"midlayer.": "layers.0."}),
+    "hf": ExportLayout("eagle3", hf, to_engine, from_engine),
+    "speculators": ExportLayout(
+        "eagle3", speculators, to_engine, from_engine, prefixes={"midlayer.": "layers.0."}
+    ),
 }
