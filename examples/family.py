@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import train
 from specdec.context import Context
 from specdec.drafters import DRAFTERS
-from specdec.drafters.nn.gather import tokens_from
+from specdec.drafters.gather import tokens_from
 from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.errors import command

@@ -48,7 +48,6 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("specdec.engines",),
     ("specdec.theory",),
     ("specdec.targets",),
-    ("specdec.drafters.nn",),
     ("specdec.drafters",),
     ("specdec.objectives",),
     ("specdec.forcing",),

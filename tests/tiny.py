@@ -39,7 +39,7 @@ import train
 from specdec.context import Context, FeatureSpec
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.capabilities import Fits
-from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.lm import LMConfig
 from specdec.forcing import batch
 from specdec.forcing.batch import Batch
 from specdec.objectives.losses import TERMS

@@ -23,7 +23,7 @@ from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way, require_read
 from specdec.drafters.capabilities import Hears
-from specdec.drafters.nn.gather import last_of
+from specdec.drafters.gather import last_of
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require

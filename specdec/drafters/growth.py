@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.nn.gather import pieces, unread
+from specdec.drafters.gather import pieces, unread
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
+from specdec.drafters.gather import entries, tokens_from
 from specdec.drafters.growth import with_depth
-from specdec.drafters.nn.gather import entries, tokens_from
 from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.sampling.trees import Growth

@@ -34,10 +34,10 @@ from specdec.drafters.capabilities import (
     Weighs,
     adapts,
 )
-from specdec.drafters.copying.memory import Copying, Memories, Memory
-from specdec.drafters.copying.proposed import copied_chains, copied_trees, point_mass, whole
 from specdec.drafters.growth import rereading
+from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposed import copied_chains, copied_trees, point_mass, whole
 from specdec.drafters.proposer import Drafter, Sizes
 from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require, require_between

@@ -8,22 +8,22 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from specdec.drafters.copying.ngram import Ngram
-from specdec.drafters.copying.suffix import Suffix
+from specdec.drafters.dflash import DFlash
+from specdec.drafters.dflash2 import DFlash2
+from specdec.drafters.dspark import DSpark
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.hybrid import Hybrid, HybridConfig
-from specdec.drafters.models.lm import LM
-from specdec.drafters.parallel.dflash import DFlash
-from specdec.drafters.parallel.dflash2 import DFlash2
-from specdec.drafters.parallel.dspark import DSpark
-from specdec.drafters.parallel.jetspec import JetSpec
-from specdec.drafters.parallel.medusa import Medusa
-from specdec.drafters.parallel.peagle import PEagle
+from specdec.drafters.hydra import Hydra
+from specdec.drafters.jetspec import JetSpec
+from specdec.drafters.lm import LM
+from specdec.drafters.medusa import Medusa
+from specdec.drafters.mlp import Mlp
+from specdec.drafters.mtp import MTP
+from specdec.drafters.ngram import Ngram
+from specdec.drafters.peagle import PEagle
 from specdec.drafters.proposer import Drafter
-from specdec.drafters.recurrent.eagle import Eagle
-from specdec.drafters.recurrent.eagle3 import Eagle3
-from specdec.drafters.recurrent.hydra import Hydra
-from specdec.drafters.recurrent.mlp import Mlp
-from specdec.drafters.recurrent.mtp import MTP
+from specdec.drafters.suffix import Suffix
 from specdec.errors import require
 from specdec.plugins import Plugins, lab_entries
 from specdec.targets.parts import Parts

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.capabilities import OWN, Combines, Estimates
-from specdec.drafters.copying.proposed import point_mass, whole
 from specdec.drafters.predictor import Predictor, vocabulary
+from specdec.drafters.proposed import point_mass, whole
 from specdec.drafters.proposer import Drafter
 from specdec.forcing.anchors import Anchors, rounded
 from specdec.forcing.batch import Batch, exactly

@@ -21,7 +21,7 @@ from specdec.drafters.capabilities import (
     Separate,
     adapts,
 )
-from specdec.drafters.nn.gather import entries, text_after
+from specdec.drafters.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import Trainable

@@ -10,7 +10,7 @@ num_speculative_tokens = `depth`.
 
 import torch
 
-from specdec.drafters.parallel.block import Block
+from specdec.drafters.block import Block
 from specdec.errors import require
 from specdec.formats import eagle3_layout
 from specdec.formats.layout import (

@@ -1,6 +1,6 @@
 """EAGLE-1 as vLLM and SGLang load it: no LM head, no norm, and the target's embedding."""
 
-from specdec.drafters.recurrent.eagle import Eagle
+from specdec.drafters.eagle import Eagle
 from specdec.formats.layout import (
     Description,
     ExportLayout,

@@ -1,14 +1,14 @@
 """A draft LM as a plain Hugging Face checkpoint.
 
 An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
-was padded with rows of zeros (`specdec.drafters.models.vocabulary`). The engine, which drafts
+was padded with rows of zeros (`specdec.drafters.vocabulary`). The engine, which drafts
 greedily, gives their tokens the logit 0.
 """
 
 import torch
 from torch import Tensor
 
-from specdec.drafters.models.lm import LM
+from specdec.drafters.lm import LM
 from specdec.formats.layout import Description, ExportLayout, Tensors, special_tokens
 from specdec.targets.parts import Parts
 

@@ -4,7 +4,7 @@ vLLM's loader drops tensors that it does not know and leaves those that are miss
 both in silence. Layers have a bias only if `medusa_fc_bias` is true; its default is false.
 """
 
-from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.medusa import Medusa
 from specdec.formats import heads_layout
 from specdec.formats.layout import Description, ExportLayout
 from specdec.targets.parts import Parts

@@ -9,7 +9,7 @@ reads it. The vocabulary is always whole.
 
 import torch
 
-from specdec.drafters.recurrent.mlp import Mlp
+from specdec.drafters.mlp import Mlp
 from specdec.errors import require
 from specdec.formats import heads_layout
 from specdec.formats.layout import Description, ExportLayout, Tensors

@@ -9,7 +9,7 @@ tensors in silence. deepseek_mtp (latent attention, experts) and ernie_mtp (no f
 fit this module.
 """
 
-from specdec.drafters.recurrent.mtp import MTP
+from specdec.drafters.mtp import MTP
 from specdec.errors import require
 from specdec.formats.layout import (
     OTHER,

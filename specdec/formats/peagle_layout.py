@@ -3,7 +3,7 @@ with `"parallel_drafting": true`. SGLang does not have it."""
 
 from dataclasses import replace
 
-from specdec.drafters.parallel.peagle import PEagle
+from specdec.drafters.peagle import PEagle
 from specdec.errors import require
 from specdec.formats import eagle3_layout
 from specdec.formats.layout import Description

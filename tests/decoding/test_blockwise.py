@@ -8,7 +8,7 @@ import torch
 
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
-from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
+from specdec.drafters.medusa import Medusa, MedusaConfig
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler

@@ -23,8 +23,8 @@ from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.measure.choosing import (
     acceptance_by_rank,

@@ -18,7 +18,7 @@ from specdec.decoding.rows import Rows
 from specdec.decoding.rules import RULES
 from specdec.decoding.stream import Stops
 from specdec.decoding.way import Way
-from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from specdec.context import Proposal
 from specdec.decoding.decode import decode
 from specdec.decoding.speculative import HARMLESS, LATE, READ, speculative_generate
-from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

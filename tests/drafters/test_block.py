@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters import DRAFTERS
-from specdec.drafters.parallel import block
-from specdec.drafters.parallel.block import Block
-from specdec.drafters.parallel.dflash import DFlashConfig
-from specdec.drafters.parallel.dflash2 import DFlash2, DFlash2Config
-from specdec.drafters.parallel.dspark import DSpark, DSparkConfig
-from specdec.drafters.parallel.jetspec import JetSpecConfig
+from specdec.drafters import DRAFTERS, block
+from specdec.drafters.block import Block
+from specdec.drafters.dflash import DFlashConfig
+from specdec.drafters.dflash2 import DFlash2, DFlash2Config
+from specdec.drafters.dspark import DSpark, DSparkConfig
+from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
 from specdec.forcing.pairs import logits_of
 from specdec.forcing.teacher import TeacherForcing

@@ -17,7 +17,7 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.lm import LMConfig
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.trainable import trains
 from specdec.forcing.teacher import TeacherForcing

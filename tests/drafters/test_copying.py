@@ -14,8 +14,8 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.copying.ngram import NgramConfig, Text
-from specdec.drafters.copying.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
+from specdec.drafters.ngram import NgramConfig, Text
+from specdec.drafters.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
 from specdec.lab.drafters.copy import Aligned, CopyConfig
 from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
 from specdec.lab.drafters.lookahead import LookaheadConfig, Pool

@@ -14,9 +14,9 @@ from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.views import shallow, with_weights
+from specdec.drafters.suffix import SuffixConfig
 from specdec.drafters.trainable import trains
+from specdec.drafters.views import shallow, with_weights
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.copy import CopyConfig

@@ -27,7 +27,7 @@ WHOLE = "from examples.family import LastToken as Family\n"
 COPYING = """
 from dataclasses import dataclass
 
-from specdec.drafters.copying.ngram import Ngram, NgramConfig
+from specdec.drafters.ngram import Ngram, NgramConfig
 
 
 @dataclass

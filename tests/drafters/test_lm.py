@@ -11,7 +11,7 @@ import torch
 
 from specdec.decoding.decode import Generation, generate
 from specdec.decoding.way import Way
-from specdec.drafters.models.lm import LM
+from specdec.drafters.lm import LM
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from tests.tiny import architectures, lm, random_target

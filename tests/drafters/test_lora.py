@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from specdec.context import Context
-from specdec.drafters.models.lm import LM, LMConfig
-from specdec.drafters.models.pretrained import LoraOptions
+from specdec.drafters.lm import LM, LMConfig
+from specdec.drafters.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export

@@ -14,7 +14,7 @@ from specdec.context import Context, Moment
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import with_copying
-from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
+from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint

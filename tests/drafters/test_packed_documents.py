@@ -11,9 +11,9 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import DRAFTERS
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.parallel.medusa import MedusaConfig, TargetLoraOptions
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.medusa import MedusaConfig, TargetLoraOptions
+from specdec.drafters.pretrained import LoraOptions
 from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import auto_class

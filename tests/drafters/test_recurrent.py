@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context
-from specdec.drafters import Drafter
-from specdec.drafters.nn import over_text
-from specdec.drafters.parallel.dflash import DFlashConfig
-from specdec.drafters.parallel.jetspec import JetSpecConfig
-from specdec.drafters.recurrent.eagle import EagleConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters import Drafter, over_text
+from specdec.drafters.dflash import DFlashConfig
+from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
 from specdec.runtime.probes import Answer
 from specdec.targets.base import Target

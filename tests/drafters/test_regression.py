@@ -19,12 +19,12 @@ from transformers import LlamaConfig
 import train.start
 from specdec.context import Context, Known
 from specdec.drafters import DRAFTERS
+from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.eagle3 import Eagle3, Eagle3Config
+from specdec.drafters.hydra import Hydra, HydraHeadsConfig
+from specdec.drafters.mlp import MlpConfig
+from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.proposer import starts_of
-from specdec.drafters.recurrent.eagle import EagleConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3, Eagle3Config
-from specdec.drafters.recurrent.hydra import Hydra, HydraHeadsConfig
-from specdec.drafters.recurrent.mlp import MlpConfig
-from specdec.drafters.recurrent.mtp import MTPConfig
 from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
 from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of

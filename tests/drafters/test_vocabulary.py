@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 from specdec.context import Context
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
-from specdec.drafters.models.lm import LM, LMConfig
+from specdec.drafters.lm import LM, LMConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export

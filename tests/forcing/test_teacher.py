@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.capabilities import Estimates, Separate
-from specdec.drafters.parallel.medusa import Medusa, MedusaConfig, TargetLoraOptions
-from specdec.drafters.parallel.peagle import PEagleConfig
+from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
+from specdec.drafters.peagle import PEagleConfig
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import AnchorsConfig, trains
 from specdec.forcing import anchors as anchoring

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn.functional import gelu
 from transformers import AutoModelForCausalLM
 
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.parallel.medusa import Medusa, MedusaConfig
-from specdec.drafters.recurrent.mlp import MlpConfig
-from specdec.drafters.recurrent.mtp import MTPConfig
+from specdec.drafters.medusa import Medusa, MedusaConfig
+from specdec.drafters.mlp import MlpConfig
+from specdec.drafters.mtp import MTPConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export
 from specdec.targets.base import Target

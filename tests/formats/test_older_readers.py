@@ -14,9 +14,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.recurrent.eagle import EagleConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export
 from specdec.targets.causal import CausalTarget

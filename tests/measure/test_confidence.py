@@ -12,8 +12,8 @@ import torch
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint

@@ -16,9 +16,9 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter, with_copying
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.measure import choosing, setup
 from specdec.measure import evaluate as module

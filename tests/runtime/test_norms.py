@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.nn.norm import RMSNorm
+from specdec.drafters.norm import RMSNorm
 from specdec.runtime.norms import FEW, FewRowsNorm
 
 D = 48

@@ -17,7 +17,7 @@ from transformers import LlamaConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.medusa import Medusa
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.runtime import packed
 from specdec.runtime.probes import Answer, Processor

@@ -16,9 +16,9 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import with_copying
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.parallel.medusa import Medusa
-from specdec.drafters.recurrent.eagle import EagleConfig
+from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.measure.results import Measured

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
 from specdec.formats import draft_export
 from specdec.targets.loading import TargetConfig, load_target
 from tests.processes import process

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from specdec.drafters.parallel.medusa import Medusa
+from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
 from specdec.measure.results import PromptCounts, Results
 from specdec.theory.intervals import Interval

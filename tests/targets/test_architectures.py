@@ -22,9 +22,9 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.models.pretrained import LoraOptions, with_adapters
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.ngram import NgramConfig
+from specdec.drafters.pretrained import LoraOptions, with_adapters
 from specdec.errors import UserError
 from specdec.lab.drafters.counts import BigramConfig
 from specdec.lab.drafters.sparse import SparseConfig

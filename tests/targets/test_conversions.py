@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.models.lm import LMConfig
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets import loading
 from specdec.targets.conversions import pieces

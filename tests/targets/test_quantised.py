@@ -21,9 +21,9 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.early_exit import EarlyExitConfig

@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoMod
 from specdec.compat import attention_of
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode, generate
-from specdec.drafters.models.pretrained import fresh
+from specdec.drafters.pretrained import fresh
 from specdec.errors import UserError
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache

@@ -17,9 +17,9 @@ from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.suffix import SuffixConfig
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.suffix import SuffixConfig
 from specdec.errors import UserError
 from specdec.forcing.visited import read_drafts
 from specdec.lab.decoding.beam import beam_search

@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target

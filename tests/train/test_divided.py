@@ -26,8 +26,8 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.ranks import Ranks
 from specdec.sampling.trees import Chain, Static

@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 import train
-from specdec.drafters.parallel.medusa import Medusa
-from specdec.drafters.recurrent.eagle import Eagle
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target

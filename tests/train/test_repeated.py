@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
-from specdec.drafters.nn import over_text
+from specdec.drafters import over_text
 from specdec.runtime import packed, probes
 from specdec.runtime.packed import PackedLinear
 from specdec.sampling.sampler import Sampler

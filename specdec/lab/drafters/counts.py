@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.capabilities import Fits
-from specdec.drafters.nn.gather import tokens_from
+from specdec.drafters.gather import tokens_from
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Sizes
 from specdec.errors import require

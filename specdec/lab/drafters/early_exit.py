@@ -22,13 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from specdec.context import Context
+from specdec.drafters.adapters import Adapted, Adapters, adapted_layers
+from specdec.drafters.gather import entries, states
 from specdec.drafters.growth import growth_over
-from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
-from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.views import View, ViewSizes, viewed_layers
-from specdec.drafters.nn.gather import entries, states
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.trainable import Trainable
+from specdec.drafters.views import View, ViewSizes, viewed_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth

@@ -26,12 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.nn.attention import Attend, Attention, fused
-from specdec.drafters.nn.gather import entries, text_after, unread
-from specdec.drafters.nn.over_slots import OverSlots
-from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs
-from specdec.drafters.recurrent.eagle import Eagle
-from specdec.drafters.recurrent.recurrence import RecurrentSizes, pairs_of
+from specdec.drafters.attention import Attend, Attention, fused
+from specdec.drafters.eagle import Eagle
+from specdec.drafters.gather import entries, text_after, unread
+from specdec.drafters.over_slots import OverSlots
+from specdec.drafters.over_text import At, Keys, OverDrafts, OverPairs
+from specdec.drafters.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.compiled import SHORT, Compiled

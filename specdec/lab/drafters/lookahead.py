@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
 from specdec.drafters.capabilities import Hears, RunsTarget
-from specdec.drafters.copying.memory import Copying, Memories, Memory
+from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.proposer import Sizes
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape

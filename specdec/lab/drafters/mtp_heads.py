@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import Separate
 from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.nn.layer import copy_last, llama_of
+from specdec.drafters.layer import copy_last, llama_of
+from specdec.drafters.prefix import Prefix
 from specdec.drafters.proposer import Limits, Sizes
-from specdec.drafters.recurrent.prefix import Prefix
-from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentSizes
+from specdec.drafters.recurrence import Recurrent, RecurrentSizes
 from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.capabilities import ForLongPrompts
-from specdec.drafters.models.views import View, ViewSizes, viewed_layers, with_weights
-from specdec.drafters.nn.gather import first_tokens, tokens_from
+from specdec.drafters.gather import first_tokens, tokens_from
+from specdec.drafters.views import View, ViewSizes, viewed_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import (
     Place,

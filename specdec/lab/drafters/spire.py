@@ -28,15 +28,15 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.models.views import decoder_layers
-from specdec.drafters.nn.attention import Attend, Attention, KeyValue, fused
-from specdec.drafters.nn.gather import entries, tokens_from
-from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.nn.over_text import Keys, OverDrafts, Rotation, Sight
-from specdec.drafters.nn.rope import Rope
+from specdec.drafters.attention import Attend, Attention, KeyValue, fused
+from specdec.drafters.gather import entries, tokens_from
+from specdec.drafters.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.over_text import Keys, OverDrafts, Rotation, Sight
 from specdec.drafters.proposer import Sizes
+from specdec.drafters.rope import Rope
 from specdec.drafters.trainable import AnchorsConfig, Trainable
+from specdec.drafters.views import decoder_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

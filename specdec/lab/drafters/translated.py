@@ -27,9 +27,9 @@ from torch import Tensor
 
 from specdec.context import Context, FeatureSpec, Proposal
 from specdec.drafters.capabilities import NOTHING, Copies
-from specdec.drafters.copying.proposed import copied_chains, copied_growth
-from specdec.drafters.nn.gather import first_tokens, last_of, unread
+from specdec.drafters.gather import first_tokens, last_of, unread
 from specdec.drafters.predictor import Predictor
+from specdec.drafters.proposed import copied_chains, copied_growth
 from specdec.drafters.proposer import Drafter, Sizes
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.lab.drafters.bridge import Bridge

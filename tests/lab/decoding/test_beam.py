@@ -13,10 +13,10 @@ import torch
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import generate
 from specdec.drafters import Drafter
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.models.lm import LMConfig
-from specdec.drafters.parallel.medusa import MedusaConfig
-from specdec.drafters.recurrent.eagle3 import Eagle3Config
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.lm import LMConfig
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.lab.decoding import beam
 from specdec.lab.decoding.beam import BeamResult, beam_search

@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
-from specdec.drafters.models.pretrained import LoraOptions
+from specdec.drafters.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export

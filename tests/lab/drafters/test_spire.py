@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.nn import over_text
+from specdec.drafters import over_text
 from specdec.errors import UserError
 from specdec.lab.drafters.spire import Spire, SpireConfig, WindowCache
 from specdec.sampling.choose import Choose

@@ -31,8 +31,8 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.copying.ngram import NgramConfig
-from specdec.drafters.parallel.medusa import MedusaConfig
+from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.forcing.table import Table
 from specdec.forcing.teacher import TeacherForcing

@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specdec.drafters.nn.layer import Layer
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.recurrent.recurrence import Recurrent, RecurrentConfig, RecurrentSizes
+from specdec.drafters.layer import Layer
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.recurrence import Recurrent, RecurrentConfig, RecurrentSizes
 
 
 class Prefix(Recurrent):

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from specdec.context import Known
 from specdec.drafters.capabilities import Solves
-from specdec.drafters.nn.layer import away_from_zero
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.recurrent.recurrence import Recurrent
+from specdec.drafters.layer import away_from_zero
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.recurrence import Recurrent
 from specdec.drafters.regression import Squares, ridge
 
 STARTS = ("regression", "target", "random")  # values of the setting `start`

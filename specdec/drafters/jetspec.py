@@ -8,7 +8,7 @@ One pass gives the marginals of all depths, from which a tree of the likeliest p
 
 from dataclasses import dataclass
 
-from specdec.drafters.parallel.block import Block, BlockConfig
+from specdec.drafters.block import Block, BlockConfig
 
 
 @dataclass

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.drafters.capabilities import Fits, Sound
-from specdec.drafters.copying.memory import Copying, Memory
-from specdec.drafters.copying.proposed import TreeNode
+from specdec.drafters.memory import Copying, Memory
+from specdec.drafters.proposed import TreeNode
 from specdec.drafters.proposer import Sizes
 from specdec.errors import require
 

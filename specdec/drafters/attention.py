@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.nn.rope import rotated
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.rope import rotated
 from specdec.runtime.packed import JointLinear, joint, multiplies
 
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec, Known, Moment
-from specdec.drafters.nn.gather import text_after
-from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last
-from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import STARTS, Solved
+from specdec.drafters.gather import text_after
+from specdec.drafters.layer import Layer, away_from_zero, copy_last
+from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
+from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require_within
 from specdec.targets.parts import Parts
 

@@ -33,15 +33,15 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 
 from specdec.context import Context, FeatureSpec, Known
+from specdec.drafters.attention import Attend
+from specdec.drafters.gather import entries, pieces, truncated_contexts, unread
 from specdec.drafters.growth import with_depth
-from specdec.drafters.nn.attention import Attend
-from specdec.drafters.nn.gather import entries, pieces, truncated_contexts, unread
-from specdec.drafters.nn.layer import Layer, away_from_zero, copy_last, fits
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.nn.over_slots import OverSlots
-from specdec.drafters.nn.over_text import Keys, OverPairs, Sight
-from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import STARTS, Solved
+from specdec.drafters.layer import Layer, away_from_zero, copy_last, fits
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.over_slots import OverSlots
+from specdec.drafters.over_text import Keys, OverPairs, Sight
+from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
+from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

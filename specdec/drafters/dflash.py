@@ -8,7 +8,7 @@ first token that does not count (`experiment=dflash_paper`).
 
 from dataclasses import dataclass
 
-from specdec.drafters.parallel.block import Block, BlockConfig
+from specdec.drafters.block import Block, BlockConfig
 
 
 @dataclass

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from specdec.drafters.models.pretrained import LoraOptions, with_adapters
-from specdec.drafters.models.views import shallow
+from specdec.drafters.pretrained import LoraOptions, with_adapters
+from specdec.drafters.views import shallow
 from specdec.errors import require
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts, body_of

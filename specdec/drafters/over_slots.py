@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from specdec.drafters.nn.attention import Attention, fused
-from specdec.drafters.nn.gather import entries
+from specdec.drafters.attention import Attention, fused
+from specdec.drafters.gather import entries
 from specdec.runtime.cache import SlotCache
 
 

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, FeatureSpec
+from specdec.drafters.attention import Attend
+from specdec.drafters.gather import last_of, pieces, unread
 from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.nn.attention import Attend
-from specdec.drafters.nn.gather import last_of, pieces, unread
-from specdec.drafters.nn.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.nn.over_slots import AfterText
-from specdec.drafters.nn.over_text import Keys, OverDrafts, Sight
-from specdec.drafters.nn.rope import Rope
+from specdec.drafters.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.over_slots import AfterText
+from specdec.drafters.over_text import Keys, OverDrafts, Sight
 from specdec.drafters.proposer import Limits, Sizes, chosen_layers, require_rising
+from specdec.drafters.rope import Rope
 from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from specdec.drafters.capabilities import InTransformers
-from specdec.drafters.copying.memory import Copying, Memory
+from specdec.drafters.memory import Copying, Memory
 from specdec.drafters.proposer import Sizes
 from specdec.errors import require
 

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
 from specdec.drafters.capabilities import InTransformers
-from specdec.drafters.models.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
-from specdec.drafters.models.views import decoder_layers
-from specdec.drafters.models.vocabulary import fitted
-from specdec.drafters.nn.gather import entries
+from specdec.drafters.gather import entries
+from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.proposer import Drafter
+from specdec.drafters.views import decoder_layers
+from specdec.drafters.vocabulary import fitted
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import (
     Place,

@@ -20,11 +20,11 @@ from transformers.pytorch_utils import Conv1D
 from specdec.compat import keep_stored_weights
 from specdec.context import Context
 from specdec.drafters.capabilities import Extends
+from specdec.drafters.gather import states
 from specdec.drafters.growth import growth_over
-from specdec.drafters.models.vocabulary import resize
-from specdec.drafters.nn.gather import states
 from specdec.drafters.proposer import Drafter, Sizes
 from specdec.drafters.trainable import Trainable
+from specdec.drafters.vocabulary import resize
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import without_method

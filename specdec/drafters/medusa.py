@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.adapters import Adapted, Adapters, adapted_layers
 from specdec.drafters.capabilities import Adapts, Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
-from specdec.drafters.models.adapters import Adapted, Adapters, adapted_layers
-from specdec.drafters.models.pretrained import LoraOptions
-from specdec.drafters.models.views import decoder_layers
+from specdec.drafters.pretrained import LoraOptions
+from specdec.drafters.views import decoder_layers
 from specdec.errors import require_within
 from specdec.frozen import Frozen
 from specdec.sampling.trees import Growth

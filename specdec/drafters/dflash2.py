@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.block import Block, BlockConfig, BlockSizes
+from specdec.drafters.gather import tokens_from
 from specdec.drafters.growth import with_depth
-from specdec.drafters.nn.gather import tokens_from
-from specdec.drafters.parallel.block import Block, BlockConfig, BlockSizes
 from specdec.errors import require
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts

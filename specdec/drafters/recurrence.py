@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.nn.attention import Attend
-from specdec.drafters.nn.gather import entries, pieces, text_after, unread
-from specdec.drafters.nn.layer import Layer, config_of, llama_of
-from specdec.drafters.nn.over_slots import OverSlots
-from specdec.drafters.nn.over_text import At, Keys, OverDrafts, OverPairs, Sight
-from specdec.drafters.nn.rope import Rope
+from specdec.drafters.attention import Attend
+from specdec.drafters.gather import entries, pieces, text_after, unread
+from specdec.drafters.layer import Layer, config_of, llama_of
+from specdec.drafters.over_slots import OverSlots
+from specdec.drafters.over_text import At, Keys, OverDrafts, OverPairs, Sight
 from specdec.drafters.proposer import Sizes
+from specdec.drafters.rope import Rope
 from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache

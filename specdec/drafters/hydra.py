@@ -21,10 +21,10 @@ from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Known, Moment
 from specdec.drafters.capabilities import Solves
+from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
-from specdec.drafters.nn.gather import entries
-from specdec.drafters.nn.layer import llama_of
-from specdec.drafters.recurrent.prefix import Prefix
+from specdec.drafters.layer import llama_of
+from specdec.drafters.prefix import Prefix
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.frozen import Frozen

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.context import Context, Proposal
 from specdec.drafters.capabilities import NOTHING, Copies
-from specdec.drafters.copying.proposed import (
+from specdec.drafters.proposed import (
     TreeNode,
     copied_chains,
     copied_growth,

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from specdec.drafters.nn.attention import Attention, KeyValue, fused
-from specdec.drafters.nn.gather import entries
+from specdec.drafters.attention import Attention, KeyValue, fused
+from specdec.drafters.gather import entries
 from specdec.runtime.probes import Answer, agreement
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from specdec.drafters.nn.attention import Attend, Attention
-from specdec.drafters.nn.norm import RMSNorm
-from specdec.drafters.nn.rope import FULL, alike, of_full_attention, rotary_width
+from specdec.drafters.attention import Attend, Attention
+from specdec.drafters.norm import RMSNorm
+from specdec.drafters.rope import FULL, alike, of_full_attention, rotary_width
 from specdec.runtime.packed import JointLinear, joint, multiplies
 from specdec.targets.parts import UNBOUNDED, Parts
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import FeatureSpec, Known
-from specdec.drafters.nn.layer import Layer, copy_alike, copy_fitting, llama_of
-from specdec.drafters.nn.norm import RMSNorm
+from specdec.drafters.layer import Layer, copy_alike, copy_fitting, llama_of
+from specdec.drafters.norm import RMSNorm
 from specdec.drafters.proposer import chosen_layers, require_rising
-from specdec.drafters.recurrent.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.recurrent.solved import STARTS, Solved
+from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.regression import Squares, low_rank, ridge
+from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require
 from specdec.targets.parts import Parts
 
