@@ -32,7 +32,7 @@ from specdec.formats import draft_checkpoint
 from specdec.formats.draft_checkpoint import upgraded
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
-from specdec.runtime.probes import native_dtype
+from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.targets.loading import resolved
 from train import checkpoint
 from train.config import Config

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from specdec.errors import require
 from specdec.measure.machine import processor_name
 from specdec.progress import console
-from specdec.runtime.packed import DTYPES, obstacle, pays, product
-from specdec.runtime.packed import packed as packed_copy
-from specdec.runtime.probes import seconds
+from specdec.runtime.cpu.machine_probes import seconds
+from specdec.runtime.cpu.packed_linear import DTYPES, obstacle, pays, product
+from specdec.runtime.cpu.packed_linear import packed as packed_copy
 
 SHAPES = ((576, 576), (3072, 576), (576, 1536), (2048, 2048))  # SmolLM2-135M's, and a wider one
 COLD = 1 << 25  # bytes of weights read between two uses of one, so that no cache still holds it
@@ -28,10 +28,10 @@ def packed(
 ) -> None:
     """How many times as fast products by packed weights are as the public operator's, cold.
 
-    The rule in `specdec/runtime/packed.py` says which of both is used; a star marks where it takes
-    the packed weight. It should be extended for a kind of CPU where stars stand beside figures well
-    below 1, or figures well above 1 have none. One thread is used, as several wait for each other
-    while other processes compute.
+    The rule in `specdec/runtime/cpu/packed_linear.py` says which of both is used; a star marks
+    where it takes the packed weight. It should be extended for a kind of CPU where stars stand
+    beside figures well below 1, or figures well above 1 have none. One thread is used, as several
+    wait for each other while other processes compute.
     """
     require(bool(set(dtypes) <= {str(x)[6:] for x in DTYPES}), f"--dtypes {dtypes}: unknown dtype")
     torch.set_num_threads(1)

@@ -77,7 +77,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     Both answer greedily, one prompt at a time, and are timed with their prefill. They have the same
     weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
     lookup, n-grams of the same size. Rows "with modules" show how much faster it is to leave out
-    the model's modules (specdec/targets/lean.py).
+    the model's modules (specdec/runtime/cpu/lean_pass.py).
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new

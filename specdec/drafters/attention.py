@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 
 from specdec.drafters.norm import RMSNorm
 from specdec.drafters.rope import rotated
-from specdec.runtime.packed import JointLinear, joint, multiplies
+from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
 
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 

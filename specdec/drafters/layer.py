@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from specdec.drafters.attention import Attend, Attention
 from specdec.drafters.norm import RMSNorm
 from specdec.drafters.rope import FULL, alike, of_full_attention, rotary_width
-from specdec.runtime.packed import JointLinear, joint, multiplies
+from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
 from specdec.targets.parts import UNBOUNDED, Parts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature

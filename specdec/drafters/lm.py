@@ -28,10 +28,10 @@ from specdec.runtime.cache import (
     model_inputs,
     new_cache,
 )
-from specdec.runtime.compiled import LIMITS, SHORT, Compiled
+from specdec.runtime.cpu.compiled_pass import LIMITS, SHORT, Compiled
+from specdec.runtime.cpu.lean_pass import LeanPass
 from specdec.runtime.quantised import without_method
 from specdec.targets.heads import transform_of
-from specdec.targets.lean import LeanPass
 from specdec.targets.parts import Parts, body_of, config_of_layers
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.runtime.norms import FewRowsNorm
+from specdec.runtime.cpu.few_row_norm import FewRowsNorm
 
 
 class RMSNorm(LlamaRMSNorm):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.drafters.attention import Attention, KeyValue, fused
 from specdec.drafters.gather import entries
-from specdec.runtime.probes import Answer, agreement
+from specdec.runtime.cpu.machine_probes import Answer, agreement
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile

@@ -27,9 +27,9 @@ from specdec.drafters.trainable import Trainable
 from specdec.drafters.vocabulary import resize
 from specdec.errors import UserError, require
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
-from specdec.targets.attention import group
 from specdec.targets.documents import by_document
 from specdec.targets.loading import load_source
 from specdec.targets.parts import Parts, body_of, head_scaling, longrope_lines

@@ -27,7 +27,7 @@ from specdec.drafters.rope import Rope
 from specdec.drafters.trainable import AnchorsConfig, Trainable
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
-from specdec.runtime.compiled import SHORT, Compiled
+from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import Parts
 

@@ -38,7 +38,7 @@ from specdec.files import (
 )
 from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
-from specdec.runtime.packed import is_packed, pack
+from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts

@@ -43,7 +43,7 @@ from specdec.formats.layout import (
     ExportLayout,
     renamed,
 )
-from specdec.runtime.packed import is_packed, pack
+from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 from specdec.targets.saved import both_forms, save_tokenizer

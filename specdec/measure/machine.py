@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.runtime.probes import native_dtype, processor
+from specdec.runtime.cpu.machine_probes import native_dtype, processor
 from specdec.targets.base import Target
 
 

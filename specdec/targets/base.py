@@ -34,7 +34,7 @@ class Target(Parts, ABC):
 
     @property
     def lean(self) -> Any:
-        """A pass over a cache without the model's modules (lean.py); None if there is none."""
+        """A pass over a cache without the model's modules (a `LeanPass`); None if there is none."""
         return None
 
     @torch.no_grad()

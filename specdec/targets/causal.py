@@ -21,15 +21,15 @@ from specdec.runtime.cache import (
     model_inputs,
     new_cache,
 )
-from specdec.runtime.compiled import Compiled, Pass
-from specdec.runtime.packed import PackedLinear
+from specdec.runtime.cpu.compiled_pass import Compiled, Pass
+from specdec.runtime.cpu.lean_pass import LeanPass
+from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.runtime.replay import Memory, ReplayCache
 from specdec.runtime.states import bring_in, holders
 from specdec.runtime.texts import TextCache
 from specdec.targets.base import States, Target, concatenated
 from specdec.targets.checks import check_causal, check_head, understood
 from specdec.targets.documents import document_groups
-from specdec.targets.lean import LeanPass
 from specdec.targets.parts import longrope_lines
 from specdec.targets.spread import is_spread
 

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from specdec.compat import attention_of, set_attention
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
+from specdec.runtime.cpu.grouped_attention import ungroup
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.runtime.replay import ReplayCache
 from specdec.runtime.states import bounds_steps, in_steps
-from specdec.targets.attention import ungroup
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts, config_of_layers
 from specdec.targets.shrunken_twin import (

@@ -35,11 +35,11 @@ from specdec.errors import located as within
 from specdec.files import make_folder
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.progress import tell
-from specdec.runtime import packed
-from specdec.runtime.probes import native_dtype
+from specdec.runtime.cpu import packed_linear
+from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.runtime.quantised import dense as plain_state
 from specdec.runtime.quantised import itemsize, lacking, method, without_method
-from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.checks import check_head
@@ -89,7 +89,7 @@ class TargetConfig:
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
     trust_remote_code: bool = False
     cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: packed copies of weights where faster (runtime/packed.py)
+    packed: bool = True  # on a CPU: packed copies of weights where faster (runtime/cpu)
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:
@@ -143,7 +143,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     if stored and SIGNIFICANT[stored] > SIGNIFICANT[KINDS[target.dtype]]:
         reasons.append(f"rounded from the checkpoint's {STORED[stored]}")
     if target.quantisation:
-        dequantised = len(target.layers) > 0 and packed.all_plain(target.model)
+        dequantised = len(target.layers) > 0 and packed_linear.all_plain(target.model)
         here = f", dequantised on {target.device}" if dequantised else ""
         reasons.append(f"the checkpoint is quantised: {target.quantisation}{here}")
     reason = "; ".join(filter(None, reasons))
@@ -167,7 +167,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
         f"{f'; it {target.only_chains}' if alone else ''}"
         f"{unchecked}"
-        f"{spread}{f'; {packed.described(target.model, target.dtype)}' if pack else ''}"
+        f"{spread}{f'; {packed_linear.described(target.model, target.dtype)}' if pack else ''}"
         f"{endless if after is not None else ''}"
     )
 
@@ -462,9 +462,9 @@ def _model(
         )
     if grouped:
         group(model)
-    alone = places is None or (not cfg.device_map and packed.all_plain(model))
+    alone = places is None or (not cfg.device_map and packed_linear.all_plain(model))
     if cfg.packed and alone and rules is None:  # then drafts loaded for this target are packed too
-        packed.pack(model)
+        packed_linear.pack(model)
     return model
 
 

@@ -35,7 +35,7 @@ from specdec.measure.choosing import (
     paths_of,
 )
 from specdec.measure.setup import Setup
-from specdec.runtime.compiled import Compiled
+from specdec.runtime.cpu.compiled_pass import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.base import Target
@@ -399,7 +399,7 @@ def test_compiled_passes_decode_the_same(
 ) -> None:
     """The target and the draft have few layers and two graphs each, since a graph takes seconds:
     what comes after these runs uncompiled. The draft's passes really are compiled."""
-    monkeypatch.setattr("specdec.runtime.compiled.GRAPHS", 2)
+    monkeypatch.setattr("specdec.runtime.cpu.compiled_pass.GRAPHS", 2)
     target = random_target(architectures(V, 2)["llama"])
     drafter = random_drafter(config, target, 0.05, VOCAB)
     passes: list[int] = []

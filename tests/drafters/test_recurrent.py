@@ -19,7 +19,7 @@ from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.runtime.probes import Answer
+from specdec.runtime.cpu.machine_probes import Answer
 from specdec.targets.base import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 

@@ -20,7 +20,7 @@ from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
 from specdec.forcing.batch import summarise
 from specdec.runtime import memory
-from specdec.runtime.probes import native_dtype
+from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, architectures, random_target

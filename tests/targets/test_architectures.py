@@ -29,9 +29,9 @@ from specdec.errors import UserError
 from specdec.lab.drafters.counts import BigramConfig
 from specdec.lab.drafters.sparse import SparseConfig
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
+from specdec.runtime.cpu.grouped_attention import group
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import checks
-from specdec.targets.attention import group
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, load_parts, load_target

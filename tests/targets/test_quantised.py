@@ -27,8 +27,9 @@ from specdec.drafters.pretrained import LoraOptions
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.early_exit import EarlyExitConfig
-from specdec.runtime import packed, quantised
-from specdec.runtime.packed import PackedLinear, is_packed, pack
+from specdec.runtime import quantised
+from specdec.runtime.cpu import packed_linear
+from specdec.runtime.cpu.packed_linear import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense, dense_linear, is_plain
 from specdec.targets import loading
 from specdec.targets.causal import CausalTarget
@@ -293,10 +294,10 @@ def test_experts_of_four_bits_are_read_as_numbers(tmp_path: Path) -> None:
 
 def test_a_dequantised_target_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fp8(tmp_path)
-    monkeypatch.setattr(packed, "LEAST", 1)
-    monkeypatch.setattr(packed, "obstacle", lambda dtype: None)
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "obstacle", lambda dtype: None)
     target = load_target(replace(config_of(tmp_path), packed=True))
-    assert is_packed(target.model) and packed.all_plain(target.model)
+    assert is_packed(target.model) and packed_linear.all_plain(target.model)
     assert load_target(config_of(tmp_path)).fingerprint() == target.fingerprint()
 
 

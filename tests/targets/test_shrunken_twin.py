@@ -22,8 +22,9 @@ from specdec.drafters.pretrained import fresh
 from specdec.errors import UserError
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache
-from specdec.targets import attention, causal, documents, shrunken_twin
-from specdec.targets.attention import group
+from specdec.runtime.cpu import grouped_attention
+from specdec.runtime.cpu.grouped_attention import group
+from specdec.targets import causal, documents, shrunken_twin
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, opening
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
@@ -261,7 +262,7 @@ def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.Monkey
     )
     with pytest.raises(NoTwin, match="no small one"):
         ShrunkenTwin(model, "sdpa")
-    assert attention.attention_of(model.config) == "sdpa"
+    assert grouped_attention.attention_of(model.config) == "sdpa"
 
 
 # --- Models that change themselves --------------------------------------------------------------

@@ -19,7 +19,7 @@ from specdec.drafters.adapters import adapted_layers
 from specdec.drafters.lm import LM
 from specdec.drafters.pretrained import LoraOptions
 from specdec.errors import UserError
-from specdec.targets.attention import grouped_attention, stacked
+from specdec.runtime.cpu.grouped_attention import grouped_attention, stacked
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import architectures, make_tokenizer, random_target
 

@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
 from specdec.drafters import over_text
-from specdec.runtime import packed, probes
-from specdec.runtime.packed import PackedLinear
+from specdec.runtime.cpu import machine_probes, packed_linear
+from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
@@ -35,7 +35,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture
 def forgotten() -> None:
     """What this process found of its machine is found again."""
-    for memory in (probes.native_dtype, packed.obstacle, packed.probe, over_text._probed):
+    for memory in (
+        machine_probes.native_dtype,
+        packed_linear.obstacle,
+        packed_linear.probe,
+        over_text._probed,
+    ):
         memory.cache_clear()
 
 
@@ -89,15 +94,15 @@ def test_no_clock_changes_a_number(
     as much. The responses, hidden states, losses and drafts are the same."""
     target = wide(tmp_path / "target")
     for name, times in (("first", (1.0, 2.0)), ("second", (2.0, 1.0))):
-        monkeypatch.setattr(probes, "perf_counter", lying(*times))
-        for memory in (probes.native_dtype, packed.obstacle, packed.probe):
+        monkeypatch.setattr(machine_probes, "perf_counter", lying(*times))
+        for memory in (machine_probes.native_dtype, packed_linear.obstacle, packed_linear.probe):
             memory.cache_clear()
         roots = [f"{kind}.root={tmp_path / name / kind}" for kind in ("answers", "features")]
         more = [*roots, target, f"target.dtype={dtype}", "data.answers=target", "loop.epochs=1"]
         tiny.job(tmp_path / name / "run", "eagle3", *more, "drafter.layers=[1,2]")
     loaded = load_target(TargetConfig(str(tmp_path / "target"), "float32", "cpu"))
     packs = sum(isinstance(part, PackedLinear) for part in loaded.model.modules())
-    assert packs or packed.obstacle(torch.float32)  # else nothing was tried
+    assert packs or packed_linear.obstacle(torch.float32)  # else nothing was tried
     first, second = (stored(tmp_path / name / "features") for name in ("first", "second"))
     assert first.keys() == second.keys() and len(first) > 100
     for name, tensor in first.items():

@@ -34,7 +34,7 @@ from specdec.drafters.over_text import At, Keys, OverDrafts, OverPairs
 from specdec.drafters.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
 from specdec.runtime.cache import SlotCache
-from specdec.runtime.compiled import SHORT, Compiled
+from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
 from specdec.sampling.trees import Growth
 
 BLOCK = 2  # k; the best in the paper, which also tries 3 and 4

@@ -20,7 +20,7 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.early_exit import EarlyExit, EarlyExitConfig
-from specdec.runtime.packed import PackedLinear
+from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target

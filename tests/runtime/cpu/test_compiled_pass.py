@@ -1,7 +1,7 @@
 """Compiled passes: a graph is used where it is built and agrees; otherwise the pass runs as it
 stands, and one line says so.
 
-Run alone: python -m pytest tests/runtime/test_compiled.py
+Run alone: python -m pytest tests/runtime/cpu/test_compiled_pass.py
 """
 
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from torch._inductor import config as inductor_config
 
 from specdec.context import FeatureSpec
 from specdec.progress import tell
-from specdec.runtime import compiled
 from specdec.runtime.cache import SlotCache
-from specdec.runtime.compiled import Compiled
+from specdec.runtime.cpu import compiled_pass
+from specdec.runtime.cpu.compiled_pass import Compiled
 from tests.tiny import architectures, random_target
 
 
@@ -43,8 +43,8 @@ def passed(one: Compiled, tokens: int, slots: int | None = 256) -> Tensor | None
 def with_graph(monkeypatch: pytest.MonkeyPatch, graph: Any, times: tuple[float, float]) -> Compiled:
     """A pass whose graph is the test's own, and takes the first of the two times."""
     tell.cache_clear()
-    monkeypatch.setattr(compiled, "_graph", lambda run, device: graph)
-    monkeypatch.setattr(compiled, "seconds", lambda *_: list(times))
+    monkeypatch.setattr(compiled_pass, "_graph", lambda run, device: graph)
+    monkeypatch.setattr(compiled_pass, "seconds", lambda *_: list(times))
     return Compiled(double)
 
 
@@ -84,7 +84,7 @@ def test_each_shape_is_chosen_for_once_and_no_more_than_a_limit(
         calls.append(x.shape[1])
         return double(cache, x)
 
-    monkeypatch.setattr(compiled, "GRAPHS", 2)
+    monkeypatch.setattr(compiled_pass, "GRAPHS", 2)
     one = with_graph(monkeypatch, graph, (1.0, 2.0))
     for tokens in (1, 2, 1, 2, 3, 3, 4):
         passed(one, tokens)
@@ -100,7 +100,7 @@ def test_a_compiled_pass_is_the_pass_and_leaves_the_settings_of_torch(
     pass over a growing cache."""
 
     def settings() -> list[Any]:
-        dynamo = [getattr(dynamo_config, name) for name in compiled.DYNAMO]
+        dynamo = [getattr(dynamo_config, name) for name in compiled_pass.DYNAMO]
         return [*dynamo, inductor_config.freezing, inductor_config.cpp.enable_concat_linear]
 
     before = settings()

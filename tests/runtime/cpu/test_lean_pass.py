@@ -1,6 +1,6 @@
 """The pass without modules either equals the model's own or is not used.
 
-Run alone: python -m pytest tests/targets/test_lean.py
+Run alone: python -m pytest tests/runtime/cpu/test_lean_pass.py
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
-from specdec.runtime import packed as packing
-from specdec.runtime.packed import obstacle, pack
-from specdec.runtime.probes import Answer
+from specdec.runtime.cpu import packed_linear as packing
+from specdec.runtime.cpu.machine_probes import Answer
+from specdec.runtime.cpu.packed_linear import obstacle, pack
 from specdec.targets.causal import CausalTarget
 
 V, LAYERS = 61, (1, 3)

@@ -22,9 +22,10 @@ from specdec.compat import (
     version,
 )
 from specdec.runtime.cache import Place, SlotCache, model_inputs
-from specdec.runtime.norms import FewRowsNorm
-from specdec.runtime.packed import JointLinear
-from specdec.targets.attention import stacked
+from specdec.runtime.cpu import fast_paths_on
+from specdec.runtime.cpu.few_row_norm import FewRowsNorm
+from specdec.runtime.cpu.grouped_attention import stacked
+from specdec.runtime.cpu.packed_linear import JointLinear
 
 # Tokens of a pass. Passes over more gain nothing, and their masks grow with the square; but the
 # modules would pack their weights once more, so this is longer than most prompts.
@@ -81,7 +82,7 @@ class LeanLayer:
             turned = torch.cat([norm(part) for norm, part in both], 1)
         turned = torch.addcmul(turned * cos, turned.roll(Dh // 2, -1), sin)
         keys, values = update(turned[:, H:], heads[:, H + Hkv :])
-        # the query heads that share a KV head become rows of one query (see attention.py)
+        # the query heads that share a KV head become rows of one query (see grouped_attention.py)
         query = turned[:, :H].reshape(B, Hkv, -1, Dh)
         out = F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scale)
         joined = out.reshape(B, H, T, Dh).transpose(1, 2).reshape(B, T, H * Dh)
@@ -125,7 +126,10 @@ class LeanPass:
     def of(
         cls, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any
     ) -> "LeanPass | None":
-        """The pass of this model; None for one that is not of the usual shape."""
+        """The pass of this model; None for one that is not of the usual shape, and where the fast
+        paths are turned off."""
+        if not fast_paths_on():
+            return None
         try:
             return cls(model, body, layers, config)
         except OtherShape:

@@ -1,7 +1,7 @@
 """What is found out about a machine, and what follows from it. The same faults are put in front of
 every machine; `slow` and `native` stand for a CPU without and with instructions for bfloat16.
 
-Run alone: python -m pytest tests/runtime/test_probes.py
+Run alone: python -m pytest tests/runtime/cpu/test_machine_probes.py
 """
 
 import json
@@ -15,8 +15,8 @@ import torch
 
 from specdec.errors import UserError
 from specdec.measure.results import Results
-from specdec.runtime import packed, probes
-from specdec.runtime.probes import Answer, Choice, Processor, agreement, native_dtype
+from specdec.runtime.cpu import machine_probes, packed_linear
+from specdec.runtime.cpu.machine_probes import Answer, Choice, Processor, agreement, native_dtype
 from specdec.targets import loading
 from specdec.targets.loading import TargetConfig, load_target, opening, resolved
 from tests.processes import process
@@ -29,7 +29,7 @@ ONE, TWO = torch.ones(3), torch.full((3,), 2.0)
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What this process already found of its machine is found again, before and after a test."""
-    memories = (native_dtype, packed.obstacle, packed.probe, probes.processor)
+    memories = (native_dtype, packed_linear.obstacle, packed_linear.probe, machine_probes.processor)
     for memory in memories:
         memory.cache_clear()
     yield
@@ -40,11 +40,11 @@ def forgotten() -> Iterator[None]:
 def on(monkeypatch: pytest.MonkeyPatch, vendor: str, flags: str, cap: str | None = None) -> None:
     """Pretend a CPU with these flags, of which oneDNN may use what `cap` says."""
     native_dtype.cache_clear()
-    packed.probe.cache_clear()
+    packed_linear.probe.cache_clear()
     cpu = Processor(vendor, "a CPU", frozenset(flags.split()))
-    monkeypatch.setattr(probes, "processor", lambda: cpu)
-    monkeypatch.setattr(packed, "processor", lambda: cpu)
-    monkeypatch.setattr(probes, "onednn_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(machine_probes, "processor", lambda: cpu)
+    monkeypatch.setattr(packed_linear, "processor", lambda: cpu)
+    monkeypatch.setattr(machine_probes, "onednn_multiplies_bfloat16", lambda: True)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     if cap is not None:
@@ -67,7 +67,7 @@ def test_what_does_not_run_or_differs_is_not_used() -> None:
 def test_ways_are_timed_in_turn() -> None:
     called: list[str] = []
     ways = [lambda: called.append("a"), lambda: called.append("b")]
-    taken = probes.seconds(ways, 4)
+    taken = machine_probes.seconds(ways, 4)
     assert "".join(called) == "abababab" and len(taken) == 2
 
 
@@ -102,7 +102,7 @@ def test_auto_is_bfloat16_where_a_cpu_multiplies_it_natively(
     for given in loading.DTYPES:  # what is asked for is obeyed
         assert resolved(TargetConfig("somewhere", given, "cpu")).dtype == given
     native_dtype.cache_clear()
-    monkeypatch.setattr(probes, "onednn_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(machine_probes, "onednn_multiplies_bfloat16", lambda: False)
     assert native_dtype("cpu").dtype == "float32"  # a build of torch that cannot
 
 
@@ -119,13 +119,13 @@ def test_a_processor_is_read_as_the_system_reports_it(
         "\x00\n\n": ("", "", set()),
     }
     for number, (text, expected) in enumerate(said.items()):
-        monkeypatch.setattr(probes, "CPUINFO", tmp_path / str(number))
+        monkeypatch.setattr(machine_probes, "CPUINFO", tmp_path / str(number))
         (tmp_path / str(number)).write_text(text)
-        probes.processor.cache_clear()
-        assert probes.processor() == expected
-    monkeypatch.setattr(probes, "CPUINFO", tmp_path / "none")
-    probes.processor.cache_clear()
-    assert probes.processor() == ("", "", set())
+        machine_probes.processor.cache_clear()
+        assert machine_probes.processor() == expected
+    monkeypatch.setattr(machine_probes, "CPUINFO", tmp_path / "none")
+    machine_probes.processor.cache_clear()
+    assert machine_probes.processor() == ("", "", set())
 
 
 @pytest.mark.usefixtures("forgotten")
@@ -143,11 +143,11 @@ def test_a_gpu_is_asked_without_what_torch_emulates(monkeypatch: pytest.MonkeyPa
 def test_this_machine_answers_for_itself() -> None:
     """Whatever this machine is, the real probes run on it without a traceback."""
     assert native_dtype("cpu").dtype in ("float32", "bfloat16")
-    for dtype in (*packed.DTYPES, torch.float64):
-        reason = packed.obstacle(dtype)
+    for dtype in (*packed_linear.DTYPES, torch.float64):
+        reason = packed_linear.obstacle(dtype)
         assert reason is None or len(reason.splitlines()) == 1
-        if dtype in packed.DTYPES:
-            answer = packed.probe(512, 256, dtype, 4)
+        if dtype in packed_linear.DTYPES:
+            answer = packed_linear.probe(512, 256, dtype, 4)
             assert bool(answer.reason) is not answer.used
             assert reason is None or not answer.used
 
@@ -169,7 +169,7 @@ def test_an_unknown_dtype_is_told_with_those_there_are() -> None:
 def test_the_opening_line_says_what_was_chosen_and_why(
     tiny: Tiny, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
     cfg = TargetConfig(str(tiny.target), dtype, "cpu", packed=packs)
     target = load_target(cfg)
     line = opening(target, cfg)
@@ -181,18 +181,22 @@ def test_the_opening_line_says_what_was_chosen_and_why(
 
 def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers of the probe are the test's own."""
-    monkeypatch.setattr(packed, "LEAST", 1)
-    monkeypatch.setattr(packed, "obstacle", lambda _: None)
-    monkeypatch.setattr(packed, "probe", lambda out, width, dtype, rows: Answer(rows > 1, ""))
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "obstacle", lambda _: None)
+    monkeypatch.setattr(
+        packed_linear, "probe", lambda out, width, dtype, rows: Answer(rows > 1, "")
+    )
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     said = "its weights are packed"
-    assert packed.described(target.model, torch.float32) == f"{said} for 4 or 16 rows at once"
-    monkeypatch.setattr(packed, "probe", lambda *_: Answer(True, ""))
-    assert packed.described(target.model, torch.float32) == said
-    monkeypatch.setattr(packed, "probe", lambda *_: Answer(False, ""))
-    assert "are not used" in packed.described(target.model, torch.float32)
-    monkeypatch.setattr(packed, "obstacle", lambda _: "needs avx512bw")
-    assert packed.described(target.model, torch.float32) == (
+    assert (
+        packed_linear.described(target.model, torch.float32) == f"{said} for 4 or 16 rows at once"
+    )
+    monkeypatch.setattr(packed_linear, "probe", lambda *_: Answer(True, ""))
+    assert packed_linear.described(target.model, torch.float32) == said
+    monkeypatch.setattr(packed_linear, "probe", lambda *_: Answer(False, ""))
+    assert "are not used" in packed_linear.described(target.model, torch.float32)
+    monkeypatch.setattr(packed_linear, "obstacle", lambda _: "needs avx512bw")
+    assert packed_linear.described(target.model, torch.float32) == (
         "weights are not packed: needs avx512bw"
     )
 
@@ -252,7 +256,7 @@ def test_a_job_runs_in_every_dtype_packed_or_not(
     tiny: Tiny, tmp_path: Path, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers, features, training, decoding and report."""
-    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
     settings = ["data.answers=target", "loop.epochs=1", "decode.prompts=1", "export=null"]
     settings += [f"target.dtype={dtype}", f"target.packed={str(packs).lower()}"]
     assert tiny.job(tmp_path / "run", "eagle3", *settings) >= 1

@@ -1,6 +1,6 @@
 """A norm of a few rows is the RMSNorm, and follows its weight.
 
-Run alone: python -m pytest tests/runtime/test_norms.py
+Run alone: python -m pytest tests/runtime/cpu/test_few_row_norm.py
 """
 
 import pickle
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdec.drafters.norm import RMSNorm
-from specdec.runtime.norms import FEW, FewRowsNorm
+from specdec.runtime.cpu.few_row_norm import FEW, FewRowsNorm
 
 D = 48
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}

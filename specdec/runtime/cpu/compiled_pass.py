@@ -19,8 +19,9 @@ from torch import Tensor
 from specdec.compat import dynamo_config, inductor_config
 from specdec.progress import tell
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.cpu import fast_paths_on
+from specdec.runtime.cpu.machine_probes import agreement, seconds
 from specdec.runtime.device import finish
-from specdec.runtime.probes import agreement, seconds
 
 GRAPHS = 64  # the most graphs of one pass
 SHORT = 16  # tokens per row; a draft's longer passes, such as prefill, run uncompiled
@@ -53,6 +54,8 @@ class Compiled:
     def __call__(self, cache: SlotCache, **inputs: Any) -> tuple[Any, ...]:
         slots = cache.slots
         if not cache.fixed or isinstance(slots, slice) or slots.shape[-1] > self.longest:
+            return self.run(cache, **inputs)
+        if slots.device.type == "cpu" and not fast_paths_on():
             return self.run(cache, **inputs)
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         key = (cache.capacity, slots.dim(), modes, _signature(inputs))

@@ -12,6 +12,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from specdec.compat import attention_of
 from specdec.errors import UserError
 from specdec.runtime.cache import layer_kinds
+from specdec.runtime.cpu import fast_paths_on
 
 FEW = 256  # up to this many query rows of a KV head, one product over groups beats copied keys
 # for each mask that is still in use, what `stacked` made of it, by groups and dtype
@@ -71,11 +72,11 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 def group(model: Any) -> None:
-    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone. So is sparse
-    attention: it hides the keys that its indexer did not choose only under the name of sdpa."""
+    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone, and sparse
+    attention too: it hides the keys that its indexer did not choose only under the name of sdpa."""
     kinds = layer_kinds(model.config.get_text_config(decoder=True))
     sparse = any(kind.endswith("_sparse") or kind == "indexed_attention" for kind in kinds)
-    if attention_of(model.config) == "sdpa" and not sparse:
+    if fast_paths_on() and attention_of(model.config) == "sdpa" and not sparse:
         model.set_attn_implementation("grouped")
 
 

@@ -1,6 +1,6 @@
 """Linear layers with a packed weight are the same layers, whatever the probes of a machine say.
 
-Run alone: python -m pytest tests/runtime/test_packed.py
+Run alone: python -m pytest tests/runtime/cpu/test_packed_linear.py
 """
 
 import copy
@@ -19,8 +19,8 @@ from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.medusa import Medusa
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.runtime import packed
-from specdec.runtime.probes import Answer, Processor
+from specdec.runtime.cpu import packed_linear
+from specdec.runtime.cpu.machine_probes import Answer, Processor
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import random_drafter, random_target, save_target
 
@@ -36,10 +36,10 @@ WIDE = {
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of sums of 300 products of N(0, 1)
 
 
-PACKABLE = [dtype for dtype in TOLERANCE if packed.obstacle(dtype) is None]  # here
+PACKABLE = [dtype for dtype in TOLERANCE if packed_linear.obstacle(dtype) is None]  # here
 
 
-PROBE = packed.probe.__wrapped__  # without its memory
+PROBE = packed_linear.probe.__wrapped__  # without its memory
 
 
 def answering(used: bool) -> Callable[..., Answer]:
@@ -49,12 +49,12 @@ def answering(used: bool) -> Callable[..., Answer]:
 @pytest.fixture(autouse=True)
 def the_copy_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests do not depend on this machine: packed weights are used where they run at all."""
-    monkeypatch.setattr(packed, "probe", answering(True))
+    monkeypatch.setattr(packed_linear, "probe", answering(True))
 
 
-def layer(dtype: torch.dtype, bias: bool = True) -> packed.PackedLinear:
+def layer(dtype: torch.dtype, bias: bool = True) -> packed_linear.PackedLinear:
     torch.manual_seed(0)
-    return packed.PackedLinear(nn.Linear(300, 500, bias=bias).to(dtype))
+    return packed_linear.PackedLinear(nn.Linear(300, 500, bias=bias).to(dtype))
 
 
 def plain(of: nn.Linear, x: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ def test_each_number_of_rows_is_multiplied_as_its_probe_says(
         used.append(given[0].shape[0])
         return multiply(*given)
 
-    multiply = packed.product
-    monkeypatch.setattr(packed, "probe", probe)
-    monkeypatch.setattr(packed, "product", product)
+    multiply = packed_linear.product
+    monkeypatch.setattr(packed_linear, "probe", probe)
+    monkeypatch.setattr(packed_linear, "product", product)
     one = layer(torch.float32)
     with torch.no_grad():
         for rows in (1, 2, 3):
@@ -115,12 +115,12 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
     right = nn.functional.linear  # of what `probe` draws
 
     def put(name: str, way: Callable[..., Tensor]) -> None:
-        monkeypatch.setattr(packed, name, way)
+        monkeypatch.setattr(packed_linear, name, way)
 
     def fails(*_: Any) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a trace")
 
-    monkeypatch.setattr(packed, "pays", lambda *_: True)
+    monkeypatch.setattr(packed_linear, "pays", lambda *_: True)
     put("packed", fails)
     assert probe(*shape) == (False, "bf16 path needs the cpu support avx512bw")
     put("packed", lambda weight: weight)
@@ -132,7 +132,7 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
         assert not answer.used and "differs" in answer.reason
     put("product", lambda x, w, b: right(x, w))
     assert probe(*shape) == (True, "")
-    monkeypatch.setattr(packed, "pays", lambda *_: False)
+    monkeypatch.setattr(packed_linear, "pays", lambda *_: False)
     assert not probe(*shape).used
 
 
@@ -151,15 +151,17 @@ def test_which_products_pay_follows_from_the_processor(
 ) -> None:
     """As docs/notebook/machines.md has it: float32 on an Intel CPU is MKL's own ground, but for a
     few rows where they read memory best. In other dtypes, copies pay on every x86."""
-    monkeypatch.setattr(packed, "processor", lambda: Processor(vendor, "", frozenset()))
+    monkeypatch.setattr(packed_linear, "processor", lambda: Processor(vendor, "", frozenset()))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(packed.platform, "machine", lambda: machine)
+    monkeypatch.setattr(packed_linear.platform, "machine", lambda: machine)
     every = [1, 2, 3, 4, 64, 65, 1000]
-    assert [n for n in every if packed.pays(torch.float32, n)] == rows
-    assert [n for n in every if packed.pays(torch.bfloat16, n)] == (every if vendor else [])
-    for dtype in packed.DTYPES:  # what is tried for a number of rows holds for it
+    assert [n for n in every if packed_linear.pays(torch.float32, n)] == rows
+    assert [n for n in every if packed_linear.pays(torch.bfloat16, n)] == (every if vendor else [])
+    for dtype in packed_linear.DTYPES:  # what is tried for a number of rows holds for it
         for n in range(1, 400):
-            assert packed.pays(dtype, packed.bucket(n)) is packed.pays(dtype, n)
+            assert packed_linear.pays(dtype, packed_linear.bucket(n)) is packed_linear.pays(
+                dtype, n
+            )
 
 
 def test_a_dtype_that_this_machine_cannot_pack_is_left_as_it_is(
@@ -170,15 +172,15 @@ def test_a_dtype_that_this_machine_cannot_pack_is_left_as_it_is(
     def fails(*_: Any) -> Tensor:
         raise RuntimeError("needs avx512bw")
 
-    monkeypatch.setattr(packed, "packed", fails)
-    packed.obstacle.cache_clear()
+    monkeypatch.setattr(packed_linear, "packed", fails)
+    packed_linear.obstacle.cache_clear()
     try:
         module = nn.Sequential(nn.Linear(300, 500))
-        packed.pack(module)
+        packed_linear.pack(module)
         assert type(module[0]) is nn.Linear
-        assert packed.obstacle(torch.float32) == "needs avx512bw"
+        assert packed_linear.obstacle(torch.float32) == "needs avx512bw"
     finally:
-        packed.obstacle.cache_clear()
+        packed_linear.obstacle.cache_clear()
 
 
 def test_gradients_flow_and_a_changed_weight_is_read() -> None:
@@ -221,8 +223,13 @@ def test_only_large_layers_of_its_types_are_packed_in_their_places() -> None:
     layers = [nn.Linear(4, 4), nn.Linear(300, 500).double(), Other(300, 500), large]
     module = nn.Sequential(*layers, nn.ModuleDict({"again": large}))
     names = list(module.state_dict())
-    packed.pack(module)
-    assert [type(x) is packed.PackedLinear for x in module[:4]] == [False, False, False, True]
+    packed_linear.pack(module)
+    assert [type(x) is packed_linear.PackedLinear for x in module[:4]] == [
+        False,
+        False,
+        False,
+        True,
+    ]
     assert module[3] is module[4]["again"] and module[3].weight is large.weight
     assert type(large) is nn.Linear and list(module.state_dict()) == names
 
@@ -232,7 +239,7 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From disk; greedy text in float32 is that of the layers as they are."""
-    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
     folder = save_target(tmp_path / "target")
     bare = load_target(TargetConfig(str(folder), "float32", "cpu", packed=False))
     draft_checkpoint.write_draft(
@@ -242,7 +249,7 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     drafter = draft_checkpoint.load_draft(tmp_path / "draft", target)
     for module in (target.model, drafter):
         found = {type(m) for m in module.modules() if isinstance(m, nn.Linear)}
-        assert found == {packed.PackedLinear if asked else nn.Linear}
+        assert found == {packed_linear.PackedLinear if asked else nn.Linear}
     assert target.fingerprint() == bare.fingerprint()
     expected = generate(bare, [1, 2, 3], max_new_tokens=20, eos=()).ids
     assert generate(target, [1, 2, 3], max_new_tokens=20, eos=()).ids == expected
@@ -255,21 +262,23 @@ def test_an_export_of_a_packed_draft_reads_back(
 ) -> None:
     """Sums of float32 in another order would not be the same logits; layers of 300 and more are
     wide enough to be summed otherwise."""
-    monkeypatch.setattr(packed, "LEAST", 1)
+    monkeypatch.setattr(packed_linear, "LEAST", 1)
     target = random_target(LlamaConfig(**WIDE))
     drafter = random_drafter(Medusa.Config(), target, 0.1)
     plain_logits = drafter.unembed(torch.ones(1, 384), 0)
-    packed.pack(drafter)
+    packed_linear.pack(drafter)
     with torch.no_grad():
         assert not torch.equal(drafter.unembed(torch.ones(1, 384), 0), plain_logits)
     draft_export.write_export(tmp_path / "out", drafter, target)
-    assert packed.is_packed(draft_export.read_export(tmp_path / "out", drafter, target))
+    assert packed_linear.is_packed(draft_export.read_export(tmp_path / "out", drafter, target))
 
 
-def together(dtype: torch.dtype, bias: bool) -> tuple[packed.JointLinear, list[nn.Linear]]:
+def together(dtype: torch.dtype, bias: bool) -> tuple[packed_linear.JointLinear, list[nn.Linear]]:
     torch.manual_seed(0)
-    layers = [packed.PackedLinear(nn.Linear(300, n, bias=bias).to(dtype)) for n in (500, 200)]
-    one = packed.joint(None, *layers)
+    layers = [
+        packed_linear.PackedLinear(nn.Linear(300, n, bias=bias).to(dtype)) for n in (500, 200)
+    ]
+    one = packed_linear.joint(None, *layers)
     assert one is not None
     return one, list(layers)
 
@@ -304,7 +313,7 @@ def test_one_product_reads_each_of_its_weights_anew() -> None:
                 one.renew_if_changed()
                 assert one._copy is copied  # nothing has changed
                 parameter.add_(1.0)
-                assert packed.joint(one, *layers) is one
+                assert packed_linear.joint(one, *layers) is one
                 wanted = torch.cat([plain(layer, x) for layer in layers], -1)
                 assert not torch.allclose(kept, wanted, atol=0.1)
                 torch.testing.assert_close(one(x), wanted, rtol=0, atol=1e-4)
@@ -312,19 +321,19 @@ def test_one_product_reads_each_of_its_weights_anew() -> None:
 
 def test_only_packed_layers_that_are_alike_become_one() -> None:
     one, other = layer(torch.float32), layer(torch.float32, bias=False)
-    assert packed.joint(None, one, nn.Linear(300, 500)) is None
-    assert packed.joint(None, one, other) is None
-    assert packed.joint(None, one, nn.Identity()) is None
-    assert packed.joint(None, one, layer(torch.float32)) is not None
+    assert packed_linear.joint(None, one, nn.Linear(300, 500)) is None
+    assert packed_linear.joint(None, one, other) is None
+    assert packed_linear.joint(None, one, nn.Identity()) is None
+    assert packed_linear.joint(None, one, layer(torch.float32)) is not None
 
 
 @pytest.mark.parametrize("family", ["eagle3", "mtp", "dflash", "eagle"])
 def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its layers then have one product for q, k and v, and one for the first two of an MLP."""
     made = list[int]()
-    multiply = packed.JointLinear.__call__
+    multiply = packed_linear.JointLinear.__call__
 
-    def counted(self: packed.JointLinear, *given: Any) -> Tensor:
+    def counted(self: packed_linear.JointLinear, *given: Any) -> Tensor:
         made.append(len(self.layers))
         return multiply(self, *given)
 
@@ -332,11 +341,11 @@ def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatc
     target.lean_allowed = False  # its own pass multiplies so too
     config = DRAFTERS[family].Config()
     drafter = random_drafter(config, target, 0.1)
-    monkeypatch.setattr(packed.JointLinear, "__call__", counted)
+    monkeypatch.setattr(packed_linear.JointLinear, "__call__", counted)
     prompt, answers = [5, 6, 7, 8, 9, 10], []
     for step in range(3):
         if step == 1:
-            packed.pack(drafter)
+            packed_linear.pack(drafter)
         if step == 2:  # changed weights are read anew
             with torch.no_grad():
                 for parameter in drafter.parameters():

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from specdec.compat import version
+from specdec.runtime.cpu import fast_paths_on
 
 FEW = 16  # rows; of more, torch's own RMSNorm takes no longer
 
@@ -39,7 +40,7 @@ class FewRowsNorm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The normed states [..., D], for x in the weight's dtype."""
-        if x.numel() > FEW * self.width or not x.is_cpu:
+        if x.numel() > FEW * self.width or not x.is_cpu or not fast_paths_on():
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
         if self._twice is None:
             self._twice = torch.cat([self.weight.detach()] * 2)

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from specdec.compat import packed_product as product
 from specdec.compat import packed_sum, packed_weight, version
 from specdec.errors import first_line
-from specdec.runtime.probes import INTEL, Answer, agreement, processor
+from specdec.runtime.cpu import SWITCH, fast_paths_on
+from specdec.runtime.cpu.machine_probes import INTEL, Answer, agreement, processor
 from specdec.runtime.quantised import is_plain, plain
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
@@ -221,6 +222,8 @@ def described(module: nn.Module, dtype: torch.dtype) -> str:
     """Whether a packed `module` uses its copies, as a clause for the user. Of 1, 4 and 16 rows, as
     in a vanilla decoding step, a speculation step and a batch, those with copies are named, unless
     all have."""
+    if not fast_paths_on():
+        return f"the fast paths of a CPU are turned off ({SWITCH}=0)"
     if reason := obstacle(dtype):
         return f"weights are not packed: {reason}"
     layers = [layer for layer in module.modules() if isinstance(layer, PackedLinear)]
@@ -249,7 +252,10 @@ def all_plain(model: nn.Module) -> bool:
 
 def pack(module: nn.Module) -> None:
     """Replace each large linear layer inside `module` by a PackedLinear, if it is on a CPU and its
-    dtype can be packed there. Call this before anything holds a reference to one of the layers."""
+    dtype can be packed there and the fast paths are not turned off. Call this before anything holds
+    a reference to one of the layers."""
+    if not fast_paths_on():
+        return
     packed: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
     for path, layer in list(module.named_modules(remove_duplicate=False)):
         if not path or not is_plain(layer) or layer.weight.numel() < LEAST:
