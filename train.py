@@ -27,7 +27,8 @@ import train
 from specdec.compat import quiet_libraries
 from specdec.errors import command
 from specdec.progress import console, tell
-from train.config import (
+from train.loop import Diverged
+from train.run_config import (
     Arguments,
     composed,
     folder_of_hydra,
@@ -37,10 +38,9 @@ from train.config import (
     require_texts_in_files,
     resolve,
 )
-from train.loop import Diverged
-from train.sweep import Trial, best_of, tracked
+from train.sweep import SweepTrial, best_of, tracked
 
-TRIALS: list[Trial] = []  # of the sweep that this process runs
+TRIALS: list[SweepTrial] = []  # of the sweep that this process runs
 GIVEN: list[str] = []  # settings on this process's command line, which all trials share
 
 
@@ -62,7 +62,7 @@ def run(cfg: DictConfig) -> float:
             raise
         (folder / "diverged").write_text(str(error), encoding="utf-8")
         tell(f"diverged: {error}")
-    TRIALS.append(Trial(folder, [*hydra_of.overrides.task], objective))
+    TRIALS.append(SweepTrial(folder, [*hydra_of.overrides.task], objective))
     return objective or 0.0  # finite and the worst, so that the sweep continues
 
 

@@ -16,7 +16,7 @@ from specdec.drafters.gather import tokens_from
 from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.errors import command
-from train.config import composed, register
+from train.run_config import composed, register
 
 
 @dataclass

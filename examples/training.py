@@ -12,14 +12,14 @@ from pathlib import Path
 from specdec.errors import command
 from specdec.measure.results import Results
 from train import run
-from train.config import composed, register
+from train.run_config import composed, register
 
 QUICK = ["experiment=quickstart", "budget.minutes=5", "name=example"]
 
 
 def main(settings: Sequence[str]) -> None:
     register()  # makes every drafter and objective known by name
-    config = composed([*QUICK, *settings])  # a typed `train.config.Config`, checked
+    config = composed([*QUICK, *settings])  # a typed `train.run_config.Config`, checked
     folder = Path("runs") / config.name
     run(config, folder)  # an interrupted run is continued
 

@@ -55,8 +55,8 @@ LONG = {
     "train/test_mistakes.py",
     "train/test_pipeline.py",
     "train/test_resume.py",
-    "train/test_rounds.py",
-    "train/test_stages.py",
+    "train/test_training_rounds.py",
+    "train/test_initialisation.py",
 }
 
 

@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from specdec.formats import draft_checkpoint
-from train import checkpoint, loop, optim
+from train import loop, optim, training_checkpoint
 from train.data import answers
-from train.features.source import Online
-from train.features.store import Store
+from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.store import HiddenStateStore
 from train.tracking import Tracker
 
 PLACES: dict[str, tuple[Any, str]] = {
     "answer": (answers, "decode"),
     "answer_file": (answers, "write_whole"),
-    "features": (Store, "fill"),
-    "feature_row": (Online, "batch"),
-    "feature_file": (Store, "_add"),
+    "features": (HiddenStateStore, "fill"),
+    "feature_row": (OnlineBatches, "batch"),
+    "feature_file": (HiddenStateStore, "_add"),
     "rewind": (Tracker, "rewind"),
     "lr": (optim, "learning_rate"),
     "log": (Tracker, "log"),
     "evaluation": (loop, "evaluate"),
     "best": (draft_checkpoint, "write_draft"),
     "half_best": (draft_checkpoint, "save_file"),
-    "checkpoint": (checkpoint, "save"),
-    "half": (checkpoint, "save_file"),
+    "checkpoint": (training_checkpoint, "save"),
+    "half": (training_checkpoint, "save_file"),
     "rename": (os, "rename"),
     "json": (json, "dumps"),
 }

@@ -62,7 +62,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
 OF_THE_FIELD = {"copy", "eagle", "lm", "lookahead", "mlp", "ngram", "sparse", "suffix"}
 OF_THE_FIELD |= {"unigram", "bigram"}
 OF_THE_FIELD |= {"translated", "hybrid", "hydra"}  # hydra is also the configuration library
-PLACES = ("specdec/drafters/registry.py", "specdec/formats/", "train/config.py")
+PLACES = ("specdec/drafters/registry.py", "specdec/formats/", "train/run_config.py")
 PLACES += ("scripts/benches/tiny.py",)  # of architectures of targets, one of which is Falcon too
 
 CIRCLES: set[frozenset[str]] = set()

@@ -27,7 +27,7 @@ from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.pretend import NAME, counted, module
 from tests.tiny import Tiny, batch_of
-from train.processes import accelerator_of
+from train.accelerated import accelerator_of
 
 pytestmark = pytest.mark.skipif(DEVICE.type != NAME, reason=f"DRAFTSMITH_TEST_DEVICE={NAME} only")
 

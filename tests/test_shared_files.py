@@ -31,11 +31,11 @@ from specdec.files import new_file, read_json, recover, remove_abandoned, replac
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import REPOSITORY, Tiny, compose
-from train.config import PATHS, expand_home
 from train.data.conversations import SourceConfig
 from train.data.template import Document
-from train.features.store import FeaturesConfig, Store
 from train.folder import locked
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore
+from train.run_config import PATHS, expand_home
 
 NOBODY = 65534
 
@@ -94,15 +94,15 @@ def open_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def store_in(tiny: Tiny, folder: Path) -> Store:
+def store_in(tiny: Tiny, folder: Path) -> HiddenStateStore:
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    return Store(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
+    return HiddenStateStore(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
 
 
-def filled(tiny: Tiny, folder: Path) -> tuple[Store, Any]:
+def filled(tiny: Tiny, folder: Path) -> tuple[HiddenStateStore, Any]:
     """A store with one document, and that document's ids."""
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    store = Store(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
+    store = HiddenStateStore(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
     store.prepare(8)
     document = Document("x", torch.arange(1, 9).int().numpy(), torch.ones(8).bool().numpy())
     with torch.no_grad():

@@ -47,7 +47,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from tests.device import DEVICE
-from train.config import CONF, Config, composed, quoted, register
+from train.run_config import CONF, Config, composed, quoted, register
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>")

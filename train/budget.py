@@ -29,16 +29,16 @@ from specdec.progress import console
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from train import optim
-from train.config import Config
+from train.accelerated import from_main, ranks_of
 from train.data.packing import pack
 from train.data.split import Split
 from train.data.template import Document, Prompt
-from train.features.source import Online
 from train.folder import PLAN, config_of, digest_of_settings
 from train.forecast import SHARES
+from train.hidden_states.batches import OnlineBatches
+from train.initialisation import StageConfig, initial_drafter
 from train.plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
-from train.processes import from_main, ranks_of
-from train.stages import StageConfig, starting
+from train.run_config import Config
 
 # tokens of each timed text if the target answers none, and new tokens timed after a batch of them
 TOKENS, NEW = 48, 5
@@ -186,10 +186,10 @@ def rehearsal(
             ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
             text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
         documents.append(text)
-    drafter = starting(StageConfig(), cfg.drafter, target, documents, 0)
+    drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
     rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
-    batch = Online(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
+    batch = OnlineBatches(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)

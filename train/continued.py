@@ -33,7 +33,7 @@ CHANGES: dict[str, Change] = {
     "answers.shard": Change.ALLOWED,
     "answers.engines": Change.ALLOWED,  # their responses are another run's: the texts are compared
     "objective.chunk": Change.ALLOWED,
-    "loop.rows": Change.ALLOWED,  # `Portion` compares what a step reads
+    "loop.rows": Change.ALLOWED,  # `RowsPerStep` compares what a step reads
     "loop.accumulate": Change.ALLOWED,
     "loop.save_every": Change.ALLOWED,
     "loop.log_every": Change.ALLOWED,

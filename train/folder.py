@@ -34,16 +34,16 @@ from specdec.integrity import of_value, sealed
 from specdec.progress import tell
 from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.targets.loading import resolved
-from train import checkpoint
-from train.config import Config
+from train import training_checkpoint
 from train.continued import Change, change_of
 from train.data.answer_files import RESPONSES_READ
 from train.data.conversations import DataConfig
 from train.data.split import SHARE, trained_openings
 from train.data.template import Document, Prompt
 from train.loop import LoopConfig
-from train.portion import Portion
-from train.shares import line_of_beginning
+from train.rows_per_step import RowsPerStep
+from train.run_config import Config
+from train.shards import line_of_beginning
 from train.texts import Texts
 from train.tracking import OF_WANDB
 
@@ -150,17 +150,17 @@ def _settings_of(cfg: Config, group: str) -> Any:
     return _plain(value) if is_dataclass(value) else value
 
 
-def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> Portion:
+def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
     """The portion of the data that each step of the run in this folder reads, as the run began; if
     no run has begun there, the portion of these settings."""
     theirs = config_of(folder)
     began = theirs.get("processes")
-    if not began and checkpoint.steps(folder / "checkpoints"):
-        return Portion(cfg.rows, cfg.accumulate, None)
+    if not began and training_checkpoint.steps(folder / "checkpoints"):
+        return RowsPerStep(cfg.rows, cfg.accumulate, None)
     if not began:
-        return Portion(cfg.rows, cfg.accumulate, processes)
+        return RowsPerStep(cfg.rows, cfg.accumulate, processes)
     was = asdict(LoopConfig()) | theirs["loop"]
-    return Portion(was["rows"], was["accumulate"], began)
+    return RowsPerStep(was["rows"], was["accumulate"], began)
 
 
 def require_same_texts(folder: Path, of: dict[str, str]) -> None:
@@ -174,7 +174,7 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
 
 
 def describe(
-    cfg: Config, folder: Path, identity: str, portion: Portion, fingerprint: str, texts: Texts
+    cfg: Config, folder: Path, identity: str, portion: RowsPerStep, fingerprint: str, texts: Texts
 ) -> None:
     """Write the run's config.json, unless the folder holds a run of other texts or models: then
     raise UserError. Until here, an error leaves the folder free for another run."""

@@ -10,7 +10,7 @@ from specdec.errors import require
 from specdec.forcing.table import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
 from specdec.signals import Terminated
-from train.features.source import Source
+from train.hidden_states.batches import BatchSource
 
 
 class TerminatedTogether(Terminated):
@@ -20,7 +20,7 @@ class TerminatedTogether(Terminated):
 
 def evaluate(
     model: nn.Module,
-    held_out: Source,
+    held_out: BatchSource,
     rows: int,
     accelerator: Accelerator,
     chain: tuple[int, int] | None = None,

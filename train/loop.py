@@ -30,14 +30,14 @@ from specdec.measure.results import Training
 from specdec.progress import tell
 from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import Parts
-from train import checkpoint, optim
-from train.checkpoint import Best, State
-from train.features.source import Source
+from train import optim, training_checkpoint
+from train.accelerated import from_main
 from train.forecast import forecast, looks
 from train.held_out import TerminatedTogether, evaluate
+from train.hidden_states.batches import BatchSource
 from train.optim import OptimConfig
-from train.processes import from_main
 from train.tracking import Tracker
+from train.training_checkpoint import Best, State
 
 PRECISIONS = ("auto", "bf16", "no")
 OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
@@ -153,13 +153,15 @@ class Learner:
         """Write a checkpoint of this state. All processes call this."""
         self.state.statistics = self.statistics.tolist()
         main = self.accelerator.is_main_process
-        checkpoint.save(self.folder / "checkpoints", self.model, self.optimizers, self.state, main)
+        training_checkpoint.save(
+            self.folder / "checkpoints", self.model, self.optimizers, self.state, main
+        )
         self.saved = self.state.step
         self.accelerator.wait_for_everyone()
 
     def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
         """Write the draft as it is now to a folder. All processes call this."""
-        whole, prefix = checkpoint.weights(self.model), "drafter."
+        whole, prefix = training_checkpoint.weights(self.model), "drafter."
         if self.accelerator.is_main_process:
             weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
             draft_checkpoint.write_draft(folder, self.forcing.drafter, self.parts, weights, notes)
@@ -185,7 +187,7 @@ def begin(
     assert isinstance(drafter, Trainable)
     built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
     model, *optimizers = accelerator.prepare(forcing, *built)
-    restored = checkpoint.load(folder / "checkpoints", model, optimizers, accelerator, run)
+    restored = training_checkpoint.load(folder / "checkpoints", model, optimizers, accelerator, run)
     state = restored or State()
     state.run = run
     if state.evaluated:  # else the τ of two steps could not be compared
@@ -223,8 +225,8 @@ def begin(
 @checkpoint_first()
 def train(
     learner: Learner,
-    source: Source,
-    held_out: Source,
+    source: BatchSource,
+    held_out: BatchSource,
     cfg: LoopConfig,
     schedule: OptimConfig,
     epochs: range,
@@ -342,7 +344,7 @@ def train(
 
 
 @checkpoint_first()
-def finish(learner: Learner, held_out: Source, cfg: LoopConfig, tracker: Tracker) -> None:
+def finish(learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tracker) -> None:
     """Evaluate the draft after the last step, and write a checkpoint, where training ended with
     another step than was planned for it: with loop.max_tokens, a later round of longer rows has
     fewer steps left."""
@@ -393,7 +395,9 @@ def steps_of(
     return [order[n * portion : (n + 1) * portion] for n in taken], steps
 
 
-def _evaluate_draft(learner: Learner, held_out: Source, cfg: LoopConfig, tracker: Tracker) -> None:
+def _evaluate_draft(
+    learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tracker
+) -> None:
     """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
     far. SIGTERM ends this: at once in one process alone, and after the same forward pass in
     several. They save a checkpoint first, from which a continued run evaluates. Where a forward

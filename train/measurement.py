@@ -26,8 +26,8 @@ from specdec.report import report
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.config import Config
 from train.data.template import Prompt
+from train.run_config import Config
 from train.texts import Texts
 from train.tracking import Tracker, curve
 

@@ -70,7 +70,7 @@ def build(
             f"optim.rates: no trained parameter matches {pattern!r}: match names such as "
             f"{', '.join(list(named)[:3])}",
         )
-    assert cfg.lr is not None  # `train.config.resolve` sets it
+    assert cfg.lr is not None  # `train.run_config.resolve` sets it
     groups: dict[tuple[bool, float, float], list[Tensor]] = {}
     for name, p in named.items():
         hidden = cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}

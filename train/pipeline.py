@@ -22,14 +22,12 @@ from specdec.progress import bars, console
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import opening
 from specdec.targets.on_demand import TargetOnDemand
-from train import checkpoint, loop
+from train import loop, training_checkpoint
+from train.accelerated import accelerator_of, ranks_of
 from train.budget import planned
-from train.checks import check, check_target, check_texts
-from train.config import Config
 from train.data.answer_files import ResponsesRead
 from train.data.cut_responses import cut_responses
 from train.data.trained_on import TrainedOn, before_this_stage
-from train.features.fill import Features
 from train.folder import (
     BEGAN,
     config_of,
@@ -42,15 +40,16 @@ from train.folder import (
     with_dtype,
     with_share,
 )
+from train.hidden_states.filling import RunHiddenStates
+from train.initialisation import earlier_drafts, initial_drafter, regress
 from train.measurement import finished
 from train.planning.outlook import say
-from train.processes import accelerator_of, ranks_of
-from train.rounds import draft_of_round, written
-from train.shares import AFTERWARDS, Share, note_beginning
-from train.stages import earlier_drafts, starting
-from train.start import regress
+from train.run_checks import check, check_target, check_texts
+from train.run_config import Config
+from train.shards import AFTERWARDS, note_beginning, shard_of
 from train.texts import Texts, answer_share, split_of, texts_of
 from train.tracking import Tracker
+from train.training_rounds import draft_of_round, written
 
 LESS_AT_ONCE = (
     "lower loop.rows (and raise loop.accumulate as much, so that a step reads as many rows), "
@@ -124,7 +123,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         split = split_of(cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from)
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
-        features = Features.of(cfg, target, accelerator, progress)
+        features = RunHiddenStates.of(cfg, target, accelerator, progress)
         if cfg.data.answers == "target":
             ranks.first(lambda: note_date(cfg, folder))
         if cfg.answers.shard is not None:
@@ -136,13 +135,13 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             *(accelerator, progress, responses_read),
         )
 
-        if (share := Share.of("features.shard", cfg.features.shard)) is not None:
+        if (share := shard_of("features.shard", cfg.features.shard)) is not None:
             features.fill_share(share, [texts.train, texts.validation])
             console.print(f"features: {share} is done; {AFTERWARDS} features.shard")
             return 0.0
 
         # Start: fresh weights, or those of an earlier draft. Now the folder is this run's.
-        drafter = starting(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
+        drafter = initial_drafter(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
         ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
         earlier = before_this_stage(starts_from)
@@ -177,7 +176,7 @@ def _trained(
     drafter: Drafter,
     target: TargetOnDemand,
     texts: Texts,
-    features: Features,
+    features: RunHiddenStates,
     accelerator: Accelerator,
     tracker: Tracker,
     progress: Progress,
@@ -201,7 +200,7 @@ def _trained(
         drafter, parts, cfg.sampler, cfg.objective, reference, cfg.trains_at_visits
     )
     before = parts.checksum()
-    trained = ranks_of(accelerator).first(lambda: checkpoint.steps(folder / "checkpoints"))
+    trained = ranks_of(accelerator).first(lambda: training_checkpoint.steps(folder / "checkpoints"))
     if (
         cfg.stage.draft is None
         and not trained

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from specdec.errors import require, require_within
-from train.start import stride
+from train.initialisation import stride
 
 SAID = 0.9  # share of answers.max_new_tokens that answers took up in quickstarts
 FORWARD = 1 / 3  # share of a training step that a forward pass takes, or solving for a start

@@ -21,7 +21,7 @@ def tracked(track: TrackConfig, name: str, number: int, own: Sequence[str]) -> T
 
 
 @dataclass(frozen=True)
-class Trial:
+class SweepTrial:
     """One trial of a sweep. Its objective is None if it diverged."""
 
     folder: Path
@@ -29,7 +29,7 @@ class Trial:
     objective: float | None
 
 
-def best_of(trials: Sequence[Trial]) -> str:
+def best_of(trials: Sequence[SweepTrial]) -> str:
     """A line that says which trial has the highest objective, with the settings that tell it from
     the others; the first of equals. Empty if there was no trial."""
     known = [(t.objective, t) for t in trials if t.objective is not None]

@@ -17,7 +17,6 @@ from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.config import Config
 from train.data.answer_files import AnswersConfig, ResponsesRead
 from train.data.answers import answered
 from train.data.conversations import DataConfig
@@ -25,9 +24,10 @@ from train.data.cut_responses import cut_responses
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.split import SHARE, Split
 from train.data.template import Document, Prompt, evenly
-from train.features.store import Store
+from train.hidden_states.store import HiddenStateStore
 from train.plan import FEWEST
-from train.shares import AFTERWARDS, Share
+from train.run_config import Config
+from train.shards import AFTERWARDS, shard_of
 
 
 @dataclass
@@ -97,7 +97,7 @@ def texts_of(
     split: Split[Any],
     measured: int,
     target: TargetOnDemand,
-    store: Store | None,
+    store: HiddenStateStore | None,
     accelerator: Accelerator,
     progress: Progress,
     responses_read: ResponsesRead | None = None,
@@ -161,7 +161,7 @@ def answer_share(
     cfg: Config,
     split: Split[Any],
     target: TargetOnDemand,
-    store: Store | None,
+    store: HiddenStateStore | None,
     accelerator: Accelerator,
     progress: Progress,
 ) -> None:
@@ -172,5 +172,5 @@ def answer_share(
     for some in (split.train if cfg.reads_plain_answers else [], split.validation):
         if some:
             answered(target, some, cfg.answering, accelerator, progress, keep)
-    share = Share.of("answers.shard", cfg.answers.shard)
+    share = shard_of("answers.shard", cfg.answers.shard)
     console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")

@@ -22,10 +22,10 @@ from specdec.forcing.batch import Batch, summarise
 from specdec.forcing.teacher import TeacherForcing
 from specdec.targets.on_demand import TargetOnDemand
 from train import optim
-from train.config import composed, register
+from train.accelerated import accelerator_of
 from train.data.template import Document
-from train.processes import accelerator_of
-from train.stages import StageConfig, starting
+from train.initialisation import StageConfig, initial_drafter
+from train.run_config import composed, register
 
 SAID = "memory of a step: "  # begins the line of a process that has measured
 
@@ -77,7 +77,7 @@ def step() -> None:
     T, generator = job["tokens"], torch.Generator().manual_seed(0)
     ids_1T = torch.randint(parts.vocab_size, (1, T), generator=generator)
     document = Document("long", ids_1T[0].numpy().astype(np.int32), np.ones(T, np.bool_))
-    drafter = starting(StageConfig(), cfg.drafter, parts, [document], 0)
+    drafter = initial_drafter(StageConfig(), cfg.drafter, parts, [document], 0)
     needs, widths = drafter.needs, (parts.width * len(drafter.needs.layers), parts.width)
     layers, final = (
         torch.randn(1, T, width, generator=generator).to(parts.dtype) if width else None

@@ -17,13 +17,13 @@ from transformers import AutoTokenizer
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.targets.on_demand import TargetOnDemand
-from train.config import composed, register
 from train.data.run_data import DataCounts, measured_prompts
 from train.data.template import Prompt
 from train.diagnosis import diagnose
 from train.folder import config_of, data_of_run, noted_prompts
 from train.pipeline import run
 from train.planning.outlook import outlook
+from train.run_config import composed, register
 
 TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|end|>"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"

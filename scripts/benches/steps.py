@@ -81,10 +81,10 @@ class Products(TorchDispatchMode):
 def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     """A function that does a training step and returns its number of tokens, and the device."""
     from specdec.targets.loading import load_target, resolved
+    from train.accelerated import accelerator_of
     from train.budget import rehearsal
-    from train.config import composed, register
     from train.data.run_data import read_run_data
-    from train.processes import accelerator_of
+    from train.run_config import composed, register
 
     register()
     cfg = composed(overrides)

@@ -27,10 +27,10 @@ from specdec.objectives.piece import Piece
 from specdec.progress import console
 from specdec.targets.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
+from train.accelerated import accelerator_of
 from train.budget import rehearsal
-from train.config import composed, register
 from train.data.run_data import read_run_data
-from train.processes import accelerator_of
+from train.run_config import composed, register
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary

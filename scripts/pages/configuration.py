@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from specdec.drafters import shipped
 from specdec.objectives.losses import TERMS
-from train.config import CONF, NO_GROUPS, Config, register
+from train.run_config import CONF, NO_GROUPS, Config, register
 
 PATH = CONF.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration

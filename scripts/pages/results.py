@@ -11,7 +11,7 @@ from pathlib import Path
 
 from specdec.errors import require
 from specdec.files import record
-from train.config import CONF
+from train.run_config import CONF
 
 FOLDER = CONF.parent / "docs" / "results"
 PATH = FOLDER.with_suffix(".md")

@@ -4,9 +4,9 @@ import re
 from functools import cache
 from pathlib import Path
 
-from train.config import CONF, composed, register
 from train.planning.demand import Stage, devices_for, gibibytes
 from train.planning.outlook import Outlook, hours, outlook
+from train.run_config import CONF, composed, register
 
 PATH = CONF.parent / "docs" / "scale.md"
 TARGETS = Path(__file__).parent / "targets"

@@ -21,7 +21,7 @@ from specdec.formats import draft_checkpoint
 from specdec.sampling.trees import Chain, Dynamic
 from tests.tiny import architectures, random_drafter, random_target
 from tests.told import told
-from train.config import Config, composed, register
+from train.run_config import Config, composed, register
 
 WHOLE = "from examples.family import LastToken as Family\n"
 COPYING = """

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-import train.start
+import train.initialisation
 from specdec.context import Context, Known
 from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle import EagleConfig
@@ -33,8 +33,8 @@ from specdec.targets.base import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
 from train.data.template import Document
-from train.features.source import Online
-from train.stages import StageConfig, starting
+from train.hidden_states.batches import OnlineBatches
+from train.initialisation import StageConfig, initial_drafter
 
 V, ROWS, LENGTH = 61, 24, 96
 
@@ -241,7 +241,7 @@ def test_answers_too_short_for_least_squares_are_no_error(tiny: Tiny, tmp_path: 
     made: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Eagle3, "regress", lambda *_: made.append(1))
-        patch.setattr(train.start, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
+        patch.setattr(train.initialisation, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
         tiny.job(tmp_path / "run", "eagle3")
     assert not made
 
@@ -254,9 +254,9 @@ def test_a_draft_that_is_trained_further_keeps_the_rates_of_its_start(
     draft_checkpoint.write_draft(tmp_path, Eagle3.build(earlier, target), target)
     config = replace(earlier, start="regression")
     documents = [Document("a", np.arange(9, dtype=np.int32), np.ones(9, bool))]
-    onward = starting(StageConfig(str(tmp_path)), config, target, documents, 0)
+    onward = initial_drafter(StageConfig(str(tmp_path)), config, target, documents, 0)
     assert onward.config.start == "target" and not onward.learning_rates
-    fresh = starting(StageConfig(), config, target, documents, 0)
+    fresh = initial_drafter(StageConfig(), config, target, documents, 0)
     assert fresh.learning_rates == {"fc.*": 0.03}
 
 
@@ -322,9 +322,9 @@ def test_without_a_cache_the_target_reads_the_texts_of_the_start_once(
     """Unless there is no room to remember them. Then the first rows are also read to see if they
     have any anchors."""
     read: list[int] = []
-    batch, plain = Online.batch, Eagle3.regress
-    monkeypatch.setattr(train.start, "REMEMBERED", bytes_kept)
-    monkeypatch.setattr(Online, "batch", lambda self, x: (read.extend(x), batch(self, x))[1])
+    batch, plain = OnlineBatches.batch, Eagle3.regress
+    monkeypatch.setattr(train.initialisation, "REMEMBERED", bytes_kept)
+    monkeypatch.setattr(OnlineBatches, "batch", lambda self, x: (read.extend(x), batch(self, x))[1])
 
     def regressed(self: Eagle3, known: Callable[[], Iterable[Known]]) -> None:
         plain(self, known)

@@ -36,8 +36,8 @@ from train.data.answer_files import of_answer
 from train.data.answers import logged
 from train.data.packing import Row, pack
 from train.data.template import Prompt
-from train.features.source import Online
-from train.features.store import Disk, FeaturesConfig, Store
+from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches
 
 FAMILIES = ["eagle3", "medusa", "lm with adapters"]
 if DEVICE.type == "cpu":  # a device can break no more of what these do
@@ -53,7 +53,7 @@ class Made(NamedTuple):
     target: Target
     drafter: Drafter
     answers: list[Generation]
-    source: Online
+    source: OnlineBatches
     batch: Batch
 
 
@@ -66,7 +66,7 @@ def made(name: str, temperature: float = 0.0) -> Made:
     )
     texts = [of_answer("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
     rows = pack([d for d in texts if d is not None], LENGTH)
-    source = Online(target, drafter.needs, Sampler(1.0), rows)
+    source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     return Made(target, drafter, answers, source, source.batch(range(len(rows))))
 
 
@@ -223,7 +223,7 @@ def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
 def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> None:
     """And an answer's features are shared with the same text without rounds."""
     cfg, needs = FeaturesConfig(root=str(tmp_path)), case.drafter.needs
-    store = Store(cfg, case.target, needs, Sampler(1.0))
+    store = HiddenStateStore(cfg, case.target, needs, Sampler(1.0))
     rows = case.source.rows
     plain = [replace(row, rounds=None) for row in rows]
     with bars(Console(quiet=True), False) as progress:
@@ -231,7 +231,9 @@ def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> No
         assert store.missing(plain) == [] and len(store.missing(rows)) == len(rows)
         store.fill(replace_rows(case.source, store.missing(rows)), progress)
     assert store.missing(rows) == []
-    stored = Disk(store, case.drafter.needs, rows, case.target.device).batch(range(len(rows)))
+    stored = StoredBatches(store, case.drafter.needs, rows, case.target.device).batch(
+        range(len(rows))
+    )
     ours, theirs = stored.visited, case.batch.visited
     assert torch.equal(ours.place_Ro, theirs.place_Ro)
     assert torch.equal(ours.drafted_RoK, theirs.drafted_RoK)
@@ -241,8 +243,8 @@ def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> No
     torch.testing.assert_close(stored.final_BTD, case.batch.final_BTD, atol=1e-4, rtol=1e-4)
 
 
-def replace_rows(source: Online, rows: list[Row]) -> Online:
-    return Online(source.target, source.needs, source.sampler, rows)
+def replace_rows(source: OnlineBatches, rows: list[Row]) -> OnlineBatches:
+    return OnlineBatches(source.target, source.needs, source.sampler, rows)
 
 
 def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_a_skewed_side_is_longer_and_a_bound_holds() -> None:
     assert skewed.within(1, 3).high == 3 and skewed.within(1, 3).low >= 1
 
 
-def test_shares_stay_between_0_and_1() -> None:
+def test_shards_stay_between_0_and_1() -> None:
     found = share_interval([10.0, 9.0, 9.0], [10.0] * 3)
     assert 0 < found.low < 28 / 30 < found.high < 1
     for none in ([0.0] * 3, [10.0] * 3):

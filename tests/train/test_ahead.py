@@ -14,8 +14,8 @@ from specdec.errors import UserError
 from specdec.integrity import Damaged
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, records
-from train.features.ahead import Ahead
-from train.features.store import Disk, FeaturesConfig
+from train.hidden_states.ahead import Ahead
+from train.hidden_states.store import FeaturesConfig, StoredBatches
 
 
 def readers() -> list[threading.Thread]:
@@ -90,9 +90,9 @@ def test_damage_that_the_thread_meets_is_mended(
     """A bit of the store is flipped after the store is filled, before training reads it."""
     sound = [f"features.root={tmp_path / 'sound'}"]
     tiny.job(tmp_path / "whole", "eagle3", *sound)
-    expect, damaged = Disk.expect, list[Path]()
+    expect, damaged = StoredBatches.expect, list[Path]()
 
-    def damage(self: Disk, requests: Sequence[Sequence[int]]) -> None:
+    def damage(self: StoredBatches, requests: Sequence[Sequence[int]]) -> None:
         if not damaged:
             damaged.extend(sorted(self.store.folder.glob("*.safetensors")))
             for path in damaged:
@@ -101,7 +101,7 @@ def test_damage_that_the_thread_meets_is_mended(
                 path.write_bytes(whole)
         expect(self, requests)
 
-    monkeypatch.setattr(Disk, "expect", damage)
+    monkeypatch.setattr(StoredBatches, "expect", damage)
     tiny.job(tmp_path / "again", "eagle3", f"features.root={tmp_path / 'damaged'}")
     said = capsys.readouterr()
     assert damaged and "computed again" in said.out + said.err
@@ -114,16 +114,16 @@ def test_an_interrupted_run_leaves_no_thread_that_reads_on(
 ) -> None:
     """The run is stopped in the middle of an epoch, and goes on exactly."""
     tiny.job(tmp_path / "whole", "eagle3")
-    batch, count = Disk.batch, []
+    batch, count = StoredBatches.batch, []
 
-    def stop(self: Disk, indices: Sequence[int]) -> Any:
+    def stop(self: StoredBatches, indices: Sequence[int]) -> Any:
         count.append(indices)
         if len(count) == 15:
             raise KeyboardInterrupt
         return batch(self, indices)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Disk, "batch", stop)
+        patch.setattr(StoredBatches, "batch", stop)
         with pytest.raises(KeyboardInterrupt):
             tiny.job(tmp_path / "again", "eagle3")
     tiny.job(tmp_path / "again", "eagle3")

@@ -19,8 +19,8 @@ from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
-from train.config import Arguments, Config, _kinds_of, composed, quoted, register
 from train.overrides import require_texts_in
+from train.run_config import Arguments, Config, _kinds_of, composed, quoted, register
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]

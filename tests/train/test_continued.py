@@ -19,7 +19,7 @@ from tests.runs import as_before, require_equal, require_same_run
 from tests.tiny import Tiny, losses, records
 from train.folder import data_of_run
 from train.loop import LoopConfig
-from train.portion import Portion
+from train.rows_per_step import RowsPerStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = ("loop.save_every=2", "loop.eval_every=3")
@@ -125,7 +125,7 @@ def test_two_processes_then_one_then_two_are_one(
 
 def test_the_rows_of_a_step_are_those_with_which_the_run_began(tmp_path: Path) -> None:
     """Enumerated by hand: 2 processes · 2 rows · 3 micro-batches = 12 rows in each step."""
-    portion = Portion(2, 3, 2)
+    portion = RowsPerStep(2, 3, 2)
     for processes, expected in {1: (2, 6), 2: (2, 3), 3: (2, 2), 4: (1, 3), 6: (2, 1)}.items():
         shared, said = portion.shared(LoopConfig(rows=2, accumulate=3), processes)
         assert (shared.rows, shared.accumulate) == expected

@@ -28,7 +28,7 @@ from specdec.targets.loading import TargetConfig, load_target
 from tests.damage import corrupt
 from tests.measure.test_results import results
 from tests.tiny import losses, make_tiny
-from train import checkpoint, pipeline
+from train import pipeline, training_checkpoint
 from train.tracking import curve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -47,15 +47,15 @@ class Runs:
         self.work, self.pristine = root / "work", root / "pristine"
         self.tiny = make_tiny(self.work)
         self.run, self.other = self.work / "run", self.work / "other"
-        save = checkpoint.save
+        save = training_checkpoint.save
 
         def killed(folder: Path, *args: Any) -> None:
-            if len(checkpoint.steps(folder)) == 2:  # those of steps 2 and 4
+            if len(training_checkpoint.steps(folder)) == 2:  # those of steps 2 and 4
                 raise KeyboardInterrupt
             save(folder, *args)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "save", killed)
+            patch.setattr(training_checkpoint, "save", killed)
             with pytest.raises(KeyboardInterrupt):
                 self.job(self.run)
         self.caches = [p for n in CACHES for p in sorted(self.work.glob(n))]
@@ -344,7 +344,7 @@ def test_a_state_that_no_run_has_is_not_used(
 
 def test_a_checkpoint_and_a_draft_of_another_run_are_not_used(runs: Runs, tmp_path: Path) -> None:
     runs.again()
-    for step in checkpoint.steps(runs.run / "checkpoints"):
+    for step in training_checkpoint.steps(runs.run / "checkpoints"):
         shutil.rmtree(step)
     shutil.copytree(runs.other / "checkpoints", runs.run / "checkpoints", dirs_exist_ok=True)
     ended = apart(lambda: runs.job(runs.run), tmp_path / "ended")

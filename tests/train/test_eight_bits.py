@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses
-from train.features.eight_bits import block_of, restored, rounded
-from train.features.store import FeaturesConfig
+from train.hidden_states.eight_bits import block_of, restored, rounded
+from train.hidden_states.store import FeaturesConfig
 
 
 def test_blocks_divide_a_state() -> None:

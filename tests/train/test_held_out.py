@@ -20,8 +20,8 @@ from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import lm
 from train.data.packing import pack
 from train.data.template import Document
-from train.features.source import Online
 from train.held_out import evaluate
+from train.hidden_states.batches import OnlineBatches
 
 
 @dataclass
@@ -56,7 +56,7 @@ def test_a_process_without_rows_adds_nothing_and_all_reduce_alike() -> None:
     drafter = make_drafter("medusa", target)
     ids = text(0)[0].numpy().astype(np.int32)
     rows = pack([Document("d", ids, np.arange(len(ids)) > 2)], len(ids))
-    source = Online(target, drafter.needs, Sampler(1.0), rows)
+    source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     alone, first = Process(0, 1), Process(0, 2)
     whole = evaluate(forcing, source, 1, alone)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def test_promised_tau_is_that_of_the_decoder_on_the_target_s_own_responses(
         for ids in [np.array(g.prompt + g.ids, dtype=np.int32)]
         for row in pack([Document("d", ids, np.arange(len(ids)) >= len(g.prompt))], 64)
     ]
-    source = Online(target, drafter.needs, Sampler(1.0), rows)
+    source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     chain = drafter.depth, gamma
     found = evaluate(forcing, source, 2, Process(0, 1), chain)  # type: ignore[arg-type]

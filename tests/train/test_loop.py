@@ -35,8 +35,8 @@ from tests.runs import (
     require_same_run,
 )
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
-from train.features.source import Online
-from train.features.store import Disk
+from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.store import StoredBatches
 from train.loop import Diverged, LoopConfig, steps_of
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
@@ -124,13 +124,13 @@ def test_the_target_reads_its_own_answers_once(
     """What it computed while it answered, in batches of unequal prompts, is what it reads in the
     text: loss and α of a run on the one are those on the other up to float32 rounding."""
     read: list[int] = []
-    batch = Online.batch
+    batch = OnlineBatches.batch
 
-    def counted(source: Online, indices: Sequence[int]) -> Batch:
+    def counted(source: OnlineBatches, indices: Sequence[int]) -> Batch:
         read.extend(indices)
         return batch(source, indices)
 
-    monkeypatch.setattr(Online, "batch", counted)
+    monkeypatch.setattr(OnlineBatches, "batch", counted)
     more = ["data.answers=target", f"answers.root={tmp_path / 'answers'}", "answers.batch=7"]
     tiny.job(tmp_path / "kept", drafter, *more, f"features.root={tmp_path / 'kept-features'}")
     assert not read
@@ -225,15 +225,15 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     tiny.job(tmp_path / "whole", "medusa", *more)
     orders, _ = steps_of(LoopConfig(), [1] * 12, 0, 0, 2)
     bad, step = orders[4][1], 5  # the second row of the fifth step
-    batch = Disk.batch
+    batch = StoredBatches.batch
 
-    def spoiled(source: Disk, indices: Sequence[int]) -> Batch:
+    def spoiled(source: StoredBatches, indices: Sequence[int]) -> Batch:
         found = batch(source, indices)
         if len(source.rows) == 12 and bad in indices:  # the training side's
             found.final_BTD[list(indices).index(bad)] = math.nan
         return found
 
-    monkeypatch.setattr(Disk, "batch", spoiled)
+    monkeypatch.setattr(StoredBatches, "batch", spoiled)
     updates: list[int] = []
     adamw = torch.optim.AdamW.step
     monkeypatch.setattr(
@@ -255,7 +255,7 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     with pytest.raises(Diverged):  # again: it stops in the same place and touches nothing
         tiny.job(run, "medusa", *more)
     assert snapshot(run) == before
-    monkeypatch.setattr(Disk, "batch", batch)  # the cause is gone: it goes on to its end
+    monkeypatch.setattr(StoredBatches, "batch", batch)  # the cause is gone: it goes on to its end
     tiny.job(run, "medusa", *more)
     require_same_run(run, tmp_path / "whole")
 

@@ -523,7 +523,7 @@ def test_a_mistake_is_told_before_the_first_response(
     monkeypatch.setattr("specdec.files.os.fsync", without_room)
     if mistake == "name=full":
         usage = SimpleNamespace(free=1000, total=10**6, used=10**6)
-        monkeypatch.setattr("train.checks.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("train.run_checks.shutil.disk_usage", lambda _: usage)
     run = tmp_path / "run"
     if mistake == "export=hf":
         (run / "export").mkdir(parents=True)

@@ -45,9 +45,9 @@ from train.data.answer_files import AnswersConfig
 from train.data.answers import answered
 from train.data.packing import Row
 from train.data.template import Prompt
-from train.features import store as features
-from train.features.source import Online
 from train.folder import data_of_run, locked
+from train.hidden_states import store as features
+from train.hidden_states.batches import OnlineBatches
 from train.tracking import curve
 
 
@@ -358,7 +358,9 @@ def test_folders_deleted_during_a_run_are_told_or_made_again(
 # --- caches --------------------------------------------------------------------------------------
 
 
-def filled(tiny: Tiny, target: Target, root: Path) -> tuple[features.Store, Online]:
+def filled(
+    tiny: Tiny, target: Target, root: Path
+) -> tuple[features.HiddenStateStore, OnlineBatches]:
     """An empty store, and a source of 5 rows of 2 documents."""
     twos, ones = np.array([0, 0, 0, 0, 1, 1, 1], np.int32), np.ones(7, np.bool_)
     ids = [np.array([1 + i, 2, 3, 4, 5, 6 + i, 7], np.int32) for i in range(5)]
@@ -367,8 +369,8 @@ def filled(tiny: Tiny, target: Target, root: Path) -> tuple[features.Store, Onli
     cfg = tiny.config("eagle3")
     needs = DRAFTERS["eagle3"].build(cfg.drafter, target).needs
     stored = features.FeaturesConfig(root=str(root))
-    store = features.Store(stored, target, needs, cfg.sampler)
-    return store, Online(target, needs, cfg.sampler, rows)
+    store = features.HiddenStateStore(stored, target, needs, cfg.sampler)
+    return store, OnlineBatches(target, needs, cfg.sampler, rows)
 
 
 def test_a_shard_that_is_cut_short_is_made_again(
@@ -388,7 +390,7 @@ def test_a_shard_that_is_cut_short_is_made_again(
             store.refresh()
             left = store.missing(source.rows)
             assert [len(r.ids) for r in left] == [7, 7], "both rows of that file, whole"
-            store.fill(Online(source.target, source.needs, source.sampler, left), bar)
+            store.fill(OnlineBatches(source.target, source.needs, source.sampler, left), bar)
             assert [x.read_bytes() for x in files] == whole
 
 
@@ -400,7 +402,7 @@ def test_a_document_is_read_again_in_other_rows(
     monkeypatch.setattr(features, "SHARD", 1)
     monkeypatch.setattr(features, "OPEN", 2)
     store, source = filled(tiny, target, tmp_path)
-    few = Online(target, source.needs, source.sampler, source.rows[:4])
+    few = OnlineBatches(target, source.needs, source.sampler, source.rows[:4])
     with progress.bars(Console(quiet=True), False) as bar:
         store.fill(few, bar)
         others = []
@@ -409,11 +411,11 @@ def test_a_document_is_read_again_in_other_rows(
             others.append(Row(*(np.concatenate([a[4:], b[:4], c]) for a, b, c in columns)))
         left = store.missing(others)
         assert [r.ids.tolist() for r in left] == [source.rows[4].ids.tolist()] * 2
-        store.fill(Online(target, source.needs, source.sampler, left[:1]), bar)
-    disk = features.Disk(store, source.needs, others, target.device)
+        store.fill(OnlineBatches(target, source.needs, source.sampler, left[:1]), bar)
+    disk = features.StoredBatches(store, source.needs, others, target.device)
     for indices in ([0], [1], [0, 1]):
         ours = disk.batch(indices)
-        theirs = Online(target, source.needs, source.sampler, others).batch(indices)
+        theirs = OnlineBatches(target, source.needs, source.sampler, others).batch(indices)
         assert store._open.cache_info().currsize <= 2
         for name in ("ids_BT", "position_BT", "document_BT"):
             assert torch.equal(getattr(ours.ctx, name), getattr(theirs.ctx, name))
@@ -451,7 +453,7 @@ def test_only_what_is_missing_needs_room(
     store, source = filled(tiny, target, tmp_path)
     usage = namedtuple("usage", "free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(store.kind.bytes(7)))
-    one = Online(target, source.needs, source.sampler, source.rows[:1])
+    one = OnlineBatches(target, source.needs, source.sampler, source.rows[:1])
     with progress.bars(Console(quiet=True), False) as bar:
         with pytest.raises(UserError, match=r"needs [\d.]+ MB more, and .* is 0\.1 MB short"):
             store.fill(source, bar)

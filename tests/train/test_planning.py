@@ -22,8 +22,8 @@ from specdec.errors import UserError
 from specdec.targets.loading import TargetConfig
 from specdec.targets.parts import Parts
 from tests.tiny import Tiny, architectures, compose, random_target
-from train.features.fill import needs_of
-from train.features.store import Kind
+from train.hidden_states.filling import needs_of
+from train.hidden_states.store import HiddenStateOrigin
 from train.planning import demand
 from train.planning.demand import devices_for, disk_bytes, pass_seconds, stages, training_bytes
 from train.planning.devices import DEVICES, Device, PlanningConfig, measured
@@ -125,12 +125,14 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
     assert draft.stored == 3
     bytes_on_disk = disk_bytes(cfg, of, draft, 1000)["features"]
     eight = dataclasses.replace(cfg, features=dataclasses.replace(cfg.features, bits=8))
-    in_bits = Kind(
+    in_bits = HiddenStateOrigin(
         *("", "torch.float32", needs_of(cfg.drafter, parts).layers, cfg.sampler, parts.width),
         bits=8,
     )
     assert disk_bytes(eight, of, draft, 1000)["features"] == in_bits.bytes(1000)
-    kind = Kind("", "torch.float32", needs_of(cfg.drafter, parts).layers, cfg.sampler, parts.width)
+    kind = HiddenStateOrigin(
+        "", "torch.float32", needs_of(cfg.drafter, parts).layers, cfg.sampler, parts.width
+    )
     assert bytes_on_disk == kind.bytes(1000)
 
 
@@ -150,7 +152,7 @@ def test_times_of_a_pass_by_hand(tiny: Tiny) -> None:
     assert pass_seconds(of, ROUND, 8, 50, 0, together=2) == pytest.approx(many / 1.85)
 
 
-def test_stages_that_do_not_fit_say_what_would(tiny: Tiny) -> None:
+def test_initialisation_that_do_not_fit_say_what_would(tiny: Tiny) -> None:
     cfg = tiny.config("eagle3", "loop.rows=8", "objective.chunk=4096", "data.answers=target")
     of, parts = outline(cfg.target, "float32")
     draft = draft_outline(cfg.drafter, parts)

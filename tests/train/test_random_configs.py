@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from train.config import CONF, Config, composed, register
+from train.run_config import CONF, Config, composed, register
 
 TEXT = ["", "''", "' '", "null", "x", "a=b", "cpu", "/proc/x", "é", "'\\\\'", "[", "${name}", "???"]
 WHOLE = ["0", "1", "-1", "2", "3", "128", "4294967295", "4294967296", "1e9", "true", "9" * 25]

@@ -26,8 +26,8 @@ from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, architectures, make_tokenizer
 from train import measurement
-from train.features import source
-from train.features.store import FeaturesConfig, Store
+from train.hidden_states import batches
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -119,7 +119,7 @@ def test_hidden_states_that_a_round_has_read_stay_as_they_are(
     """The second round of on-policy training writes the same text with other drafted tokens, beside
     which the target may round it otherwise: here, it does so in every pass. The run that filled the
     store and the one that finds it filled still read the same."""
-    passes, read = itertools.count(), source.read_drafts
+    passes, read = itertools.count(), batches.read_drafts
 
     def rounding(*given: Any) -> tuple[Any, Tensor, Tensor]:
         ctx, final_1TD, after_RoKD = read(*given)
@@ -127,7 +127,7 @@ def test_hidden_states_that_a_round_has_read_stay_as_they_are(
         ctx.layers_BTF = ctx.layers_BTF * by
         return ctx, final_1TD * by, after_RoKD
 
-    monkeypatch.setattr(source, "read_drafts", rounding)
+    monkeypatch.setattr(batches, "read_drafts", rounding)
     more = ["data.answers=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
     more.append(f"features.root={tmp_path / 'features'}")
     for name in ("filled", "read"):
@@ -143,7 +143,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
     target, needs = load_target(cfg), FeatureSpec((1,))
     text = [5, 6, 7, 8]
     stores = [
-        Store(FeaturesConfig(path=str(tmp_path / "x")), target, needs, Sampler()) for _ in range(4)
+        HiddenStateStore(FeaturesConfig(path=str(tmp_path / "x")), target, needs, Sampler())
+        for _ in range(4)
     ]
     stores[0].prepare(0)
     for n, store in enumerate(stores[:3]):  # each with another document, so the names differ
@@ -158,8 +159,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
             os.utime(path, ns=(10 + n, 10 + n))
     late = stores[3]
     late.refresh()
-    name = source.name_of(torch.tensor(text, dtype=torch.int32).numpy())
-    features = late._document(name, source.names_of_parts(Sampler(), layers=True), (4,))
+    name = batches.name_of(torch.tensor(text, dtype=torch.int32).numpy())
+    features = late._document(name, batches.names_of_parts(Sampler(), layers=True), (4,))
     assert features["final"].eq(1).all() and features["layers"].eq(1).all()
 
 

@@ -35,9 +35,9 @@ from tests.runs import draft, require_equal, require_same_run
 from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
 from train.data.packing import Row
 from train.data.template import Document
-from train.features import fill
-from train.features import store as features
-from train.features.source import Source
+from train.hidden_states import filling
+from train.hidden_states import store as features
+from train.hidden_states.batches import BatchSource
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,9 +288,13 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
     position = np.arange(3, dtype=np.int32)
     rows = [Row(np.array([1, n, 2], np.int32), whole, zero, position) for n in range(3, 9)]
-    look, together, ahead = features.Store.missing, threading.Barrier(2), threading.Event()
+    look, together, ahead = (
+        features.HiddenStateStore.missing,
+        threading.Barrier(2),
+        threading.Event(),
+    )
 
-    def missing(store: features.Store, rows: list[Row]) -> list[Row]:
+    def missing(store: features.HiddenStateStore, rows: list[Row]) -> list[Row]:
         if threading.current_thread() is not threading.main_thread():
             ahead.wait(10)
         return look(store, rows)
@@ -299,19 +303,19 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
         ahead.set()  # the main thread waits for the other, or has filled its share
         together.wait(10)
 
-    def share(rank: int) -> Source:
+    def share(rank: int) -> BatchSource:
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
-            return fill.Features.of(cfg, target, everyone, bar).sources(drafter, texts)[0]
+            return filling.RunHiddenStates.of(cfg, target, everyone, bar).sources(drafter, texts)[0]
 
     texts: list[list[Document]] = [[]]
-    monkeypatch.setattr(fill, "pack", lambda *_: rows)
-    monkeypatch.setattr(features.Store, "missing", missing)
+    monkeypatch.setattr(filling, "pack", lambda *_: rows)
+    monkeypatch.setattr(features.HiddenStateStore, "missing", missing)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(share, 1)
         disk = share(0)
         other.result()
-    assert isinstance(disk, features.Disk)
+    assert isinstance(disk, features.StoredBatches)
     assert look(disk.store, rows) == []
 
 

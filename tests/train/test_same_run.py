@@ -16,7 +16,6 @@ from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
-from train.config import Config
 from train.continued import CHANGES, Change, change_of
 from train.folder import (
     BEGAN,
@@ -28,7 +27,8 @@ from train.folder import (
     with_date,
 )
 from train.plan import Plan
-from train.shares import note_beginning
+from train.run_config import Config
+from train.shards import note_beginning
 
 DATE = "2031-03-03T12:30:00"
 

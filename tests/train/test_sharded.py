@@ -26,7 +26,7 @@ from tests.drafters.families import make_drafter, make_target, text
 from tests.processes import process
 from tests.runs import draft
 from tests.tiny import Tiny, batch_of, losses
-from train import checkpoint, optim, processes
+from train import accelerated, optim, training_checkpoint
 from train.launcher import last_work
 from train.optim import OptimConfig
 
@@ -111,11 +111,11 @@ def test_fsdp_of_the_first_version_is_refused(tiny: Tiny, tmp_path: Path) -> Non
     assert done.stderr.count(told) == done.stderr.count("error: ") == 1  # not once by each process
 
 
-@pytest.mark.parametrize("kind", processes.OTHERS)
+@pytest.mark.parametrize("kind", accelerated.OTHERS)
 def test_other_kinds_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
     with pytest.raises(UserError, match=r"is not supported: .* sharded by FSDP2"):
-        processes.accelerator_of(TargetConfig())
+        accelerated.accelerator_of(TargetConfig())
 
 
 def test_two_sharded_processes_equal_the_whole() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
         for forcing in (whole, sharded):
             for optimizer in optim.build(forcing, OptimConfig(hidden="muon"), whole.drafter.sizes):
                 optimizer.step()
-        gathered = checkpoint.weights(sharded)
+        gathered = training_checkpoint.weights(sharded)
         for key, value in whole.state_dict().items() if dist.get_rank() == 0 else ():
             torch.testing.assert_close(gathered[key], value, **MUON)
         if dist.get_rank() == 0:  # what is written of it
@@ -195,7 +195,7 @@ def require_equal_precision(dtype: str, precision: str) -> None:
         """The loss, the statistics, held-out α, the gradient's norm, and the loss after a step."""
         os.environ |= {"ACCELERATE_USE_FSDP": str(sharded).lower(), "FSDP_VERSION": "2"}
         os.environ |= OF_A_LAUNCHER
-        accelerator = processes.accelerator_of(TargetConfig(dtype=dtype), precision)
+        accelerator = accelerated.accelerator_of(TargetConfig(dtype=dtype), precision)
         assert accelerator.gradient_accumulation_steps == 1
         target = make_target()
         target.head.weight.mul_(10)  # log Z is about 30, so rounding it to bfloat16 moves p by 6 %
@@ -223,10 +223,10 @@ def require_equal_precision(dtype: str, precision: str) -> None:
     torch.testing.assert_close(sharded[4], replicated[4], rtol=2**-8, atol=0)
     assert {x.dtype for x in sharded} == {torch.float32}
     if (dtype, precision) == ("bfloat16", "auto"):
-        bf16, exact = torch.bfloat16, processes.EXACT
-        processes.EXACT = MixedPrecisionPolicy(bf16, reduce_dtype=bf16, output_dtype=bf16)
+        bf16, exact = torch.bfloat16, accelerated.EXACT
+        accelerated.EXACT = MixedPrecisionPolicy(bf16, reduce_dtype=bf16, output_dtype=bf16)
         theirs = computed(True)
-        processes.EXACT = exact
+        accelerated.EXACT = exact
         some = replicated[2] > 1e-6
         assert (theirs[2] / replicated[2] - 1).abs()[some].max() > 0.03
     if rank == 0:

@@ -26,9 +26,9 @@ from tests.tiny import (
 )
 from train.data.packing import pack
 from train.data.template import Document
-from train.features import shared
-from train.features.source import Online
-from train.features.store import Disk, FeaturesConfig, Store
+from train.hidden_states import shared
+from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches
 
 NEEDS = FeatureSpec((1, 2), final_hidden=True)
 # the answers of earlier turns lose their first word, as reasoning that a template leaves out
@@ -60,15 +60,20 @@ GROUPS = {
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, name: str) -> None:
     target = random_target(architectures(64, 3)[kind])
-    group, store = GROUPS[name], Store(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
+    group, store = (
+        GROUPS[name],
+        HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler()),
+    )
     with bars(console, False) as quiet:
         read = shared.fill(store, target, NEEDS, [group], quiet)
     total = sum(len(d.ids) for d in group)
     assert read == total - round(shared.saved(group) * total) < total
     store.refresh()
     rows = pack(group, max(len(d.ids) for d in group))
-    stored = Disk(store, NEEDS, rows, target.device, lambda row: pytest.fail("not stored"), 0)
-    online = Online(target, NEEDS, Sampler(), rows)
+    stored = StoredBatches(
+        store, NEEDS, rows, target.device, lambda row: pytest.fail("not stored"), 0
+    )
+    online = OnlineBatches(target, NEEDS, Sampler(), rows)
     for i in range(len(rows)):
         ours, theirs = stored.batch([i]), online.batch([i])
         torch.testing.assert_close(ours.final_BTD, theirs.final_BTD, rtol=1e-4, atol=1e-4)
@@ -88,7 +93,7 @@ def test_what_is_read_is_counted_by_hand() -> None:
 
 def test_only_chats_in_several_texts_are_read_this_way(tmp_path: Path) -> None:
     target = random_target(architectures(64, 3)["llama"])
-    store = Store(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
+    store = HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
     several, alike = chat((0, 30), (20, 9)), chat((0, 30), (20, 9), name="", seed=1)
     little = chat((0, 30), (2, 90), name="d")
     assert shared.chats([*several, *alike, *little], store) == [several]

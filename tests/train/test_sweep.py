@@ -15,13 +15,13 @@ from specdec.signals import Terminated
 from tests.processes import process
 from tests.tiny import Tiny
 from tests.told import require_one_line
-from train.config import CONF, Arguments, composed, folder_of_hydra, register
-from train.sweep import Trial, best_of, tracked
+from train.run_config import CONF, Arguments, composed, folder_of_hydra, register
+from train.sweep import SweepTrial, best_of, tracked
 from train.tracking import TrackConfig, Tracker
 
-LOW = Trial(Path("sweep/0"), ["optim.lr=0.001", "name=x"], 1.25)
-HIGH = Trial(Path("sweep/1"), ["optim.lr=0.01", "name=x"], 1.5)
-DIVERGED = Trial(Path("sweep/2"), ["optim.lr=1e30", "name=x"], None)
+LOW = SweepTrial(Path("sweep/0"), ["optim.lr=0.001", "name=x"], 1.25)
+HIGH = SweepTrial(Path("sweep/1"), ["optim.lr=0.01", "name=x"], 1.5)
+DIVERGED = SweepTrial(Path("sweep/2"), ["optim.lr=1e30", "name=x"], None)
 
 
 def test_a_sweep_says_which_trial_was_best() -> None:
@@ -33,7 +33,7 @@ def test_a_sweep_says_which_trial_was_best() -> None:
 
 
 def test_the_first_of_equal_trials_is_best() -> None:
-    again = Trial(Path("sweep/9"), LOW.overrides, LOW.objective)
+    again = SweepTrial(Path("sweep/9"), LOW.overrides, LOW.objective)
     said = "best of 2 trials: objective 1.2500; it is in sweep/0"
     assert best_of([LOW, again]) == said
 

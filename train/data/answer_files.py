@@ -19,7 +19,7 @@ from specdec.integrity import Damaged
 from specdec.sampling.sampler import require_cutoffs, require_temperature
 from specdec.targets.parts import Parts
 from train.data.template import Document, Prompt, evenly
-from train.shares import Share
+from train.shards import shard_of
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
 UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
@@ -49,7 +49,7 @@ class AnswersConfig:
         seeds = (0, 2**32 - 1)
         for url in self.engines:
             Server.at_address("answers.from", url)
-        Share.of("answers.shard", self.shard)
+        shard_of("answers.shard", self.shard)
         require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
         require_temperature("answers.temperature", self.temperature)
         require_cutoffs("answers", self)

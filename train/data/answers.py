@@ -32,6 +32,7 @@ from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
+from train.accelerated import ranks_of
 from train.data.answer_files import (
     AnswersConfig,
     ResponsesRead,
@@ -46,9 +47,8 @@ from train.data.answer_files import (
 from train.data.engine_responses import responses_of_engines
 from train.data.near_duplicates import within_conversations
 from train.data.template import Document, Prompt
-from train.features.store import Store
-from train.processes import ranks_of
-from train.shares import Share
+from train.hidden_states.store import HiddenStateStore
+from train.shards import Shard, shard_of
 
 LEAST_OF_SHARE = 32  # prompts; smaller shares are not worth other groups than those of one process
 UNEVEN = 1.25  # times the mean that the largest share may have
@@ -76,7 +76,7 @@ def answered(
     cfg: AnswersConfig,
     accelerator: Accelerator,
     progress: Progress,
-    keep: Store | None = None,
+    keep: HiddenStateStore | None = None,
     author: Author | None = None,
     responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
@@ -121,7 +121,7 @@ def answered(
     if not by_draft and not known >= asked.keys():
         size = _fitting(target.whole(), asked, cfg, ranks)
         refills = author is None and target.whole().refills
-    share = None if author else Share.of("answers.shard", cfg.shard)
+    share = None if author else shard_of("answers.shard", cfg.shard)
     whole = cfg.at_once() if share else size
     if refills:
         whole = min(GROUP * whole, max(whole, math.ceil(len(asked) / (GROUP * ranks.world))))
@@ -263,7 +263,7 @@ def _groups(
 
 
 def _groups_of(
-    share: Share, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
+    share: Shard, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
     """The groups of a share, without the prompts that have an answer. Which groups it has does not
     depend on what the others have answered by now, nor on this machine. They are those of one

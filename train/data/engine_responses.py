@@ -39,6 +39,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
+from train.accelerated import ranks_of
 from train.data.answer_files import (
     UNANSWERED,
     AnswersConfig,
@@ -52,9 +53,8 @@ from train.data.answer_files import (
     unanswered,
 )
 from train.data.template import Document, Prompt
-from train.features.store import Store
-from train.processes import ranks_of
-from train.shares import Share
+from train.hidden_states.store import HiddenStateStore
+from train.shards import shard_of
 
 K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
@@ -332,7 +332,7 @@ def responses_of_engines(
     cfg: AnswersConfig,
     accelerator: Accelerator,
     progress: Progress,
-    keep: Store | None,
+    keep: HiddenStateStore | None,
     responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
     """`answered` by engines that serve the target. With `keep`, they also give the features of the
@@ -340,7 +340,7 @@ def responses_of_engines(
     an answer is not what the target would say."""
     key, ranks = key_of(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
-    share = Share.of("answers.shard", cfg.shard)
+    share = shard_of("answers.shard", cfg.shard)
     mine = prompts if share is None else share.part(prompts)
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in mine}
 
@@ -385,7 +385,7 @@ def _ask(
     cfg: AnswersConfig,
     folder: Path,
     key: str,
-    keep: Store | None,
+    keep: HiddenStateStore | None,
     ranks: Ranks,
     progress: Progress,
 ) -> list[str]:

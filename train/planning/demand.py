@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from specdec.decoding.fitting import ACTIVATIONS, GROWTH, LOGITS, SHARE
 from specdec.sampling.trees import DEEPEST
-from train.config import Config
-from train.features.eight_bits import SCALE, block_of
+from train.hidden_states.eight_bits import SCALE, block_of
 from train.plan import Speeds
 from train.planning.devices import GIB, Device
 from train.planning.gain import RoundCosts
 from train.planning.outline import FULL, DraftOutline, Outline
+from train.run_config import Config
 
 ROOM = 0.9  # of a device's memory that is planned; the rest is the runtime's own
 STATES = 4  # float32 numbers of a trained weight: itself, its gradient, two moments

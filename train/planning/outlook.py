@@ -26,12 +26,13 @@ from specdec.targets.divided import require_plain, rules_of
 from specdec.targets.loading import located, resolved
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.theory.leviathan import pass_cost
+from train.accelerated import accelerator_of
 from train.budget import rehearsal, timed, work_of
-from train.config import Config
 from train.data.cut_responses import cut_responses_in_cache
 from train.data.run_data import DataCounts
 from train.data.split import SHARE, Split, parts_of
 from train.data.template import Document, Prompt
+from train.initialisation import StageConfig, earlier_drafts, initial_drafter
 from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
 from train.planning.demand import (
     Stage,
@@ -44,8 +45,7 @@ from train.planning.demand import (
 from train.planning.devices import DEVICES, Device, measured
 from train.planning.gain import Gain, RoundCosts, gain
 from train.planning.outline import DraftOutline, Outline, draft_outline, outline
-from train.processes import accelerator_of
-from train.stages import StageConfig, earlier_drafts, starting
+from train.run_config import Config
 from train.texts import split_of
 
 SAMPLED = 400  # conversations that are timed if planning.tokens says how many there are
@@ -354,7 +354,7 @@ def _rounds_here(
         return []
     documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
     try:
-        drafter = starting(StageConfig(), cfg.drafter, target, documents, 0).to(target.dtype)
+        drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0).to(target.dtype)
     except UserError as error:
         console.print(f"the gain is not measured: {first_line(error)}")
         return []

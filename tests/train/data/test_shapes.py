@@ -21,11 +21,11 @@ from specdec.errors import UserError
 from tests.train.data.chats import CHATML, tokenizer_of
 from tests.train.data.test_cases import FULL
 from tests.train.data.test_conversations import read_all, write_lines
-from train.config import composed, register
 from train.data.calls import calls_within, tools_within
 from train.data.conversations import Conversation, DataConfig, SourceConfig, Tally, Unusable
 from train.data.mixture import shuffled
 from train.data.split import load, read, split_documents, split_prompts
+from train.run_config import composed, register
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 
@@ -369,7 +369,7 @@ def test_sources_with_weights_have_their_shares_at_any_point(tmp_path: Path) -> 
     assert len(ids) == 80 and not tally.unread
 
 
-def test_shares_are_those_of_usable_conversations(tmp_path: Path) -> None:
+def test_shards_are_those_of_usable_conversations(tmp_path: Path) -> None:
     good, bad = {"prompt": "q", "completion": "an answer"}, {"messages": []}
     a = write_lines(tmp_path / "a.jsonl", [good | {"id": "a"}] * 20)
     b = write_lines(tmp_path / "b.jsonl", [bad, good | {"id": "b"}] * 20)

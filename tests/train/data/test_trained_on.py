@@ -17,7 +17,6 @@ from specdec.integrity import Damaged
 from specdec.measure.results import Results
 from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
-from train.config import Config
 from train.data.conversations import DataConfig
 from train.data.near_duplicates import NEAR, shingles_of, within_conversations
 from train.data.run_data import measured_prompts
@@ -26,8 +25,9 @@ from train.data.template import Document, Prompt
 from train.data.trained_on import TrainedOn, leave_out, origin_of, told, trained_on
 from train.diagnosis import diagnose
 from train.folder import data_of_run, noted_prompts
+from train.initialisation import earlier_drafts
 from train.planning.outlook import outlook
-from train.stages import earlier_drafts
+from train.run_config import Config
 
 
 def prompt(opening: str) -> Prompt:

@@ -35,7 +35,7 @@ from specdec.formats.draft_checkpoint import require_finite, require_same, untie
 from specdec.integrity import Damaged, of_tensors
 from specdec.measure.results import HeldOut
 from specdec.progress import tell
-from train.processes import from_main
+from train.accelerated import from_main
 
 TENSORS, STATE = "training.safetensors", "training.json"
 Optimizers = Sequence[torch.optim.Optimizer]

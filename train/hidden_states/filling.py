@@ -1,8 +1,8 @@
 """The target's features for the rows of a run: read from a store, which is filled first, or
 computed whenever they are requested. Training does not know which.
 
-The target in this process fills a store, either as it reads texts (with `Online` as the source) or
-while it answers prompts; or engines do (engine_features.py).
+The target in this process fills a store, either as it reads texts (with `OnlineBatches` as the
+source) or while it answers prompts; or engines do (engine_features.py).
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.config import Config
+from train.accelerated import ranks_of
 from train.data.packing import Row, pack
 from train.data.template import Document
-from train.features import engine_features, shared
-from train.features.source import Online, Source
-from train.features.store import Disk, Store
-from train.processes import ranks_of
-from train.shares import Share
+from train.hidden_states import engine_features, shared
+from train.hidden_states.batches import BatchSource, OnlineBatches
+from train.hidden_states.store import HiddenStateStore, StoredBatches
+from train.run_config import Config
+from train.shards import Shard
 
 
 def needs_of(config: Any, parts: Parts) -> FeatureSpec:
@@ -42,7 +42,7 @@ def needs_of(config: Any, parts: Parts) -> FeatureSpec:
 
 
 @dataclass
-class Features:
+class RunHiddenStates:
     """Where the rows of a run get the target's features from. `store` is None if they are computed
     whenever they are requested."""
 
@@ -50,7 +50,7 @@ class Features:
     needs: FeatureSpec | None  # what is stored
     sampler: Sampler
     length: int  # of a packed row, at most
-    store: Store | None
+    store: HiddenStateStore | None
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
     engines: Sequence[str]  # that fill the store; if there are none, the target does
     ahead: int  # batches that are read before they are needed
@@ -64,17 +64,17 @@ class Features:
         target: TargetOnDemand,
         accelerator: Accelerator,
         progress: Progress,
-    ) -> "Features":
+    ) -> "RunHiddenStates":
         """Raises UserError if the store holds features of another kind."""
         needs, store = None, None
         if cfg.stores_features:
             needs = needs_of(cfg.drafter, target.parts)
-            store = Store(cfg.features, target.parts, needs, cfg.sampler)
+            store = HiddenStateStore(cfg.features, target.parts, needs, cfg.sampler)
         where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
         more = cfg.features.engines, cfg.features.ahead
         return cls(*where, *more, accelerator, progress)
 
-    def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[Source]:
+    def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[BatchSource]:
         """A source of packed rows for each list of documents. If there is a store, the missing
         features are computed first; then the target's layers are freed, unless they are needed."""
         needs = drafter.needs
@@ -96,9 +96,9 @@ class Features:
             drafter.attach(self.target.parts)
         device = self.target.parts.device
         again = partial(self._again, needs)
-        return [Disk(store, needs, rows, device, again, self.ahead) for rows in sides]
+        return [StoredBatches(store, needs, rows, device, again, self.ahead) for rows in sides]
 
-    def fill_share(self, share: Share, texts: Sequence[Sequence[Document]]) -> None:
+    def fill_share(self, share: Shard, texts: Sequence[Sequence[Document]]) -> None:
         """Store the features of a share of the rows. Each process of a launch does a part of it."""
         store, needs = self.store, self.needs
         assert store is not None and needs is not None
@@ -123,10 +123,12 @@ class Features:
     def _ranks(self) -> Ranks:
         return ranks_of(self.accelerator, self.target)
 
-    def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> Online:
-        return Online(self.target.whole(), needs, self.sampler, rows)
+    def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> OnlineBatches:
+        return OnlineBatches(self.target.whole(), needs, self.sampler, rows)
 
-    def _fill_chats(self, needs: FeatureSpec, store: Store, documents: Sequence[Document]) -> None:
+    def _fill_chats(
+        self, needs: FeatureSpec, store: HiddenStateStore, documents: Sequence[Document]
+    ) -> None:
         """Store the features of chats whose several texts share their beginnings, which are read
         once; engines do this by themselves."""
         if self.engines or not any(document.chat for document in documents):

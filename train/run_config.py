@@ -34,15 +34,15 @@ from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetConfig
 from train.data.answer_files import AnswersConfig
 from train.data.conversations import DataConfig
-from train.features.store import FeaturesConfig
+from train.hidden_states.store import FeaturesConfig
+from train.initialisation import StageConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
 from train.plan import BudgetConfig
 from train.planning.devices import PlanningConfig
-from train.rounds import RoundsConfig
-from train.stages import StageConfig
 from train.tracking import TrackConfig
+from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings

@@ -11,7 +11,7 @@ from train.loop import LoopConfig
 
 
 @dataclass(frozen=True)
-class Portion:
+class RowsPerStep:
     """The settings of a run and the number of processes with which it began. The latter is None if
     it is not known: runs before November 2026 did not note it."""
 

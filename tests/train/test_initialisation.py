@@ -1,6 +1,6 @@
 """A stage that starts from a draft: its weights and vocabulary are kept, or extended by token id.
 
-Run alone: python -m pytest tests/train/test_stages.py
+Run alone: python -m pytest tests/train/test_initialisation.py
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import as_before, draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.template import Document
-from train.stages import StageConfig, starting
+from train.initialisation import StageConfig, initial_drafter
 
 TRAINABLE = [name for name, config in CONFIGS.items() if trains(DRAFTERS[config.name], config)]
 STILL = ["optim.lr=1e-30", "loop.eval_every=4"]  # moves no float32
@@ -65,7 +65,7 @@ def test_every_family_takes_over_an_earlier_draft(
     earlier = make_drafter(name, target)
     draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     stage = StageConfig(str(tmp_path / "draft"))
-    found = starting(stage, CONFIGS[name], target, said([1, 2]), 0)
+    found = initial_drafter(stage, CONFIGS[name], target, said([1, 2]), 0)
     weights = finished(found, found.state_dict())
     kept = draft_checkpoint.read_draft(tmp_path / "draft", target).state_dict()
     for key, weight in kept.items():
@@ -81,7 +81,7 @@ def test_rows_follow_their_token_ids(target: Target, tmp_path: Path) -> None:
     draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     documents = said([a] * 5 + [b] * 2 + [c] + [int(VOCAB[0])] * 9)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=2)
-    found = starting(stage, CONFIGS["eagle3"], target, documents, 0)
+    found = initial_drafter(stage, CONFIGS["eagle3"], target, documents, 0)
     assert found.vocab_S is not None and earlier.vocab_S is not None
     assert found.vocab_S.tolist() == sorted([*VOCAB.tolist(), a, b])
     assert found.config.draft_vocab == found.sizes.draft_vocab == len(VOCAB) + 2
@@ -105,7 +105,7 @@ def test_fewer_tokens_are_added_than_asked_where_the_data_has_no_more(
     draft_checkpoint.write_draft(tmp_path / "draft", make_drafter("medusa", target), target)
     stage = StageConfig(str(tmp_path / "draft"), new_tokens=7)
     documents = said([*VOCAB.tolist(), *[i for i in range(4) if i not in VOCAB]])
-    found = starting(stage, CONFIGS["medusa"], target, documents, 0)
+    found = initial_drafter(stage, CONFIGS["medusa"], target, documents, 0)
     added = set(range(4)) - set(VOCAB.tolist())
     assert found.vocab_S is not None
     assert set(found.vocab_S.tolist()) == set(VOCAB.tolist()) | added

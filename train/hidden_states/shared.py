@@ -13,13 +13,13 @@ from torch import Tensor
 from specdec.context import FeatureSpec
 from specdec.targets.base import Target
 from train.data.template import Document
-from train.features.store import Store
+from train.hidden_states.store import HiddenStateStore
 
 WORTH = 0.25  # the least share of a chat's tokens that must be shared: one pass reads one text
 AT_ONCE = 256 << 20  # bytes of features that are kept before they are written
 
 
-def chats(documents: Sequence[Document], store: Store) -> list[list[Document]]:
+def chats(documents: Sequence[Document], store: HiddenStateStore) -> list[list[Document]]:
     """The documents of each chat that has several, in order, of which some are not stored yet and
     enough is shared."""
     by_chat: dict[str, list[Document]] = {}
@@ -56,7 +56,7 @@ def shared(one: NDArray[np.int32], two: NDArray[np.int32]) -> int:
 
 
 def fill(
-    store: Store,
+    store: HiddenStateStore,
     target: Target,
     needs: FeatureSpec,
     groups: Sequence[Sequence[Document]],

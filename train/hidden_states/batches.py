@@ -1,5 +1,5 @@
-"""Where training gets the target's features: `Online` runs the target whenever rows are requested;
-`Disk` (store.py) reads stored features."""
+"""Where training gets the target's hidden states: `OnlineBatches` runs the target whenever rows are
+requested; `StoredBatches` (store.py) reads stored ones."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,10 +22,10 @@ from train.data.packing import Row
 # last if the drafter reads layers
 PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
 AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
-Features = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
+HiddenStateTensors = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """Packed rows, with the target's features for them."""
 
     waited: float  # seconds spent so far on waiting for stored features
@@ -43,7 +43,7 @@ class Source(Protocol):
         summary after the tokens that were drafted there."""
 
 
-class Online:
+class OnlineBatches:
     """Rows that the target reads whenever they are requested."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Online:
         states = self.target.width * (1 + len(self.needs.layers)) * self.target.dtype.itemsize
         return sum(len(self.rows[i].ids) for i in indices) * states
 
-    def document(self, row: Row, x: slice) -> Features:
+    def document(self, row: Row, x: slice) -> HiddenStateTensors:
         """The features of one document with rounds, and those after its drafted tokens."""
         assert row.rounds is not None
         rounds = row.rounds[x]
@@ -84,7 +84,9 @@ class Online:
         return features | {AFTER + name: part for name, part in after.items()}
 
 
-def parts_of(sampler: Sampler, final: Tensor, summary: Summary, layers: Tensor | None) -> Features:
+def parts_of(
+    sampler: Sampler, final: Tensor, summary: Summary, layers: Tensor | None
+) -> HiddenStateTensors:
     """The tensors to store: the final hidden state [..., D] and the layers that the drafter reads
     [..., F], if any, in the target's dtype, and the numbers of p's summary, each [...]. Without
     cutoffs, two of these are the same, and one is stored."""
@@ -104,7 +106,7 @@ def assembled(
     rows: Sequence[Row],
     device: torch.device,
     needs: FeatureSpec,
-    read: Callable[[Row, slice], Features],
+    read: Callable[[Row, slice], HiddenStateTensors],
 ) -> Batch:
     """A batch put together from the features of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)

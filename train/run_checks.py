@@ -18,12 +18,12 @@ from specdec.files import require_writable
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.targets.parts import Parts
-from train import checkpoint
-from train.config import Config
+from train import training_checkpoint
 from train.data.split import require_readable
-from train.features.store import megabytes
 from train.folder import require_same_run
-from train.stages import require_starts
+from train.hidden_states.store import megabytes
+from train.initialisation import require_starts
+from train.run_config import Config
 from train.texts import Texts
 from train.tracking import require_login
 
@@ -76,7 +76,7 @@ def _require_room_for_draft(cfg: Config, folder: Path, parts: Parts) -> None:
     """Raise UserError if a new run's disk has no room for the least that training writes: a
     checkpoint of the weights and one number for each from the optimizer, and the best draft."""
     lora = getattr(cfg.drafter, "lora", None)  # then the drafter shows its trained weights late
-    if not cfg.trains or (lora and lora.rank) or checkpoint.steps(folder / "checkpoints"):
+    if not cfg.trains or (lora and lora.rank) or training_checkpoint.steps(folder / "checkpoints"):
         return
     kind = family(cfg.drafter.name)
     sizes = kind.plan(cfg.drafter, parts)

@@ -1,6 +1,6 @@
 """Rounds: a run whose later text is written by its own draft and the target together.
 
-Run alone: python -m pytest tests/train/test_rounds.py
+Run alone: python -m pytest tests/train/test_training_rounds.py
 """
 
 import itertools
@@ -19,10 +19,10 @@ from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, records, write_jsonl
-from train import checkpoint, loop, optim
+from train import loop, optim, training_checkpoint
 from train.data.answer_files import name_of
 from train.data.split import split_prompts
-from train.rounds import RoundsConfig
+from train.training_rounds import RoundsConfig
 
 # 24 prompts with answers of 12 tokens fill 8 rows: 4 steps of 2 rows a round
 ROUNDS = ["data.answers=target", "rounds.count=3", "loop.epochs=1", "loop.save_every=3"]
@@ -113,7 +113,7 @@ def test_a_later_round_of_longer_rows_ends_a_run_with_its_last_draft(
     more = [*ROUNDS, "rounds.count=2", "rounds.data=draft", f"loop.max_tokens={5 * of_step:.0f}"]
     tiny.job(tmp_path / "run", "medusa", *more)
     assert [r["step"] for r in records(tmp_path / "run") if "held_out" in r] == [4]
-    newest = checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
+    newest = training_checkpoint.steps(tmp_path / "run" / "checkpoints")[-1]
     assert int(newest.name.partition("-")[2]) == 4
     assert draft_checkpoint.require_undamaged_draft(tmp_path / "run" / "best").notes["step"] == 4
     lines = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -1,6 +1,6 @@
 """Shares of answers and features, made by independent processes in one folder.
 
-Run alone: python -m pytest tests/train/test_shares.py (about 30 s)
+Run alone: python -m pytest tests/train/test_shards.py (about 30 s)
 """
 
 import subprocess
@@ -16,21 +16,21 @@ from safetensors import safe_open
 from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny, compose
-from train.config import CONF
 from train.data.answers import _groups_of
-from train.shares import Share, note_beginning
+from train.run_config import CONF
+from train.shards import Shard, note_beginning, shard_of
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/4/2", "-1/4", "1/0", ""])
-def test_shares_that_cannot_be(text: str) -> None:
+def test_shards_that_cannot_be(text: str) -> None:
     with pytest.raises(UserError, match=r"answers\.shard="):
-        Share.of("answers.shard", text)
+        shard_of("answers.shard", text)
 
 
-def test_shares_are_disjoint_and_leave_nothing_out() -> None:
-    parts = [Share(i, 4).part(range(10)) for i in range(1, 5)]
+def test_shards_are_disjoint_and_leave_nothing_out() -> None:
+    parts = [Shard(i, 4).part(range(10)) for i in range(1, 5)]
     assert sorted(x for part in parts for x in part) == list(range(10))
-    assert Share.of("x", None) is None and Share.of("x", " 2/8 ") == Share(2, 8)
+    assert shard_of("x", None) is None and shard_of("x", " 2/8 ") == Shard(2, 8)
 
 
 def test_all_shares_began_when_the_first_did(tmp_path: Path) -> None:
@@ -83,13 +83,13 @@ def test_no_share_of_1000_prompts_is_empty(count: int, size: int) -> None:
     once, whatever the others have answered by now."""
     asked = {f"p{i}": [1] * (1 + i % 40) for i in range(1000)}
     shares = [
-        [name for group in _groups_of(Share(n + 1, count), asked, (), size) for name in group]
+        [name for group in _groups_of(Shard(n + 1, count), asked, (), size) for name in group]
         for n in range(count)
     ]
     assert sorted(name for share in shares for name in share) == sorted(asked)
     assert max(map(len, shares)) <= 1.25 * 1000 / count
     known = {*shares[0], *shares[1][:5]}
-    left = [name for g in _groups_of(Share(2, count), asked, known, size) for name in g]
+    left = [name for g in _groups_of(Shard(2, count), asked, known, size) for name in g]
     assert sorted(left) == sorted(shares[1][5:])
 
 
@@ -123,7 +123,7 @@ def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> No
         (["features.shard=1/2", "budget.minutes=5"], "budget.minutes"),
     ],
 )
-def test_shares_of_what_a_run_does_not_do(tiny: Tiny, settings: list[str], named: str) -> None:
+def test_shards_of_what_a_run_does_not_do(tiny: Tiny, settings: list[str], named: str) -> None:
     with pytest.raises(UserError, match=named):
         tiny.config("eagle3", *settings)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from specdec.errors import UserError
@@ -19,22 +19,11 @@ AFTERWARDS = "when all shares are done, run the same command without"
 
 
 @dataclass(frozen=True)
-class Share:
+class Shard:
     """The share with this number, from 1, of `count`."""
 
     number: int
     count: int
-
-    @classmethod
-    def of(cls, name: str, text: str | None) -> Self | None:
-        """The share that a setting of this name gives as "2/8"; None without one. Raises UserError
-        for anything else."""
-        if text is None:
-            return None
-        match = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", str(text))
-        if match is None or not 1 <= int(match[1]) <= int(match[2]):
-            raise UserError(f"{name}={text}: give a share such as 1/4, from 1/4 to 4/4")
-        return cls(int(match[1]), int(match[2]))
 
     def part(self, items: Sequence[T]) -> Sequence[T]:
         """Every `count`-th of the items, from this share's own first one on."""
@@ -42,6 +31,17 @@ class Share:
 
     def __str__(self) -> str:
         return f"share {self.number} of {self.count}"
+
+
+def shard_of(name: str, text: str | None) -> Shard | None:
+    """The shard that a setting of this name gives as "2/8"; None without one. Raises UserError for
+    anything else."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,6})\s*/\s*(\d{1,6})\s*", str(text))
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise UserError(f"{name}={text}: give a share such as 1/4, from 1/4 to 4/4")
+    return Shard(int(match[1]), int(match[2]))
 
 
 def line_of_beginning(date: str, name: str) -> str:

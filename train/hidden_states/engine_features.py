@@ -35,8 +35,8 @@ from train.data.engine_responses import (
     require_same_states,
 )
 from train.data.packing import Row
-from train.features.source import documents
-from train.features.store import Store
+from train.hidden_states.batches import documents
+from train.hidden_states.store import HiddenStateStore
 
 REQUESTS = 64  # at once
 LEAST = 0.5  # share of an engine's next tokens, one after each text, that its states must give
@@ -52,7 +52,7 @@ class DocumentStates:
 
 
 def fill_from_engines(
-    store: Store,
+    store: HiddenStateStore,
     rows: Sequence[Row],
     urls: Sequence[str],
     on_demand: TargetOnDemand,

@@ -1,7 +1,8 @@
-"""The target's features on disk, by document: a `Store` is filled from any source, and `Disk` is
-a source that reads it. A document is looked up by its tokens, so a run finds it whatever its other
-documents are and however it packs them into rows. The header of a file has a checksum of each
-document in it, which is checked whenever the document is read; damaged ones are computed again."""
+"""The target's hidden states on disk, by document: a `HiddenStateStore` is filled from any source,
+and `StoredBatches` is a source that reads it. A document is looked up by its tokens, so a run finds
+it whatever its other documents are and however it packs them into rows. The header of a file has a
+checksum of each document in it, which is checked whenever the document is read; damaged ones are
+computed again."""
 
 import hashlib
 import json
@@ -51,12 +52,11 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
 from train.data.packing import Row
-from train.features.ahead import Ahead
-from train.features.eight_bits import SCALE, block_of, restored, rounded
-from train.features.source import (
+from train.hidden_states.ahead import Ahead
+from train.hidden_states.batches import (
     AFTER,
-    Features,
-    Source,
+    BatchSource,
+    HiddenStateTensors,
     assembled,
     documents,
     name_of,
@@ -64,7 +64,8 @@ from train.features.source import (
     names_of_parts,
     parts_of,
 )
-from train.shares import Share
+from train.hidden_states.eight_bits import SCALE, block_of, restored, rounded
+from train.shards import shard_of
 
 T = TypeVar("T")
 SCALES = "scales"  # the name of a tensor beside `layers`, where these are stored in 8 bits
@@ -105,7 +106,7 @@ class FeaturesConfig:
             "out",
         )
         require_within("features", self, ahead=0)
-        Share.of("features.shard", self.shard)
+        shard_of("features.shard", self.shard)
         require(
             self.bits in (None, 8),
             f"features.bits={self.bits}: give 8, or null for the target's own type",
@@ -118,7 +119,7 @@ class FeaturesConfig:
 
 
 @dataclass(frozen=True)
-class Kind:
+class HiddenStateOrigin:
     """What the features of a store were made from. Features of another kind are never read."""
 
     fingerprint: str  # of the target
@@ -150,7 +151,7 @@ class Kind:
         return tokens * (self.width * itemsize + layers + 12 + 4 * self.uncut)
 
 
-class Store:
+class HiddenStateStore:
     """Features of documents in a folder, in files of a few hundred documents each. A damaged file
     is put aside, and one of which another user forbids the reading is skipped. Raises UserError if
     the folder holds features of another kind, and Unreadable if a file cannot be read for another
@@ -163,7 +164,9 @@ class Store:
         bits = cfg.bits if needs.layers else None
         served = bool(cfg.engines)
         cuts = sampler.truncates
-        self.kind = Kind(*of_target, needs.layers, sampler, target.width, served, bits, cuts)
+        self.kind = HiddenStateOrigin(
+            *of_target, needs.layers, sampler, target.width, served, bits, cuts
+        )
         named = asdict(self.kind)
         if self.kind.bits is None:  # likewise
             del named["bits"]
@@ -177,7 +180,7 @@ class Store:
         self._parts: dict[str, list[str]] = {}  # likewise, the names of its tensors
         self._sums: dict[str, str] = {}  # likewise; an earlier version wrote none
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
-        self._decoded: dict[str, Features] = {}  # not written yet
+        self._decoded: dict[str, HiddenStateTensors] = {}  # not written yet
         self._own: set[Path] = set()  # the files that this process has written
         self.lock = RLock()  # held while files are read or mended, as a thread reads ahead
         self._require_kind()
@@ -240,7 +243,7 @@ class Store:
         after = row.rounds is None or name_of_rounds(row, x) in self._files
         return after and self.has(row.ids[x])
 
-    def fill(self, source: Source, progress: Progress) -> None:
+    def fill(self, source: BatchSource, progress: Progress) -> None:
         """Store all documents of a source's rows. Raises UserError if the disk has no room."""
         tokens = sum(len(row.ids) for row in source.rows)
         rounds = (row.rounds for row in source.rows if row.rounds is not None)
@@ -248,7 +251,7 @@ class Store:
         self.prepare(tokens + int(drafted))
         task = progress.add_task("target features", total=tokens)
         for start in range(0, len(source.rows), SHARD):
-            by_name: dict[str, Features] = {}
+            by_name: dict[str, HiddenStateTensors] = {}
             for i in range(start, min(start + SHARD, len(source.rows))):
                 row, batch = source.rows[i], source.batch([i])
                 parts = parts_of(
@@ -297,7 +300,7 @@ class Store:
         }
         self._decoded[name_of(np.array(text, np.int32))] = self._in_bits(kept)
 
-    def _in_bits(self, features: Features) -> Features:
+    def _in_bits(self, features: HiddenStateTensors) -> HiddenStateTensors:
         """The features of a document as they are stored."""
         if self.kind.bits is None:
             return features
@@ -350,7 +353,7 @@ class Store:
                 "features.cache=online, or another features.root"
             )
 
-    def _add(self, by_name: Mapping[str, Features]) -> None:
+    def _add(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
         """Write the features of documents, which are given by name, as one file: those that are not
         stored yet. Computed beside other texts they would be rounded otherwise, and a run that has
         read the stored ones must find the same again."""
@@ -372,7 +375,7 @@ class Store:
             self._parts |= {n: list(f) for n, f in by_name.items()}
             self._sums |= sums
 
-    def read(self, row: Row, x: slice) -> Features:
+    def read(self, row: Row, x: slice) -> HiddenStateTensors:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
         not as they were written."""
         of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))
@@ -391,7 +394,7 @@ class Store:
         names += [name_of_rounds(row, x)] if row.rounds is not None else []
         for path in {self._files.pop(name) for name in names if name in self._files}:
             beside = [name for name, other in self._files.items() if other == path]
-            sound: dict[str, Features] = {}
+            sound: dict[str, HiddenStateTensors] = {}
             for name in beside:
                 del self._files[name]
                 try:
@@ -420,7 +423,9 @@ class Store:
                     self._add(right)
                 path.unlink(missing_ok=True)
 
-    def _document(self, name: str, parts: Sequence[str], size: tuple[int, ...]) -> Features:
+    def _document(
+        self, name: str, parts: Sequence[str], size: tuple[int, ...]
+    ) -> HiddenStateTensors:
         """The parts of a document. Raises Damaged unless their first sizes are these."""
         if name not in self._files:
             raise Damaged(f"{self.folder} lacks a document's features")
@@ -445,7 +450,7 @@ class Store:
             known["layers"] = restored(known["layers"], scale, self.kind.stored_as)
         return known
 
-    def _sound(self, path: Path, name: str) -> Features:
+    def _sound(self, path: Path, name: str) -> HiddenStateTensors:
         """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a
         file of an earlier version, are finite; Unreadable if the file cannot be read."""
         try:
@@ -468,7 +473,11 @@ class Store:
 
     def _require_kind(self) -> None:
         path = self.folder / "meta.json"
-        theirs = read_record(Kind, path, "delete that folder") if path.exists() else self.kind
+        theirs = (
+            read_record(HiddenStateOrigin, path, "delete that folder")
+            if path.exists()
+            else self.kind
+        )
         for name, ours in asdict(self.kind).items():
             was = asdict(theirs)[name]
             require(
@@ -478,13 +487,13 @@ class Store:
             )
 
 
-class Disk:
+class StoredBatches:
     """Rows whose documents are all stored. A document whose features are damaged goes to `again`,
     in a row of its own, which must store them anew."""
 
     def __init__(
         self,
-        store: Store,
+        store: HiddenStateStore,
         needs: FeatureSpec,
         rows: Sequence[Row],
         device: torch.device,
@@ -519,7 +528,7 @@ class Disk:
         batch = assembled(rows, host, self.needs, self.store.read)
         return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
 
-    def _document(self, row: Row, x: slice) -> Features:
+    def _document(self, row: Row, x: slice) -> HiddenStateTensors:
         try:
             return self.store.read(row, x)
         except Damaged as error:
