@@ -62,7 +62,7 @@ class Context:
 class Known:
     """Anchors of texts that the target has read: the tokens and features of the texts, and the
     target's final states, which say what it predicts next. After every anchor, the text has at
-    least as many more tokens as the drafter asks for (`Solves.regressed`)."""
+    least as many more tokens as the drafter asks for (`Trainable.regressed`)."""
 
     ctx: Context
     final_BTD: Tensor
@@ -100,7 +100,7 @@ class Moment:
 @dataclass
 class Scouts:
     """Tokens that the target reads in the same pass as a proposal and that are never kept: they
-    show the drafter what the target predicts after them (`Hears.hear`). Scouts are numbered
+    show the drafter what the target predicts after them (`Drafter.hear`). Scouts are numbered
     from 0, a parent before its children; the parent -1 is the anchor."""
 
     tokens_BQ: Tensor

@@ -13,7 +13,6 @@ from torch import Tensor
 from specdec.context import Moment
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
-from specdec.drafters.trainable import trains
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats.draft_export import layout_names
 from specdec.objectives import chunked
@@ -85,7 +84,7 @@ def test_an_estimate_of_acceptance_is_trained_under_autocast() -> None:
 def test_every_family_trains_and_decodes_on_a_device(target: Target, name: str) -> None:
     """Greedily, it decodes what the target does alone."""
     drafter, prompt = make_drafter(name, target), text(1)[0].tolist()
-    if trains(type(drafter), drafter.config):
+    if drafter.trains(drafter.config):
         ids, mask = text(0, 20)[0].tolist(), [False] * 4 + [True] * 16
         batch = batch_of(target, drafter.needs, Sampler(1.0), [ids], [mask])
         loss, _ = TeacherForcing(drafter, target, Sampler(1.0))(batch)

@@ -38,7 +38,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 import train
 from specdec.context import Context, FeatureSpec
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.capabilities import Fits
 from specdec.drafters.lm import LMConfig
 from specdec.forcing import batch
 from specdec.forcing.batch import Batch
@@ -249,7 +248,7 @@ def batch_of(
 
 def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
     """Fit a drafter to texts of which the assistant says every token."""
-    if isinstance(drafter, Fits):
+    if drafter.fits_texts:
         drafter.fit(texts, [[True] * len(ids) for ids in texts])
 
 

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from specdec.decoding.decode import decode
-from specdec.drafters.capabilities import Solves
 from specdec.drafters.trainable import Trainable
 from specdec.files import read_record, write_json
 from specdec.forcing.teacher import TeacherForcing
@@ -205,7 +204,7 @@ def rehearsal(
             optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
-    return step, isinstance(drafter, Solves) and drafter.regresses
+    return step, drafter.regresses
 
 
 def timed(

@@ -18,10 +18,9 @@ from transformers.utils.generic import flatten_dict
 
 from specdec.context import Known
 from specdec.drafters import DRAFTERS, family, frequent_tokens
-from specdec.drafters.capabilities import Fits, Solves
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import trains
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, require, require_within
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint
@@ -81,7 +80,7 @@ def initial_drafter(
     elif size := kind.plan(config, target).draft_vocab:
         vocab_S = frequent_tokens((ids.tolist() for ids in said), size).to(target.device)
     drafter = kind.build(config, target, vocab_S, head).float()
-    if isinstance(drafter, Fits):  # only then: lists take many times the memory of arrays
+    if drafter.fits_texts:  # only then: lists take many times the memory of arrays
         drafter.fit([d.ids.tolist() for d in documents], [d.mask.tolist() for d in documents])
     return drafter
 
@@ -100,7 +99,7 @@ def _fitting(folder: Path, new_tokens: int, config: Any, target: Parts) -> Predi
     and, in its vocabulary, `new_tokens` tokens more."""
     kind = family(config.name)
     require(
-        trains(kind, config),
+        kind.trains(config),
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
     earlier = draft_checkpoint.read_draft(folder, target)
@@ -177,7 +176,7 @@ def regress(
 ) -> None:
     """Solve for the drafter's first weights, on evenly spaced rows of up to `length` tokens (see
     `REGRESSED`). The weights stay as they are if no answer is long enough."""
-    assert isinstance(drafter, Solves)
+    assert isinstance(drafter, Trainable)
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // length)
     task = progress.add_task("least squares", total=len(rows))

@@ -10,7 +10,6 @@ from rich.progress import Progress
 
 import specdec
 from specdec.drafters import with_copying
-from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
@@ -127,7 +126,7 @@ def _measured(
     asked, also = [*texts.prompts[: texts.measured], *others_of(texts)], None
     prompts = [p.ids.tolist() for p in asked]
     others = prompts[texts.measured :][:CALIBRATING]
-    if others and isinstance(drafter, Predictor):
+    if others and not drafter.copies:
         console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
         drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
         ranks.first(lambda: draft_checkpoint.write_calibrations(folder / "best", drafter))

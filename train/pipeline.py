@@ -10,8 +10,8 @@ from uuid import uuid4
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.drafters.capabilities import Solves
 from specdec.drafters.proposer import Drafter
+from specdec.drafters.trainable import Trainable
 from specdec.errors import memory_for
 from specdec.files import folder_for, make_folder
 from specdec.forcing.teacher import TeacherForcing
@@ -201,12 +201,8 @@ def _trained(
     )
     before = parts.checksum()
     trained = ranks_of(accelerator).first(lambda: training_checkpoint.steps(folder / "checkpoints"))
-    if (
-        cfg.stage.draft is None
-        and not trained
-        and isinstance(drafter, Solves)
-        and drafter.regresses
-    ):
+    assert isinstance(drafter, Trainable)
+    if cfg.stage.draft is None and not trained and drafter.regresses:
         (known,) = features.sources(drafter, [texts.train]) if on_policy else (source,)
         regress(drafter, known, cfg.data.max_length, accelerator, progress)
     gamma = min(cfg.decode.deepest(drafter.depth), drafter.limits.depth or DEEPEST)

@@ -11,7 +11,6 @@ from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.decoding.draft_answers import require_writes
 from specdec.drafters import family
-from specdec.drafters.capabilities import adapts
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.files import require_writable
@@ -52,7 +51,7 @@ def check_target(cfg: Config, folder: Path, parts: Parts) -> None:
     if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
         draft_export.require_exportable(cfg.drafter, parts, cfg.export)
         draft_export.require_free(folder / "export")
-    if cfg.export is not None and adapts(cfg.family, cfg.drafter):
+    if cfg.export is not None and cfg.family.adapts_target(cfg.drafter):
         draft_export.require_free(folder / "export-target")
     require_starts(cfg.stage, cfg.drafter, parts)
     if cfg.objective.reference is not None:

@@ -19,10 +19,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family, installed
-from specdec.drafters.capabilities import Copies, Fits, RunsTarget, adapts
 from specdec.drafters.hybrid import Hybrid
 from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import learning_rate, trains
+from specdec.drafters.trainable import learning_rate
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.draft_export import LAYOUTS, layout_names
@@ -100,12 +99,12 @@ class Config:
     @property
     def trains(self) -> bool:
         """Whether the configured drafter has weights to train."""
-        return trains(self.family, self.drafter)
+        return self.family.trains(self.drafter)
 
     @property
     def needs_layers(self) -> bool:
         """Whether the configured drafter runs the target's own layers, even in training."""
-        return issubclass(self.family, RunsTarget) or adapts(self.family, self.drafter)
+        return self.family.runs_target or self.family.adapts_target(self.drafter)
 
     @property
     def trains_at_visits(self) -> bool:
@@ -119,7 +118,7 @@ class Config:
         the plain ones are then read only for the vocabulary and start of a fresh draft, for tokens
         added to a vocabulary, and to fit a drafter or the hybrid of `also` to texts."""
         continued = self.stage.draft is not None and self.stage.new_tokens == 0
-        fitted = self.also is not None or issubclass(self.family, Fits)
+        fitted = self.also is not None or self.family.fits_texts
         on_policy = self.rounds.data == "on_policy"
         return self.data.rounds is None and not (on_policy and continued and not fitted)
 
@@ -230,18 +229,18 @@ class Config:
         if self.also is not None:
             Hybrid.copying_family(self.also)
             require(
-                not issubclass(self.family, Copies),
+                not self.family.copies,
                 f"also={self.also} cannot be combined with drafter={drafter.name}, which copies "
                 "too: give also=null, or another drafter",
             )
         require(
-            not (self.decode.fastest and issubclass(self.family, Copies)),
+            not (self.decode.fastest and self.family.copies),
             f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies "
             "tokens: give decode.fastest=false",
         )
         decoded = self.rounds.answers_again or self.data.rounds or self.also
         require(
-            not (adapts(self.family, drafter) and decoded),
+            not (self.family.adapts_target(drafter) and decoded),
             f"drafter={drafter.name} adapts the target with these settings, but also=, "
             "rounds.data= and data.rounds= need the target as it is: leave them out",
         )

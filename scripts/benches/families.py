@@ -11,7 +11,6 @@ from benches.turns import show
 from safetensors import safe_open
 
 from specdec.drafters import DRAFTERS, family
-from specdec.drafters.capabilities import Copies
 from specdec.errors import UserError, require
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint
@@ -112,7 +111,7 @@ def parameters(draft: Path) -> int:
 def tree_of(run: Path, chain: Results) -> Results | None:
     """Measure a run's draft again with dynamic trees, or read these results if they are there. None
     if the family copies or refuses to draft trees."""
-    if issubclass(family(chain.drafter), Copies):
+    if family(chain.drafter).copies:
         return None
     try:
         return again(run, TREE, chain, tree="dynamic")

@@ -22,7 +22,6 @@ from typing import Annotated
 import torch
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import in_transformers
 from specdec.errors import UserError, require
 from specdec.files import make_folder, read_record, write_whole
 from specdec.progress import console
@@ -68,7 +67,7 @@ def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
     """All pieces, in order. The last two decode with the head that the third trains."""
     head, best, python = folder / "head", str(folder / "head" / "best"), sys.executable
     bench = (python, "scripts/bench")
-    (lookup,) = (n for n, kind in DRAFTERS.items() if in_transformers(kind) == "prompt lookup")
+    (lookup,) = (n for n, kind in DRAFTERS.items() if kind.in_transformers == "prompt lookup")
     tests = ("-m", "pytest", "-q", "-m", "not slow and not serving")
     tests += tuple(f"tests/{name}" for name in (TESTS[-1:] if dry else TESTS))
     size = ("--prompts", "1", "--new", "8") if dry else ("--prompts", "10", "--new", "128")

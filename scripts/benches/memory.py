@@ -16,7 +16,6 @@ from benches.turns import show
 
 from specdec.context import Context, Moment
 from specdec.drafters import family
-from specdec.drafters.trainable import trains
 from specdec.errors import require
 from specdec.forcing.batch import Batch, summarise
 from specdec.forcing.teacher import TeacherForcing
@@ -51,7 +50,7 @@ def memory(
     paths = os.pathsep.join([str(scripts.parent), str(scripts)])
     rows = []
     for name in families:
-        require(trains(family(name), family(name).Config()), f"{name} has nothing to train")
+        require(family(name).trains(family(name).Config()), f"{name} has nothing to train")
         code = "from benches.memory import step; step()"
         job = json.dumps({"overrides": [f"drafter={name}", *overrides], "tokens": tokens})
         done = subprocess.run(

@@ -10,8 +10,6 @@ import torch
 from command_line import target_of
 
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.capabilities import Copies, Fits
-from specdec.drafters.trainable import trains
 from specdec.errors import UserError, require
 from specdec.formats import draft_checkpoint
 from specdec.progress import console
@@ -87,8 +85,8 @@ def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
         if not untrained:
             found[name] = draft_checkpoint.load_draft(draft, target)
             continue
-        counts = issubclass(untrained, Fits) and not issubclass(untrained, Copies)
-        if trains(untrained, untrained.Config()) or counts:
+        counts = untrained.fits_texts and not untrained.copies
+        if untrained.trains(untrained.Config()) or counts:
             raise UserError(
                 f"{draft} learns from texts: run `python train.py drafter={draft} name=NAME` and "
                 "give runs/NAME/best"

@@ -17,7 +17,6 @@ from specdec.context import FeatureSpec
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import ForLongPrompts, in_transformers
 from specdec.measure.choosing import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.measure.costs import timed
 from specdec.measure.evaluate import Subject, evaluate
@@ -85,7 +84,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     if theirs.model.config._attn_implementation == "grouped":  # our own attention
         theirs.model.set_attn_implementation("sdpa")
     assistants = drafters_of(drafts, theirs)
-    (kind,) = (kind for kind in DRAFTERS.values() if in_transformers(kind) == "prompt lookup")
+    (kind,) = (kind for kind in DRAFTERS.values() if kind.in_transformers == "prompt lookup")
     lookup = kind.build(kind.Config(), target)
     rival = partial(transformers, theirs.model, target, new)
     plain = "transformers, plain"
@@ -104,7 +103,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
                 prompt_lookup_num_tokens=gamma,
                 max_matching_ngram_size=lookup.config.max_ngram,
             )
-        elif in_transformers(type(drafter)) == "assistant":
+        elif drafter.in_transformers == "assistant":
             assistant, assisted = assistants[name].model, f"transformers, assisted by {name}"
             alike[assisted] = rival(
                 str(gamma),
@@ -248,7 +247,7 @@ def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     mine = partial(ours, target, new, prefill=False, eos=())
     answerers = {"plain": mine()}
     for family, kind in DRAFTERS.items():
-        for name, config in kind.long_prompts.items() if issubclass(kind, ForLongPrompts) else ():
+        for name, config in kind.long_prompts.items():
             drafter = kind.build(config, target)
             label, way = f"{family}, {name}", Way(drafter)
             answerers[label] = mine(way, str(drafter.depth), ["plain"])

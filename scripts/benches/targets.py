@@ -34,7 +34,6 @@ import train
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import Copies, Fits
 from specdec.drafters.proposer import starts_of
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line, nearest, require
@@ -319,7 +318,7 @@ def decoded(target: Target, theirs: Any) -> None:
     counting = [
         kind
         for kind in DRAFTERS.values()
-        if issubclass(kind, Fits) and not issubclass(kind, Trainable | Copies)
+        if kind.fits_texts and not (kind.copies or issubclass(kind, Trainable))
     ][-1]
     drafter = counting.build(counting.Config(depth=3), target)
     learnt = [*prompts[0], *expected[0]], [*prompts[1], *expected[1][::2], *prompts[0]]

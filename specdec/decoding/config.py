@@ -5,7 +5,6 @@ from typing import Any
 
 from specdec.decoding.length import LENGTHS, length
 from specdec.decoding.way import Way, fitting_rule, require_draftable, require_read
-from specdec.drafters.capabilities import Copies, TrainedDepth
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
@@ -139,8 +138,6 @@ def is_measured(cfg: DecodeConfig) -> bool:
 def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
     """What to tell the user if the drafter was not trained to draft as deep as `cfg` asks for;
     empty if it was."""
-    if not isinstance(drafter, TrainedDepth):
-        return ""
     return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
@@ -157,12 +154,12 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: Parts) -> None:
         "give static or dynamic",
     )
     require(
-        not isinstance(drafter, Copies) or cfg.tree != "static" or cfg.paths is not None,
+        not drafter.copies or cfg.tree != "static" or cfg.paths is not None,
         f"decode.tree=static: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.tree=dynamic, or decode.paths",
     )
     require(
-        not isinstance(drafter, Copies) or not cfg.fastest,
+        not drafter.copies or not cfg.fastest,
         f"decode.fastest=true: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.fastest=false",
     )

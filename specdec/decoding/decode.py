@@ -22,7 +22,6 @@ from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way, require_read
-from specdec.drafters.capabilities import Hears
 from specdec.drafters.gather import last_of
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.proposer import Drafter
@@ -142,7 +141,7 @@ def decode(
         # The target reads the anchors and all drafted tokens in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
         features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
-        if isinstance(drafter, Hears) and proposal.scouts is not None:
+        if drafter and proposal.scouts is not None:
             M = 1 + proposal.tokens_BG.shape[1]
             drafter.hear(logits_BMV[:, M:], own)
             logits_BMV = logits_BMV[:, :M]

@@ -6,7 +6,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
@@ -20,9 +19,7 @@ AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole 
 def require_writes(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
-        drafter.needs == FeatureSpec()
-        and drafter.limits.depth is None
-        and not isinstance(drafter, RunsTarget),
+        drafter.needs == FeatureSpec() and drafter.limits.depth is None and not drafter.runs_target,
         f"rounds.data: {drafter.config.name} cannot write text without the target: give "
         "drafter=lm, or rounds.data=draft, mixed or on_policy",
     )

@@ -7,7 +7,6 @@ from typing import Self
 
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import Rule, named
-from specdec.drafters.capabilities import Copies, Hears
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.sampling.confidence import variant_of
@@ -103,7 +102,7 @@ def require_read(target: Parts, drafter: Drafter | None, tree: bool, compiled: b
     states = f"{target.title} {target.only_chains}"
     require(not tree, f"{states}: draft chains (decode.tree=null), not trees")
     require(
-        not isinstance(drafter, Hears),
+        drafter is None or not drafter.sends_scouts,
         f"{states}, but this drafter sends scouts beside its draft: give another drafter",
     )
     require(
@@ -121,6 +120,6 @@ def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> Non
         f"{most} tokens in a row",
     )
     require(
-        not length.reads_q or not isinstance(drafter, Copies),
+        not length.reads_q or not drafter.copies,
         f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
     )

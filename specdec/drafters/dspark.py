@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.block import Block, BlockConfig, BlockSizes
-from specdec.drafters.capabilities import Estimates
 from specdec.drafters.gather import tokens_from
 from specdec.drafters.growth import with_depth
 from specdec.sampling.trees import Growth
@@ -32,8 +31,9 @@ class DSparkConfig(BlockConfig):
     rank: int = 256
 
 
-class DSpark(Block, Estimates):
+class DSpark(Block):
     Config = DSparkConfig
+    estimates_acceptance = True
     first = 0
 
     def __init__(self, config: DSparkConfig, sizes: BlockSizes) -> None:

@@ -23,23 +23,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Proposal
-from specdec.drafters.capabilities import (
-    OWN,
-    Calibrated,
-    Combines,
-    Fits,
-    RunsTarget,
-    Sound,
-    TrainedDepth,
-    Weighs,
-    adapts,
-)
 from specdec.drafters.growth import rereading
 from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposed import copied_chains, copied_trees, point_mass, whole
-from specdec.drafters.proposer import Drafter, Sizes
-from specdec.drafters.trainable import trains
+from specdec.drafters.proposer import OWN, Drafter, Sizes
 from specdec.errors import UserError, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose
@@ -104,11 +92,11 @@ class Both:
             self.head.select(rows)
 
 
-class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, RunsTarget):
-    """It counts as one that runs the target, since its head may."""
-
+class Hybrid(Drafter):
     Config = HybridConfig
     Sizes = HybridSizes
+    copies = fits_texts = weighs_choices = True
+    runs_target = True  # its head may
     by_name: ClassVar[Callable[[str], type[Drafter]]]  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
@@ -133,8 +121,11 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
         self._rates: tuple[list[list[float]], list[float]] | None = None
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        head, depth = self.head, depth if tree else self.gamma
-        return head.beyond_training(depth, tree) if isinstance(head, TrainedDepth) else ""
+        return self.head.beyond_training(depth if tree else self.gamma, tree)
+
+    @property
+    def copying_head(self) -> tuple[Drafter, int]:
+        return self.head, self.gamma
 
     @property
     def calibrations(self) -> Calibrations:
@@ -154,7 +145,7 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
     def copying_family(cls, name: str) -> type[Copying]:
         """The family of this name. Raises UserError unless it copies from the text alone."""
         kind = cls.family(name)
-        if not issubclass(kind, Copying) or issubclass(kind, RunsTarget):
+        if not issubclass(kind, Copying) or kind.runs_target:
             raise UserError(f"{name} does not copy from the text alone: give a family that does")
         return kind
 
@@ -184,18 +175,18 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
         if (head := earlier) is None:
             kind = cls.family(config.head)
             require(
-                not trains(kind, kind.Config()),
+                not kind.trains(kind.Config()),
                 f"drafter.head={config.head} must be trained first: give the folder of a draft, "
                 "such as runs/NAME/best",
             )
             head = kind.build(kind.Config(), target)
         require(
-            not adapts(type(head), head.config),
+            not head.adapts_target(head.config),
             f"drafter.head: {head.config.name} was trained together with adapters on the target, "
             "which a hybrid does not have: give another draft",
         )
         require(
-            isinstance(head, Predictor),
+            not head.copies,
             f"drafter.head: {head.config.name} copies too: give another draft",
         )
         assert isinstance(head, Predictor)
@@ -216,7 +207,7 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
         """Let the members learn the texts. How often copied tokens are right is counted on the last
         texts, before the copying member has learned those."""
         first = int(UNSEEN * len(texts))
-        if isinstance(self.copier, Fits):
+        if self.copier.fits_texts:
             self.copier.fit(texts[:first], masks[:first])
         self.tried_EK.zero_()
         self.right_EK.zero_()
@@ -225,7 +216,7 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
             self.right_EK[e, k] += right
         self._rates = None
         for member in (self.copier, self.head):
-            if isinstance(member, Fits):
+            if member.fits_texts:
                 member.fit(texts, masks)
         self.sizes.copier, self.sizes.head = described(self.copier), described(self.head)
 
@@ -249,8 +240,7 @@ class Hybrid(Drafter, Combines, Fits, Weighs, Calibrated, Sound, TrainedDepth, R
 
     def require_sound(self) -> None:
         for member in (self.copier, self.head):
-            if isinstance(member, Sound):
-                member.require_sound()
+            member.require_sound()
         sound = (self.right_EK >= 0) & (self.right_EK <= self.tried_EK)
         require(bool(sound.all()), "tensors 'tried_EK' and 'right_EK' hold impossible counts")
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Known, Moment
-from specdec.drafters.capabilities import Solves
 from specdec.drafters.gather import entries
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.layer import llama_of
@@ -66,7 +65,7 @@ class HydraSizes(HeadsSizes):
     llama: dict[str, Any] | None = None
 
 
-class Hydra(Heads, Solves):
+class Hydra(Heads):
     Config = HydraHeadsConfig
     Sizes = HydraSizes
 

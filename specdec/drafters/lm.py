@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.capabilities import InTransformers
 from specdec.drafters.gather import entries
 from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
 from specdec.drafters.proposer import Drafter
@@ -47,7 +46,7 @@ class LMConfig(DraftLMConfig):
     layers: list[int] | None = None
 
 
-class LM(Pretrained, InTransformers):
+class LM(Pretrained):
     Config = LMConfig
     Auto = AutoModelForCausalLM
     in_transformers = "assistant"

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.adapters import Adapted, Adapters, adapted_layers
-from specdec.drafters.capabilities import Adapts, Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.pretrained import LoraOptions
@@ -89,8 +88,9 @@ class ResidualBlock(nn.Module):
         return x
 
 
-class Medusa(Heads, Adapts, Separate):
+class Medusa(Heads):
     Config = MedusaConfig
+    separate_heads = True
     Sizes = MedusaSizes
     sizes: MedusaSizes
     added = "adapters."

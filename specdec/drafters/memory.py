@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.capabilities import NOTHING, Copies
 from specdec.drafters.proposed import (
     TreeNode,
     copied_chains,
     copied_growth,
     copied_trees,
 )
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.proposer import NOTHING, Drafter
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Chain, Growth, Shape
 
@@ -83,7 +82,8 @@ class Memories:
         self.rows = [self.rows[b] for b in rows if self.rows]
 
 
-class Copying(Drafter, Copies):
+class Copying(Drafter):
+    copies = True
     Memory: ClassVar[type[Memory]]  # the family's own
 
     def memory(self) -> Any:

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Known
-from specdec.drafters.capabilities import Solves
 from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
@@ -72,7 +71,7 @@ class ShiftedNorm(nn.RMSNorm):
         return super().forward(x) + self.bias
 
 
-class Mlp(Heads, Solves):
+class Mlp(Heads):
     Config = MlpConfig
 
     def __init__(self, config: MlpConfig, sizes: HeadsSizes) -> None:

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specdec.drafters.capabilities import InTransformers
 from specdec.drafters.memory import Copying, Memory
 from specdec.drafters.proposer import Sizes
 from specdec.errors import require
@@ -56,7 +55,7 @@ class Text(Memory):
         return length, sum(self.ids[e] == self.ids[end] for e in ends) / len(ends)
 
 
-class Ngram(Copying, InTransformers):
+class Ngram(Copying):
     Config = NgramConfig
     Memory = Text
     in_transformers = "prompt lookup"

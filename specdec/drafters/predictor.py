@@ -4,13 +4,12 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal
-from specdec.drafters.capabilities import Calibrated, Grows, Sound
 from specdec.drafters.growth import rereading
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
@@ -19,8 +18,12 @@ from specdec.sampling.confidence import variant_of
 from specdec.sampling.trees import Growth, Shape
 
 
-class Predictor(Drafter, Grows, Calibrated, Sound):
+class Predictor(Drafter):
     """A family gives `hidden` and `unembed`; the rest has defaults."""
+
+    # It estimates its own acceptance (`confidence`). The estimate is trained along with the draft,
+    # whatever the draft's own loss (see `ObjectiveConfig.loss`).
+    estimates_acceptance: ClassVar[bool] = False
 
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
 
@@ -41,6 +44,11 @@ class Predictor(Drafter, Grows, Calibrated, Sound):
     @abstractmethod
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """Draft logits [..., S] of depth k from hidden states [..., D]."""
+
+    def confidence(self, hidden_NKD: Tensor) -> Tensor:
+        """The α [N, K] that a drafter with `estimates_acceptance` expects at each depth, from
+        hidden states. Decoding reads it as the draft's confidence."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:

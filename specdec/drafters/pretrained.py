@@ -19,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from specdec.compat import keep_stored_weights
 from specdec.context import Context
-from specdec.drafters.capabilities import Extends
 from specdec.drafters.gather import states
 from specdec.drafters.growth import growth_over
 from specdec.drafters.proposer import Drafter, Sizes
@@ -83,7 +82,7 @@ class LMSizes(Sizes):
     model: dict[str, Any]
 
 
-class Pretrained(Trainable, Extends):
+class Pretrained(Trainable):
     """A drafter whose `model` is one of transformers'. A family defines how it reads new tokens."""
 
     Sizes = LMSizes
@@ -126,7 +125,7 @@ class Pretrained(Trainable, Extends):
             vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
             "stage.new_tokens cannot add to the vocabulary of a draft LM: omit it",
         )
-        drafter.begin_training(inherited=earlier is not None)
+        drafter.add_adapters(inherited=earlier is not None)
         return drafter
 
     @property
@@ -139,7 +138,9 @@ class Pretrained(Trainable, Extends):
             resize(trained, self.sizes.target_vocab)
             self.model.load_state_dict(trained.state_dict())
 
-    def begin_training(self, inherited: bool) -> None:
+    def add_adapters(self, inherited: bool) -> None:
+        """Add the adapters that the config asks for, to weights `inherited` from an earlier draft
+        or to those of the source. Raises UserError for random weights."""
         if self.config.lora.rank:
             require(
                 inherited or self.config.source != "random",
@@ -150,7 +151,7 @@ class Pretrained(Trainable, Extends):
             for module in (self.model.get_input_embeddings(), self.model.get_output_embeddings()):
                 module.requires_grad_(self.config.train_embeddings)
 
-    def finished(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def weights_to_save(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the weights, with the adapters added to them by peft."""
         if not any(".lora_" in name for name in weights):
             return dict(weights)

@@ -48,7 +48,7 @@ def whole(drafter: Predictor, logits: Tensor) -> Tensor:
 def copied_growth(
     ctx: Context, copied: Callable[[Context, Tensor, int], Tensor], vocab_size: int
 ) -> Growth:
-    """The growth of a drafter that copies, whatever was drafted before (see `Copies.copied`)."""
+    """The growth of a drafter that copies, whatever was drafted before (see `Drafter.copied`)."""
 
     def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
         k = drafted_BWk.shape[2]

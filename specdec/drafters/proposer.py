@@ -1,7 +1,8 @@
 """What every drafter does: draft after a context, over a cache.
 
-`predictor` adds what drafters with a distribution of their own do, `trainable` what those with
-weights to train do, and `capabilities` what only some can do.
+`predictor` adds what drafters with a distribution of their own do, and `trainable` what those with
+weights to train do. What only some drafters can do is a class attribute, False by default, and the
+methods that a drafter gives if it sets that attribute.
 
 The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
 features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
@@ -9,7 +10,7 @@ features strictly before it. Depth k predicts token a + 1 + k, whose target dist
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar, Self
@@ -20,8 +21,12 @@ from specdec.compat import set_buffer
 from specdec.context import Context, FeatureSpec, Proposal
 from specdec.errors import require, require_known, require_within
 from specdec.sampling.choose import Choose
-from specdec.sampling.trees import DEEPEST, Shape
+from specdec.sampling.confidence import Calibrations
+from specdec.sampling.trees import DEEPEST, Growth, Shape
+from specdec.targets.base import Target
 from specdec.targets.parts import Parts
+
+NOTHING, OWN = -1, -2  # in place of a copied id (see `Drafter.copied`)
 
 
 @dataclass(kw_only=True)
@@ -60,6 +65,9 @@ class Drafter(nn.Module, ABC):
 
     `Config` is the dataclass that configures the family. It may have `bounds`, the limits of its
     settings (see `require_within`), and `starts`, the values that its setting `start` may take.
+
+    Each attribute that is False by default declares an ability. A drafter that sets it gives the
+    methods named beside it.
     """
 
     Config: ClassVar[type[Any]]
@@ -69,6 +77,18 @@ class Drafter(nn.Module, ABC):
     needs: FeatureSpec = FeatureSpec()
     depth: int  # how many depths are trained and measured; also the default γ
     limits: Limits
+
+    copies: bool = False  # its proposals are point masses, without q: `copied`
+    fits_texts: ClassVar[bool] = False  # learns counts or an index from texts: `fit`
+    weighs_choices: ClassVar[bool] = False  # chooses between ways to draft by their cost: `weigh`
+    sends_scouts: ClassVar[bool] = False  # its proposals have scouts (see `Scouts`): `hear`
+    runs_target: ClassVar[bool] = False  # may run the target's own layers, even in training
+    calibrations = Calibrations()  # of its confidence in each drafted token
+    noted_alpha: Sequence[float] = ()  # its greedy α by depth on held-out text, as noted on disk
+    # the same way to draft in `generate` of transformers: "assistant" or "prompt lookup"
+    in_transformers: ClassVar[str | None] = None
+    # configs, by name, of a family that pays only where prompts are long; benches measure these
+    long_prompts: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__()
@@ -82,6 +102,17 @@ class Drafter(nn.Module, ABC):
         self.sizes = sizes
         self.depth = config.depth
         self.limits = Limits()
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        """Whether a drafter with this config has weights to train."""
+        return False
+
+    @classmethod
+    def adapts_target(cls, config: Any) -> bool:
+        """Whether a drafter with this config trains adapters on the target along with itself. The
+        target with these adapters is then the one that it drafts for."""
+        return False
 
     @classmethod
     def plan(cls, config: Any, target: Parts) -> Any:
@@ -129,6 +160,67 @@ class Drafter(nn.Module, ABC):
 
         `ctx` is always the whole context: a cache only saves work and never changes the draft.
         """
+
+    @abstractmethod
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """The state of one speculation step at its anchors. Beam search, which chooses tokens by
+        itself, grows the draft node by node from it."""
+
+    def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
+        """The ids [B, A, K] of the K = `depth` tokens that a drafter that `copies` drafts at each
+        anchor; `NOTHING` where it drafts none, `OWN` where its `copying_head` drafts. Along a known
+        text it answers with these tokens themselves."""
+        raise NotImplementedError
+
+    @property
+    def copying_head(self) -> "tuple[Drafter, int] | None":
+        """The drafter with a q that drafts where a drafter that `copies` finds nothing better, and
+        the most tokens that it drafts in a row; None if there is no such drafter."""
+        return None
+
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
+        """Learn from training texts without gradients, and keep what was learned in buffers.
+        `masks` mark the assistant's tokens. A family without weights to train is fitted in place of
+        training."""
+        raise NotImplementedError
+
+    def weigh(
+        self,
+        cost: "Callable[[Drafter, int], tuple[float, float]]",
+        texts: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[bool]],
+        variant: str,
+    ) -> None:
+        """Learn, before decoding at a temperature, what the choice between several ways to draft
+        depends on. `cost(member, γ)` measures the time of one draft step of a member that drafts γ
+        tokens, and of a forward pass over γ + 1 tokens, both in steps of the baseline. Where
+        `masks` is true, the tokens of `texts` are the target's own responses at that temperature.
+        `variant` names the variant of α (see `variant_of`)."""
+        raise NotImplementedError
+
+    def hear(self, logits_BQV: Tensor, cache: Any) -> None:
+        """Learn from the target's logits after each scout of the last proposal. `cache` is the one
+        that drafted it."""
+        raise NotImplementedError
+
+    def require_sound(self) -> None:
+        """Raise UserError if buffers, loaded from a damaged file, hold values that no fit can have
+        produced, such as ids outside the target's vocabulary."""
+
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        """What to tell the user if chains or trees of this depth are deeper than the drafter was
+        trained for, so that the deepest tokens are accepted less often; else empty."""
+        return ""
+
+    def settled(self, target: Target) -> "tuple[Drafter, Target]":
+        """The drafter and the target to decode with, not yet attached: these two or, if the drafter
+        `adapts_target`, a drafter without adapters and a copy of the target with them merged."""
+        return self, target
+
+    def weights_to_save(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a draft on disk, from a state dict. Parts that only training needs, such
+        as adapters on the draft's own weights, are merged into the others."""
+        return dict(weights)
 
 
 def starts_of(config: Any) -> Sequence[str]:

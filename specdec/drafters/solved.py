@@ -1,4 +1,4 @@
-"""Recurrent drafts whose start can be solved for in closed form (`Solves`).
+"""Recurrent drafts whose start can be solved for in closed form (`Trainable.regress`).
 
 At such a start, attention adds nothing or lets a token see only itself. So depths 0 and 1 depend
 only on what they read themselves, and are linear in some of the weights.
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Known
-from specdec.drafters.capabilities import Solves
 from specdec.drafters.layer import away_from_zero
 from specdec.drafters.norm import RMSNorm
 from specdec.drafters.recurrence import Recurrent
@@ -19,7 +18,7 @@ from specdec.drafters.regression import Squares, ridge
 STARTS = ("regression", "target", "random")  # values of the setting `start`
 
 
-class Solved(Recurrent, Solves):
+class Solved(Recurrent):
     """A family gives `regress`, made from the methods here."""
 
     def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.drafters.capabilities import Fits, Sound
 from specdec.drafters.memory import Copying, Memory
 from specdec.drafters.proposed import TreeNode
 from specdec.drafters.proposer import Sizes
@@ -207,7 +206,8 @@ class SuffixSizes(Sizes):
     tokens: int = 1
 
 
-class Suffix(Copying, Fits, Sound):
+class Suffix(Copying):
+    fits_texts = True
     Config = SuffixConfig
     Sizes = SuffixSizes
     sizes: SuffixSizes

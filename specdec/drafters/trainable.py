@@ -1,14 +1,13 @@
 """Drafters with weights to train."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from specdec.context import Context, FeatureSpec, Moment
-from specdec.drafters.capabilities import TrainedDepth
+from specdec.context import Context, FeatureSpec, Known, Moment
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, require, require_between
@@ -38,17 +37,23 @@ class AnchorsConfig:
         return weight_TK * drawn_T1
 
 
-class Trainable(Predictor, TrainedDepth):
+class Trainable(Predictor):
     """A family with layers writes one `step` through them, which training and drafting both take.
     The step is handed the attention (see `nn.attention`). Training unrolls it in `hidden` at all
     anchors of a text, given the text's own tokens."""
 
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
+    regressed: int = 2  # how many depths `regress` solves for
+    # It has a head for each depth that reads only states of the target: no drafted token, and
+    # nothing of another head (`read_by_heads`, `heads_of`). So training needs the tensors of one
+    # head at a time (Gloeckle et al. 2024, arXiv 2404.19737, section 2): its logits are made, give
+    # their gradient and are freed before the next head's are made, unless the objective couples the
+    # depths.
+    separate_heads: ClassVar[bool] = False
 
     @classmethod
     def trains(cls, config: Any) -> bool:
-        """Whether a drafter with this config has weights to train."""
         return True
 
     @classmethod
@@ -129,6 +134,32 @@ class Trainable(Predictor, TrainedDepth):
         depths) replace this default."""
         return self.hidden(ctx, anchors_BA, None)
 
+    @property
+    def regresses(self) -> bool:
+        """Whether the config asks for an initialisation in closed form, by `regress`."""
+        return getattr(self.config, "start", None) == "regression"
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Initialise the weights in closed form, by least squares over a part of the training
+        texts. `known()` yields the same part every time. Called only if the drafter `regresses`."""
+        raise NotImplementedError
+
+    def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
+        """If the drafter `adapts_target`: the target's final hidden states [B, T, D] with the
+        current adapters, and the weight of the draft's own loss when the share `progress` of a run
+        is done. The divergence of the adapted target from the original is added with weight 1."""
+        return None
+
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        """The states [B, A, K, D] that `separate_heads` read at each anchor, or [B, A, 1, D] if all
+        heads read the same."""
+        raise NotImplementedError
+
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        """Hidden states [N, K, D] of K depths, from depth `first` on, made from the states that
+        their `separate_heads` read."""
+        raise NotImplementedError
+
     def beyond_training(self, depth: int, tree: bool) -> str:
         """Only drafters that read the target's features lose acceptance beyond their trained depth,
         since there they read their own states in place of these features. A draft that is a
@@ -140,11 +171,6 @@ class Trainable(Predictor, TrainedDepth):
             f"this {self.config.name} was trained to draft {self.depth} tokens in a row but drafts "
             f"{depth} here: the further ones take as long, and fewer of them will be accepted"
         )
-
-
-def trains(kind: type[Drafter], config: Any) -> bool:
-    """Whether a drafter of this class with this config has weights to train."""
-    return issubclass(kind, Trainable) and kind.trains(config)
 
 
 def learning_rate(config: Any) -> float:

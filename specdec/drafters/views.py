@@ -16,7 +16,6 @@ from transformers import PreTrainedConfig
 
 from specdec.compat import set_attention, twin
 from specdec.context import Context
-from specdec.drafters.capabilities import RunsTarget
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Sizes
 from specdec.errors import require
@@ -34,11 +33,12 @@ class ViewSizes(Sizes):
     layers: int
 
 
-class View(Predictor, RunsTarget):
+class View(Predictor):
     """A drafter that runs the target's own weights. It continues a cache of the committed tokens
     before the anchor: the anchor takes the first scratch slot, drafted tokens the next ones."""
 
     Sizes = ViewSizes
+    runs_target = True
     target: Target
     body: Frozen[Any]  # the model that drafts
 

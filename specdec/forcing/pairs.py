@@ -10,10 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.drafters.capabilities import OWN, Combines, Estimates
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.proposed import point_mass, whole
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.proposer import OWN, Drafter
 from specdec.forcing.anchors import Anchors, rounded
 from specdec.forcing.batch import Batch, exactly
 from specdec.objectives.piece import Piece
@@ -119,7 +118,7 @@ class Pairs:
         its logits, the hidden states, and its confidence if it estimates one. Gradients can flow
         through all of these."""
         own_NK = None
-        if isinstance(self.drafter, Estimates):
+        if isinstance(self.drafter, Predictor) and self.drafter.estimates_acceptance:
             own_NK = self.drafter.confidence(hidden_NKD.detach() if self._apart else hidden_NKD)
         tensors = logits_of(self.drafter, hidden_NKD, copied_NK, first), hidden_NKD, own_NK
         return [x for x in tensors if x is not None]
@@ -141,8 +140,8 @@ def logits_of(
     logits_NKV = point_mass(copied_NK, drafter.sizes.target_vocab)
     for k in depths:
         if (own_N := copied_NK[:, k] == OWN).any():
-            assert isinstance(drafter, Combines)
-            head = drafter.head
+            assert drafter.copying_head is not None
+            head, _ = drafter.copying_head
             assert isinstance(head, Predictor)
             logits_NKV[own_N, k] = whole(head, head.unembed(hidden_NKD[own_N, k], k))
     return logits_NKV

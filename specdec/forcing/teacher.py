@@ -13,14 +13,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Moment
-from specdec.drafters.capabilities import (
-    Adapts,
-    Combines,
-    Copies,
-    Estimates,
-    Separate,
-    adapts,
-)
 from specdec.drafters.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
 from specdec.drafters.proposer import Drafter
@@ -67,7 +59,7 @@ class TeacherForcing(nn.Module):
             "1 and serve greedily; reports show both",
         )
         require(
-            reference is None or isinstance(reference, Predictor),
+            reference is None or not reference.copies,
             "the reference draft copies tokens, so it has no q to compare with: give one that was "
             "trained",
         )
@@ -97,8 +89,8 @@ class TeacherForcing(nn.Module):
         self.sampler = sampler
         self._reference = Frozen(reference)
         self._pairs = Pairs(drafter, target, sampler, self.objective.trains_confidence_apart)
-        adapted = adapts(type(drafter), drafter.config)
-        self._whole = target if adapted else None  # unless needed, its layers may be released
+        adapts = drafter.adapts_target(drafter.config)
+        self._whole = target if adapts else None  # unless needed, its layers may be released
 
     def anchors(
         self,
@@ -149,18 +141,20 @@ class TeacherForcing(nn.Module):
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
         if measure:
             return self._table(batch, more, depth)
-        depth = self.depth
+        depth, drafter = self.depth, self.drafter
+        assert isinstance(drafter, Trainable)
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen = chosen.rounded().to(batch.mask_BT.device)
         reference = self._reference.held
-        hidden_NKD, compared_NKD = self._hidden(self.drafter, batch, chosen, moment), None
+        hidden_NKD, compared_NKD = self._hidden(drafter, batch, chosen, moment), None
         if reference is not None:
+            assert isinstance(reference, Predictor)
             with torch.no_grad():
                 compared_NKD = self._hidden(reference, batch, chosen)
         decays = [self.objective.weight(k) for k in range(depth)]
         decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
-        separate = isinstance(self.drafter, Separate) and not isinstance(self.drafter, Estimates)
-        in_turn = separate and not self.objective.couples
+        in_turn = drafter.separate_heads and not drafter.estimates_acceptance
+        in_turn = in_turn and not self.objective.couples
 
         def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
             piece = self._pairs.of(batch, chosen, rows, training=True)
@@ -168,8 +162,8 @@ class TeacherForcing(nn.Module):
 
             def at_depths(k: slice, some_KND: Tensor) -> tuple[Tensor, Tensor]:
                 read_NKD = some_KND.transpose(0, 1)
-                if isinstance(self.drafter, Separate):
-                    read_NKD = self.drafter.heads_of(read_NKD, k.start)
+                if drafter.separate_heads:
+                    read_NKD = drafter.heads_of(read_NKD, k.start)
                 tensors = self._pairs.read(read_NKD, first=k.start)
                 other_NKS = None
                 if reference is not None and compared_NKD is not None:
@@ -204,7 +198,7 @@ class TeacherForcing(nn.Module):
                 return chunked(at_depths, [some_KND], parameters, 1)
             return at_depths(slice(0, depth), some_KND)
 
-        parameters = [p for p in self.drafter.parameters() if p.requires_grad]
+        parameters = [p for p in drafter.parameters() if p.requires_grad]
         loss, seen = chunked(part, [hidden_NKD], parameters, self.objective.chunk)
         if batch is not original:
             loss = share * loss + self._kl_divergence(original, batch, chosen)
@@ -214,12 +208,11 @@ class TeacherForcing(nn.Module):
         """The batch as the target reads it with the adapters that are trained along with the draft,
         and the weight of the draft's loss; the same batch if there are none. The draft's gradient
         reaches the adapters through the features that it reads; p is a constant, as ever."""
-        if not isinstance(self.drafter, Adapts):
+        if self._whole is None:
             return batch, 1.0
+        assert isinstance(self.drafter, Trainable)
         adapted = self.drafter.adapted(batch.ctx, progress)
-        if adapted is None:
-            return batch, 1.0
-        assert self._whole is not None
+        assert adapted is not None
         final_BTD, share = adapted[0].to(self._whole.dtype), adapted[1]
         with torch.no_grad():
             summary = summarise(self._whole, final_BTD, self.sampler)
@@ -246,6 +239,7 @@ class TeacherForcing(nn.Module):
         chunk = self.objective.chunk
         copied_NK, hidden_NKD = self._copied(batch, anchors)
         if copied_NK is None:
+            assert isinstance(self.drafter, Predictor)
             hidden_NKD = self._hidden(self.drafter, batch, anchors)
         measured = []
         for start in range(0, len(hidden_NKD), chunk):
@@ -260,14 +254,13 @@ class TeacherForcing(nn.Module):
         return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
 
     def _hidden(
-        self, drafter: Drafter, batch: Batch, anchors: Anchors, moment: Moment | None = None
+        self, drafter: Predictor, batch: Batch, anchors: Anchors, moment: Moment | None = None
     ) -> Tensor:
         """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
         a `moment`; or, at visited anchors, given the tokens that were drafted there. In training, a
-        drafter with `Separate` heads gives what these read in place of hidden states."""
-        assert isinstance(drafter, Predictor)
+        drafter with `separate_heads` gives what these read in place of hidden states."""
         at_BA, column_N = anchors.grid(len(batch.mask_BT))
-        if isinstance(drafter, Separate) and moment is not None:
+        if moment is not None and isinstance(drafter, Trainable) and drafter.separate_heads:
             hidden_BAKD = drafter.read_by_heads(batch.ctx, at_BA)
         elif batch.visited is not None:
             drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
@@ -289,11 +282,11 @@ class TeacherForcing(nn.Module):
         [N, K, D] of its head, if it has one, given the text's own tokens."""
         drafter, (N, K) = self.drafter, anchors.weight_NK.shape
         hidden_NKD = batch.final_BTD.new_zeros(N, K, 0)
-        if not isinstance(drafter, Copies):
+        if not drafter.copies:
             return None, hidden_NKD
         at_BA, column_N = anchors.grid(len(batch.mask_BT))
-        if isinstance(drafter, Combines):
-            head, depth = drafter.head, min(K, drafter.gamma)
+        if (with_head := drafter.copying_head) is not None:
+            head, depth = with_head[0], min(K, with_head[1])
             assert isinstance(head, Predictor)
             own_BAk = text_after(batch.ctx.ids_BT, at_BA, depth - 1)
             hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAk)

@@ -22,7 +22,6 @@ from torch import Tensor
 from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.capabilities import Adapts, Calibrated, Combines, Copies, Sound, finished
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter, starts_of
 from specdec.errors import UserError, located, require
@@ -88,7 +87,7 @@ def write_draft(
     sharded processes, replace the drafter's own state dict; `notes` go into the card as given.
     Raises UserError for a weight that is not finite."""
     folder = Path(folder)
-    state = finished(drafter, drafter.state_dict() if weights is None else weights)
+    state = drafter.weights_to_save(drafter.state_dict() if weights is None else weights)
     with torch.device("meta"):  # what is on disk has the names that `load_draft` will look for
         kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
@@ -104,7 +103,7 @@ def write_draft(
     with replaced(folder, (WEIGHTS, CARD, CALIBRATION, TRAINED_ON)) as partial:
         save_file(tensors, partial / WEIGHTS)
         write_json(partial / CARD, asdict(card))
-        if isinstance(drafter, Calibrated) and drafter.calibrations.prompts:
+        if drafter.calibrations.prompts:
             write_calibrations(partial, drafter)
 
 
@@ -122,7 +121,6 @@ def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
 def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
     """Write the calibrations of a draft beside its weights, in a folder that `write_draft`
     wrote."""
-    assert isinstance(drafter, Calibrated)
     of_weights = read_card(folder).weights
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
@@ -148,10 +146,8 @@ def load_draft_with_target(
     folder = Path(folder)
     stored = read_draft(folder, target)
     drafter: Drafter = stored.to(target.device)
-    if isinstance(drafter, Adapts):
-        drafter, target = drafter.settled(target)
-    if isinstance(drafter, Calibrated) and isinstance(stored, Calibrated):
-        drafter.calibrations = stored.calibrations
+    drafter, target = drafter.settled(target)
+    drafter.calibrations = stored.calibrations
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
@@ -196,15 +192,13 @@ def read_draft(folder: Path | str, target: Parts) -> Drafter:
     _require_described(card, tensors, folder / WEIGHTS)
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
-    if isinstance(drafter, Calibrated):
-        drafter.noted_alpha = _alpha(card.notes)
+    drafter.noted_alpha = _alpha(card.notes)
     path = folder / CALIBRATION
-    if isinstance(drafter, Calibrated) and path.exists():
+    if path.exists():
         remedy = f"delete it, and {REMEDY}"
         drafter.calibrations = read_record(Calibrations, path, remedy, card.weights)
     with located(folder / WEIGHTS):
-        if isinstance(drafter, Sound):
-            drafter.require_sound()
+        drafter.require_sound()
     return drafter
 
 
@@ -388,9 +382,10 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
 
 def _finite(drafter: Drafter, ctx: Context, anchors_BA: Tensor) -> bool:
     """Whether the logits of depth 0 are numbers."""
-    if isinstance(drafter, Copies):
+    if drafter.copies:
         drafter.copied(ctx, anchors_BA, drafter.depth)
-        return not isinstance(drafter, Combines) or _finite(drafter.head, ctx, anchors_BA)
+        head = drafter.copying_head
+        return head is None or _finite(head[0], ctx, anchors_BA)
     assert isinstance(drafter, Predictor)
     hidden = drafter.hidden(ctx, anchors_BA, None)
     return not drafter.unembed(hidden[:, :, 0], 0).isnan().any()

@@ -13,7 +13,6 @@ from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.length import CostTable, length
 from specdec.decoding.way import Way
-from specdec.drafters.capabilities import Weighs
 from specdec.drafters.proposer import Drafter
 from specdec.lab.decoding.disco import Recorder, StopClassifier, fit
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
@@ -27,7 +26,7 @@ MORE = (3, 7, 15, 31, 63)  # on other devices
 WIDTH = 6  # children of a node, where the acceptance of each rank is measured
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
-WEIGHED = 48  # tokens of each answer that `Weighs` learns from
+WEIGHED = 48  # tokens of each answer that `Drafter.weigh` learns from
 
 
 @dataclass
@@ -68,7 +67,7 @@ def chosen(
     chains, learning = cfg.chains(drafter, temperature), prompts[:LEARNING]
     assert chains.shape is not None
     gamma = chains.shape.depth
-    if isinstance(drafter, Weighs):
+    if drafter.weighs_choices:
         weigh(setup, drafter, chains, learning)
     if cfg.tree == "dynamic":
         return Choice(chains.drafting(Dynamic(gamma, cfg.nodes or NODES, cfg.branches)))
@@ -107,7 +106,7 @@ def chosen(
     return Choice(replace(chains, length=length(cfg.length, settings, figures)), learned)
 
 
-def weigh(setup: Setup, drafter: Weighs, way: Way, prompts: Sequence[Sequence[int]]) -> None:
+def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[int]]) -> None:
     """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:

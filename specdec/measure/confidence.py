@@ -16,7 +16,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
-from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
@@ -72,10 +71,7 @@ def calibrate(
     Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
     The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
     name = drafter.config.name
-    require(
-        not isinstance(drafter, Copies), f"{name} copies tokens: it has no confidence to calibrate"
-    )
-    assert isinstance(drafter, Calibrated)
+    require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
     beliefs: dict[str, list[Believed]] = {}
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     for temperature in cfg.temperatures:

@@ -27,7 +27,6 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import require_room
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.way import Way
-from specdec.drafters.capabilities import Calibrated, Copies
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
@@ -58,7 +57,6 @@ from specdec.measure.setup import Setup
 from specdec.measure.shift import shift
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
-from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
@@ -178,7 +176,7 @@ def evaluate(
         machine=machine_of(target),
         measured=[one for of_way in measured.values() for one in of_way],
         learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
-        calibrated_on=drafter.calibrations.prompts if isinstance(drafter, Calibrated) else 0,
+        calibrated_on=drafter.calibrations.prompts,
         target_operations=step,
         weight_bytes=sum(w.numel() * w.element_size() for w in {*target.model.parameters()}),
     )
@@ -292,10 +290,9 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     both = setup.ranks.shared([*zip(answered.plain, answered.drafted, strict=True)], texts)
     every, visited = map(list, zip(*both, strict=True))
     beliefs = []
-    if not isinstance(drafter, Copies):
+    if not drafter.copies:
         beliefs = [believed(t, way.variant, gamma) for t in visited]
-    own = drafter.calibrations if isinstance(drafter, Calibrated) else Calibrations()
-    calibration = own.of(way.variant)
+    calibration = drafter.calibrations.of(way.variant)
     one.forced = forced(every, visited, gamma)
     one.foreseen = None if greedy else foreseen(every, visited, gamma)
     one.confidence = reliability(beliefs) if beliefs else []

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.decoding.answers import Generation
-from specdec.drafters.capabilities import Copies
 from specdec.drafters.proposer import Drafter
 from specdec.forcing.batch import batch_of
 from specdec.forcing.table import predicted_rounds
@@ -45,7 +44,7 @@ class Along(NamedTuple):
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
     """The drafter, set to draft γ tokens if it copies: its first tokens then depend on how many it
     is to copy. For other families, γ tokens are the beginning of any longer draft."""
-    if not isinstance(drafter, Copies) or drafter.depth == gamma:
+    if not drafter.copies or drafter.depth == gamma:
         return drafter
     same = copy(drafter)
     same.depth = gamma

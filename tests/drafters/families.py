@@ -5,7 +5,6 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter
-from specdec.drafters.capabilities import Combines, Copies
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.dflash2 import DFlash2Config
 from specdec.drafters.dspark import DSparkConfig
@@ -121,16 +120,16 @@ def logits_at(
 ) -> Tensor:
     """The logits [B, A, K, S] at anchors, after the text's own tokens or those drafted there, with
     -inf (nothing drafted) as a number that compares equal. Copied tokens depend on no draft."""
-    if isinstance(drafter, Predictor):
+    if not drafter.copies:
+        assert isinstance(drafter, Predictor)
         return logits(drafter, drafter.hidden(ctx, anchors_BA, drafted_BAk))
-    assert isinstance(drafter, Copies)
     k = drafter.depth - 1 if drafted_BAk is None else drafted_BAk.shape[-1]
     ids_BAK = drafter.copied(ctx, anchors_BA, k + 1)
     if drafted_BAk is None:
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, k)
     hidden_BAKD = torch.zeros(*ids_BAK.shape, 0)
-    if isinstance(drafter, Combines):
-        head, depth = drafter.head, min(k + 1, drafter.gamma)
+    if drafter.copying_head is not None:
+        head, depth = drafter.copying_head[0], min(k + 1, drafter.copying_head[1])
         assert isinstance(head, Predictor)
         states = head.hidden(ctx, anchors_BA, drafted_BAk[..., : depth - 1])
         hidden_BAKD = torch.nn.functional.pad(states, (0, 0, 0, k + 1 - depth))

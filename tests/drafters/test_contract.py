@@ -18,9 +18,12 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.lm import LMConfig
-from specdec.drafters.predictor import vocabulary
-from specdec.drafters.trainable import trains
+from specdec.drafters.predictor import Predictor, vocabulary
+from specdec.drafters.proposer import starts_of
+from specdec.drafters.registry import shipped
+from specdec.drafters.trainable import Trainable
 from specdec.forcing.teacher import TeacherForcing
+from specdec.lab.drafters.translated import Translated
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
@@ -280,7 +283,7 @@ def taught(name: str, target: Target, texts: list[list[int]]) -> Drafter:
     drafter = make_drafter(name, target, noise=0.05)
     learn(drafter, texts)
     weights = [p for p in drafter.parameters() if p.requires_grad]
-    if trains(type(drafter), drafter.config):
+    if drafter.trains(drafter.config):
         forcing = TeacherForcing(drafter, target, Sampler(1.0))
         masks = [[True] * len(ids) for ids in texts]
         batch = batch_of(target, drafter.needs, Sampler(1.0), texts, masks)
@@ -304,6 +307,36 @@ def test_every_family_accepts_and_stays_identical(target: Target, name: str) -> 
         fast = decode(target, prompts, Way(drafter, shape), max_new_tokens=40)
         assert [p + g.ids for p, g in zip(prompts, fast, strict=True)] == texts
         assert sum(r.accepted for g in fast for r in g.rounds) >= 3, shape
+
+
+DECLARES = {  # the attribute that declares an ability, and the methods that a family then gives
+    "copies": ("copied",),
+    "fits_texts": ("fit",),
+    "weighs_choices": ("weigh",),
+    "sends_scouts": ("hear",),
+    "estimates_acceptance": ("confidence",),
+    "separate_heads": ("read_by_heads", "heads_of"),
+}
+
+
+@pytest.mark.parametrize("kind", shipped(), ids=lambda kind: kind.__name__)
+def test_a_drafter_gives_the_methods_that_its_attributes_declare(kind: type[Drafter]) -> None:
+    """And no method of an ability that it does not declare."""
+
+    def gives(method: str) -> bool:
+        default = getattr(Trainable, method)
+        return getattr(kind, method, default) is not default
+
+    if kind is Translated:  # which copies with one of its methods, and has a q with the other
+        assert gives("copied") and not kind.copies
+        return
+    for attribute, methods in DECLARES.items():
+        assert [*map(gives, methods)] == [getattr(kind, attribute, False)] * len(methods), attribute
+    assert gives("regress") or "regression" not in starts_of(kind.Config)
+    adapts = kind.adapts_target.__func__ is not Drafter.adapts_target.__func__  # type: ignore[attr-defined]
+    assert gives("adapted") == gives("settled") == adapts
+    assert kind.copies != issubclass(kind, Predictor)  # else it has a distribution of its own
+    assert issubclass(kind, Trainable) or not kind.trains(kind.Config())
 
 
 def test_no_family_is_forgotten() -> None:

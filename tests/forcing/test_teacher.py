@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import Estimates, Separate
 from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.drafters.peagle import PEagleConfig
 from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import AnchorsConfig, trains
+from specdec.drafters.trainable import AnchorsConfig
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
@@ -37,7 +36,7 @@ from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.tiny import architectures, batch_of, random_drafter, random_target
 
-TRAINABLE = [name for name, config in CONFIGS.items() if trains(DRAFTERS[config.name], config)]
+TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -248,7 +247,9 @@ def test_a_family_may_train_in_a_way_of_its_own(
     assert torch.equal(forcing(batch, measure=True).alpha.sampled, measured)
 
 
-class Estimating(Medusa, Estimates):
+class Estimating(Medusa):
+    estimates_acceptance = True
+
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
         return hidden_NKD.mean(-1).sigmoid()
 
@@ -435,7 +436,7 @@ def test_anchors_without_weight_change_nothing(
     drafter = make_drafter(name, target)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     batch, widths, found = batch_with(target, drafter, 6), [], []
-    of_training = "read_by_heads" if isinstance(drafter, Separate) else "training_hidden"
+    of_training = "read_by_heads" if drafter.separate_heads else "training_hidden"
     read = getattr(drafter, of_training)
 
     def recorded(ctx: Context, anchors_BA: Tensor, *moment: Moment) -> Tensor:

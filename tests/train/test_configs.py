@@ -13,7 +13,6 @@ import wandb
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import Copies
 from specdec.errors import UserError
 from specdec.objectives.losses import TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
@@ -64,7 +63,7 @@ def test_the_quickstart_composes_with_any_family() -> None:
     """Its own head has a smaller draft vocabulary, a setting that some families lack."""
     assert compose(["experiment=quickstart"]).drafter.draft_vocab == 4096
     for name in DRAFTERS:
-        more = ["also=null", "decode.fastest=false"] if issubclass(DRAFTERS[name], Copies) else []
+        more = ["also=null", "decode.fastest=false"] if DRAFTERS[name].copies else []
         chosen = compose(["experiment=quickstart", f"drafter={name}", *more]).drafter
         assert getattr(chosen, "draft_vocab", None) != 4096
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.capabilities import finished
-from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.targets.base import Target
@@ -24,7 +22,7 @@ from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.template import Document
 from train.initialisation import StageConfig, initial_drafter
 
-TRAINABLE = [name for name, config in CONFIGS.items() if trains(DRAFTERS[config.name], config)]
+TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 STILL = ["optim.lr=1e-30", "loop.eval_every=4"]  # moves no float32
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +64,7 @@ def test_every_family_takes_over_an_earlier_draft(
     draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     stage = StageConfig(str(tmp_path / "draft"))
     found = initial_drafter(stage, CONFIGS[name], target, said([1, 2]), 0)
-    weights = finished(found, found.state_dict())
+    weights = found.weights_to_save(found.state_dict())
     kept = draft_checkpoint.read_draft(tmp_path / "draft", target).state_dict()
     for key, weight in kept.items():
         torch.testing.assert_close(weights[key], weight, msg=key)

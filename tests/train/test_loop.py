@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
@@ -39,7 +38,7 @@ from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import StoredBatches
 from train.loop import Diverged, LoopConfig, steps_of
 
-TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if (kind := DRAFTERS[name]).trains(kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

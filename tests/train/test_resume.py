@@ -25,7 +25,6 @@ from rich.console import Console
 
 from specdec import progress
 from specdec.drafters import DRAFTERS
-from specdec.drafters.trainable import trains
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.targets.on_demand import TargetOnDemand
@@ -39,7 +38,7 @@ from train.hidden_states import filling
 from train.hidden_states import store as features
 from train.hidden_states.batches import BatchSource
 
-TRAINABLE = [name for name in DRAFTER_OVERRIDES if trains(kind := DRAFTERS[name], kind.Config())]
+TRAINABLE = [name for name in DRAFTER_OVERRIDES if (kind := DRAFTERS[name]).trains(kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from specdec.drafters.capabilities import finished
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
@@ -165,8 +164,8 @@ def main() -> None:
             torch.testing.assert_close(gathered[key], value, **MUON)
         if dist.get_rank() == 0:  # what is written of it
             plain = {n.removeprefix("drafter."): x for n, x in gathered.items()}
-            kept = finished(whole.drafter, whole.drafter.state_dict())
-            for key, value in finished(whole.drafter, plain).items():
+            kept = whole.drafter.weights_to_save(whole.drafter.state_dict())
+            for key, value in whole.drafter.weights_to_save(plain).items():
                 torch.testing.assert_close(value, kept[key], **MUON)
         if dist.get_rank() == 0:
             print(name, "equal", flush=True)

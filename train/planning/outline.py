@@ -12,8 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from specdec.drafters import family
-from specdec.drafters.capabilities import RunsTarget
-from specdec.drafters.trainable import Trainable, trains
+from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line
 from specdec.runtime.quantised import itemsize
 from specdec.targets.divided import divided_weights
@@ -158,7 +157,7 @@ def draft_outline(config: Any, parts: Parts) -> DraftOutline | None:
     """The sizes of a draft of this config; None if they cannot be known without the weights of the
     target or of a draft model, or if it has no weights of its own to count."""
     kind = family(config.name)
-    if issubclass(kind, RunsTarget):
+    if kind.runs_target:
         return None
     try:
         sizes = kind.plan(config, parts)
@@ -173,7 +172,7 @@ def draft_outline(config: Any, parts: Parts) -> DraftOutline | None:
     tables = (m.weight for m in drafter.modules() if isinstance(m, nn.Embedding))
     embedding = _count(x for x in tables if all(x is not m.weight for m in linear))  # not tied
     weights = _count(drafter.parameters())
-    trained = trains(kind, config)
+    trained = kind.trains(config)
     reads_head = trained and not own_head
     return DraftOutline(
         weights=weights,

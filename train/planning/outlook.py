@@ -13,7 +13,6 @@ from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from specdec.decoding.way import Way
-from specdec.drafters.capabilities import Copies
 from specdec.errors import UserError, first_line, require
 from specdec.measure.costs import costs
 from specdec.measure.results import CutResponses
@@ -350,7 +349,7 @@ def _rounds_here(
 ) -> list[RoundCosts]:
     """The costs of rounds on this machine at each batch size, with a draft that is not trained:
     what it proposes does not matter."""
-    if issubclass(cfg.family, Copies):
+    if cfg.family.copies:
         return []
     documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
     try:

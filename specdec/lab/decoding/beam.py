@@ -24,7 +24,6 @@ from torch import Tensor
 from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
-from specdec.drafters.capabilities import Grows
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between
@@ -204,7 +203,6 @@ class DraftBeams:
     def __init__(
         self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_ids: Tensor
     ) -> None:
-        assert isinstance(drafter, Grows)
         self.begin, self.vocab_S = drafter.begin, vocabulary(drafter)
         self.eos_ids, self.live = eos_ids, [root]
         self.rows, self.cache = Rows([prompt], eos_ids.device), drafter.new_cache()

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.capabilities import Fits
 from specdec.drafters.gather import tokens_from
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Sizes
@@ -41,7 +40,8 @@ class BigramConfig(UnigramConfig):
     prior: float = 1.0
 
 
-class Unigram(Predictor, Fits):
+class Unigram(Predictor):
+    fits_texts = True
     """`times_V` counts how often the assistant says each token; before `fit`, u is uniform."""
 
     Config: ClassVar[type] = UnigramConfig

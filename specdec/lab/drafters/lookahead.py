@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
-from specdec.drafters.capabilities import Hears, RunsTarget
 from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.proposer import Sizes
 from specdec.sampling.choose import Choose
@@ -70,7 +69,8 @@ class Pool(Memory):
         return next(iter(self.paths(count)), [])
 
 
-class Lookahead(Copying, Hears, RunsTarget):
+class Lookahead(Copying):
+    sends_scouts = runs_target = True
     Config = LookaheadConfig
     Memory = Pool
     target: Target

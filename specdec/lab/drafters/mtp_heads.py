@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.capabilities import Separate
 from specdec.drafters.growth import reading_no_draft
 from specdec.drafters.layer import copy_last, llama_of
 from specdec.drafters.prefix import Prefix
@@ -74,7 +73,8 @@ class Caches(list[SlotCache]):
             cache.select(rows)
 
 
-class MTPHeads(Trainable, Separate):
+class MTPHeads(Trainable):
+    separate_heads = True
     Config = MTPHeadsConfig
     Sizes: ClassVar[type[Sizes]] = MTPHeadsSizes
 

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.capabilities import ForLongPrompts
 from specdec.drafters.gather import first_tokens, tokens_from
 from specdec.drafters.views import View, ViewSizes, viewed_layers, with_weights
 from specdec.errors import require, require_known, require_within
@@ -84,7 +83,7 @@ class SparseCache(SlotCache):
         self.seen, self.chosen = ([x[b] for b in rows if x] for x in (self.seen, self.chosen))
 
 
-class Sparse(View, ForLongPrompts):
+class Sparse(View):
     Config = SparseConfig
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
     voters: tuple[Any, ...]  # for snapkv, the view of the target whose attention votes

@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, FeatureSpec, Proposal
-from specdec.drafters.capabilities import NOTHING, Copies
 from specdec.drafters.gather import first_tokens, last_of, unread
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposed import copied_chains, copied_growth
-from specdec.drafters.proposer import Drafter, Sizes
+from specdec.drafters.proposer import NOTHING, Drafter, Sizes
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.lab.drafters.bridge import Bridge
 from specdec.runtime.cache import SlotCache
@@ -63,19 +62,16 @@ class TranslatedSizes(Sizes):
     draft_fingerprint: str
 
 
-class Translated(Drafter):
-    """Both ways; which of them a drafter takes is its config's `method`."""
+class Translated(Predictor):
+    """Both ways; which of them a drafter takes is its config's `method`. With `slem` it `copies`
+    what the draft wrote, and with `tli` it has a q over the intersection."""
 
     Config = TranslatedConfig
     Sizes = TranslatedSizes
 
-    def __new__(cls, config: TranslatedConfig | None = None, *_: Any) -> "Translated":
-        if config is None:  # a copy is of the same kind
-            return super().__new__(cls)
-        return super().__new__(ByText if config.method == "slem" else ByTokens)
-
     def __init__(self, config: TranslatedConfig, sizes: TranslatedSizes) -> None:
         super().__init__(config, sizes)
+        self.copies = config.method == "slem"
         self.register_buffer("draft_S", torch.zeros(sizes.draft_vocab or 0, dtype=torch.long))
         self.draft_S: Tensor
         self.lm: Target  # the draft, attached: frozen, and never saved
@@ -91,7 +87,7 @@ class Translated(Drafter):
     ) -> "Translated":
         """Its draft vocabulary is the intersection, whatever `vocab_S` holds."""
         drafter = super().build(config, target)
-        if isinstance(drafter, ByTokens):
+        if config.method == "tli":
             ids = drafter.bridge.common(target.vocab_size, drafter.lm.vocab_size)
             drafter.vocab_S, drafter.draft_S = (torch.tensor(x, device=target.device) for x in ids)
             drafter.attach(target)
@@ -122,6 +118,8 @@ class Translated(Drafter):
                 "made: give the model with those weights, or make the draft again"
             )
         self.bridge = Bridge(target.tokenizer, self.lm.tokenizer)
+        if self.config.method == "tli":
+            self._unembed = self.lm.unembedding(self.draft_S)
 
     def new_cache(self, capacity: int | None = None) -> "TranslatedCache":
         return TranslatedCache(self.lm.config.num_hidden_layers)
@@ -154,13 +152,7 @@ class Translated(Drafter):
         over, leap = len(own) - room, max(1, room // 2)
         return own if over <= 0 else own[-(-over // leap) * leap :]
 
-
-class ByTokens(Translated, Predictor):
-    """Token-level intersection."""
-
-    def attach(self, target: Parts) -> None:
-        super().attach(target)
-        self._unembed = self.lm.unembedding(self.draft_S)
+    # Token-level intersection
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D + 1], whose last column is 0, or -inf where a token before that
@@ -181,6 +173,8 @@ class ByTokens(Translated, Predictor):
 
     def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
         """Over the draft's cache, which first reads the part of the text that differs."""
+        if self.copies:
+            return copied_growth(ctx, self.copied, self.sizes.target_vocab)
         if cache is None:
             return super().begin(ctx)
 
@@ -210,9 +204,7 @@ class ByTokens(Translated, Predictor):
         out[1 + int(known_k.cumprod(0).sum()) :, -1] = -torch.inf
         return out
 
-
-class ByText(Translated, Copies):
-    """String-level exact match."""
+    # String-level exact match
 
     def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
         rows = []
@@ -227,11 +219,10 @@ class ByText(Translated, Copies):
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
+        if not self.copies:
+            return super().draft(ctx, shape, choose, cache)
         written = self._written(ctx.rows(), cache or self.new_cache())
         return copied_chains([ids[: shape.depth] for ids in written], ctx)
-
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
-        return copied_growth(ctx, self.copied, self.sizes.target_vocab)
 
     def _written(self, texts: list[list[int]], cache: "TranslatedCache") -> list[list[int]]:
         """The draft's continuation of each text, in target tokens."""
