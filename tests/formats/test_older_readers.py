@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.targets.causal import CausalTarget
 from specdec.targets.saved import both_forms
 from tests.tiny import REPOSITORY, make_tokenizer, random_drafter
 
+Reader = subprocess.Popen[str]
 TOKENIZER = make_tokenizer()
 SIZES: dict[str, Any] = {
     "vocab_size": len(TOKENIZER),
@@ -61,36 +63,50 @@ import torch, transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 assert transformers.__version__.startswith("4.57")
-kind, folder, text, out = sys.argv[1:]
-if kind == "layers":
-    config = AutoConfig.from_pretrained(folder)
-    torch.save(LlamaRotaryEmbedding(config).inv_freq, out)
-else:
+
+def read(kind, folder, text):
+    if kind == "layers":
+        return LlamaRotaryEmbedding(AutoConfig.from_pretrained(folder)).inv_freq
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").float().eval()
-    ids = torch.load(text)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     said = tokenizer("<|im_start|>user\\nblue fish<|im_end|>").input_ids
     with torch.no_grad():
-        torch.save([model(ids).logits, said, type(tokenizer).__name__], out)
+        return [model(torch.load(text)).logits, said, type(tokenizer).__name__]
+
+answers, sys.stdout = sys.stdout, sys.stderr
+for line in sys.stdin:
+    kind, folder, text, out = json.loads(line)
+    torch.save(read(kind, folder, text), out)
+    print(out, file=answers, flush=True)
 """
 
 
 @pytest.fixture(scope="session")
-def older() -> Path:
-    """The folder with transformers 4.57."""
+def older() -> Iterator[Reader]:
+    """A process with transformers 4.57 that reads what it is given, for all tests: importing takes
+    longer than reading."""
     folder = Path(os.environ.get("DRAFTSMITH_OLDER_READERS", REPOSITORY / ".venv-older-readers"))
     environment = os.environ | {"PYTHON": sys.executable, "DRAFTSMITH_OLDER_READERS": str(folder)}
     subprocess.run([REPOSITORY / "scripts" / "older-readers-env"], check=True, env=environment)
-    return folder
+    path = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    with subprocess.Popen(
+        [sys.executable, "-c", READ],
+        env=os.environ | path,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as reader:
+        yield reader
+        reader.communicate()  # it ends with its input
 
 
-def read_by(older: Path, kind: str, folder: Path, scratch: Path) -> Any:
+def read_by(older: Reader, kind: str, folder: Path, scratch: Path) -> Any:
+    """What the process reads of a folder; its errors are on this process's stderr."""
+    assert older.stdin is not None and older.stdout is not None
     text, out = scratch / "text.pt", scratch / "out.pt"
     torch.save(some_ids(), text)
-    path = {"PYTHONPATH": str(older), "PYTHONSAFEPATH": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    command = [sys.executable, "-c", READ, kind, str(folder), str(text), str(out)]
-    ended = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stderr
+    print(json.dumps([kind, str(folder), str(text), str(out)]), file=older.stdin, flush=True)
+    assert older.stdout.readline().strip() == str(out), "the reader ended"
     return torch.load(out)
 
 
@@ -110,7 +126,7 @@ def target_of(name: str) -> CausalTarget:
 
 @pytest.mark.serving
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_is_the_same_model(name: str, older: Path, tmp_path: Path) -> None:
+def test_a_target_is_the_same_model(name: str, older: Reader, tmp_path: Path) -> None:
     """Its logits over 150 tokens, and the tokens of a text."""
     target = target_of(name)
     draft_export.write_target(tmp_path / "target", target)
@@ -124,7 +140,7 @@ def test_a_target_is_the_same_model(name: str, older: Path, tmp_path: Path) -> N
 
 @pytest.mark.serving
 @pytest.mark.parametrize("name", ["base", "yarn", "tied"])
-def test_a_draft_lm_is_the_same_model(name: str, older: Path, tmp_path: Path) -> None:
+def test_a_draft_lm_is_the_same_model(name: str, older: Reader, tmp_path: Path) -> None:
     target = target_of(name)
     drafter: Any = random_drafter(LMConfig(layers=[0, 3]), target, 0.0)
     draft_export.write_export(tmp_path / "draft", drafter, target)
@@ -136,7 +152,7 @@ def test_a_draft_lm_is_the_same_model(name: str, older: Path, tmp_path: Path) ->
 
 @pytest.mark.serving
 @pytest.mark.parametrize("name", ["base", "yarn", "llama3"])
-def test_the_layers_of_a_head_rotate_alike(name: str, older: Path, tmp_path: Path) -> None:
+def test_the_layers_of_a_head_rotate_alike(name: str, older: Reader, tmp_path: Path) -> None:
     target = target_of(name)
     drafter: Any = random_drafter(EagleConfig(depth=2), target, 0.1)
     draft_export.write_export(tmp_path / "draft", drafter, target)
