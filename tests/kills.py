@@ -17,14 +17,14 @@ from typing import Any
 
 from specdec.formats import draft_checkpoint
 from train import loop, optim, training_checkpoint
-from train.data import answers
+from train.data import responses
 from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import HiddenStateStore
 from train.tracking import Tracker
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "answer": (answers, "decode"),
-    "answer_file": (answers, "write_whole"),
+    "answer": (responses, "decode"),
+    "answer_file": (responses, "write_whole"),
     "features": (HiddenStateStore, "fill"),
     "feature_row": (OnlineBatches, "batch"),
     "feature_file": (HiddenStateStore, "_add"),

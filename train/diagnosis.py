@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from specdec.drafters import frequent_tokens
 from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
-from train.data.answer_files import AnswersConfig, key_of, name_of, of_answer, read_answers
 from train.data.conversations import TEXTS, DataConfig
 from train.data.cut_responses import cut_responses_in_cache
+from train.data.response_files import AnswersConfig, key_of, name_of, of_answer, read_answers
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.spans import DISAGREE
 from train.data.split import Split

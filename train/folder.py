@@ -36,15 +36,15 @@ from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.targets.loading import resolved
 from train import training_checkpoint
 from train.continued import Change, change_of
-from train.data.answer_files import RESPONSES_READ
 from train.data.conversations import DataConfig
+from train.data.response_files import RESPONSES_READ
 from train.data.split import SHARE, trained_openings
 from train.data.template import Document, Prompt
 from train.loop import LoopConfig
 from train.rows_per_step import RowsPerStep
 from train.run_config import Config
+from train.run_documents import Texts
 from train.shards import line_of_beginning
-from train.texts import Texts
 from train.tracking import OF_WANDB
 
 # the setting of runs from before there was a validation part

@@ -27,7 +27,7 @@ from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.template import Prompt
 from train.run_config import Config
-from train.texts import Texts
+from train.run_documents import Texts
 from train.tracking import Tracker, curve
 
 RECORD = "measured.json"  # in the report's folder: how its results were measured

@@ -25,8 +25,8 @@ from specdec.targets.on_demand import TargetOnDemand
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
 from train.budget import planned
-from train.data.answer_files import ResponsesRead
 from train.data.cut_responses import cut_responses
+from train.data.response_files import ResponsesRead
 from train.data.trained_on import TrainedOn, before_this_stage
 from train.folder import (
     BEGAN,
@@ -46,8 +46,8 @@ from train.measurement import finished
 from train.planning.outlook import say
 from train.run_checks import check, check_target, check_texts
 from train.run_config import Config
+from train.run_documents import Texts, answer_share, split_of, texts_of
 from train.shards import AFTERWARDS, note_beginning, shard_of
-from train.texts import Texts, answer_share, split_of, texts_of
 from train.tracking import Tracker
 from train.training_rounds import draft_of_round, written
 

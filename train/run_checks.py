@@ -23,7 +23,7 @@ from train.folder import require_same_run
 from train.hidden_states.store import megabytes
 from train.initialisation import require_starts
 from train.run_config import Config
-from train.texts import Texts
+from train.run_documents import Texts
 from train.tracking import require_login
 
 

@@ -31,8 +31,8 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetConfig
-from train.data.answer_files import AnswersConfig
 from train.data.conversations import DataConfig
+from train.data.response_files import AnswersConfig
 from train.hidden_states.store import FeaturesConfig
 from train.initialisation import StageConfig
 from train.loop import LoopConfig

@@ -13,8 +13,8 @@ from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.on_demand import TargetOnDemand
-from train.data.answer_files import AnswersConfig, ResponsesRead
-from train.data.answers import Author, answered
+from train.data.response_files import AnswersConfig, ResponsesRead
+from train.data.responses import Author, answered
 from train.data.template import Document, Prompt
 
 DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")

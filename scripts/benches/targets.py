@@ -48,7 +48,7 @@ from specdec.targets.loading import TargetConfig, auto_class, load_target
 from specdec.targets.on_demand import TargetOnDemand
 from train import pipeline
 from train.run_config import Config, quoted, register, resolve
-from train.texts import Texts
+from train.run_documents import Texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "targets.md"

@@ -22,8 +22,8 @@ from specdec.targets.fingerprint import (
     untied,
 )
 from specdec.targets.heads import flat, transform_of
+from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.spread import is_spread, tensors
-from specdec.targets.turns import TurnEnds, turn_ends
 
 NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # before the head
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
@@ -210,7 +210,7 @@ class Parts:
 
     @property
     def turn_ends(self) -> TurnEnds:
-        """See `specdec.targets.turns`; worked out once for a chat template."""
+        """See `specdec.targets.response_end`; worked out once for a chat template."""
         template = getattr(self.tokenizer, "chat_template", None)
         if self._turn_ends is None or self._turn_ends[0] != template:
             self._turn_ends = template, turn_ends(self.tokenizer)

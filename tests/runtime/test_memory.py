@@ -26,7 +26,7 @@ from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
 from train import loop, measurement
-from train.data import answers
+from train.data import responses
 
 ERRORS = [
     MemoryError(),
@@ -146,12 +146,12 @@ def test_answers_are_those_of_smaller_batches(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decoding(target, prompts, way, **options)
 
-    decoding, options = answers.decode, ["data.answers=target", "export=null"]
+    decoding, options = responses.decode, ["data.answers=target", "export=null"]
     roots = [f"answers.root={tmp_path / name}" for name in ("whole", "small")]
     tiny.job(tmp_path / "one", "ngram", *options, roots[0])
-    monkeypatch.setattr(answers, "decode", decode)
+    monkeypatch.setattr(responses, "decode", decode)
     if kind == "free memory":
-        monkeypatch.setattr(answers, "rows_that_fit", lambda *_: 3)
+        monkeypatch.setattr(responses, "rows_that_fit", lambda *_: 3)
     tiny.job(tmp_path / "two", "ngram", *options, roots[1])
     failed = [size for size in sizes if size > 3]
     assert failed == ([16, 8, 4, 16] if kind == "an error" else [])  # training, held out
@@ -171,7 +171,7 @@ def test_a_single_prompt_that_does_not_fit_is_one_line(
     def decode(*_: Any, **__: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(answers, "decode", decode)
+    monkeypatch.setattr(responses, "decode", decode)
     with pytest.raises(UserError, match="answering a single prompt") as caught:
         tiny.job(tmp_path / "run", "ngram", "data.answers=target", f"answers.root={tmp_path / 'a'}")
     require_one_line(f"error: {caught.value}", r"answers\.max_new_tokens", "are kept")

@@ -26,7 +26,7 @@ from tests.processes import FORKS, environment
 from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
 from train.data import engine_responses
-from train.data.answer_files import name_of
+from train.data.response_files import name_of
 from train.data.template import Prompt
 
 LIVES = 10

@@ -42,7 +42,7 @@ from tests.tiny import (
 )
 from tests.told import require_one_line, told
 from train import pipeline
-from train.data import answers
+from train.data import responses
 
 # Mistakes in the data
 
@@ -519,7 +519,7 @@ def test_a_mistake_is_told_before_the_first_response(
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(descriptor)
 
-    monkeypatch.setattr(answers, "decode", never)
+    monkeypatch.setattr(responses, "decode", never)
     monkeypatch.setattr("specdec.files.os.fsync", without_room)
     if mistake == "name=full":
         usage = SimpleNamespace(free=1000, total=10**6, used=10**6)

@@ -40,10 +40,10 @@ from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
 from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
-from train.data import answers
-from train.data.answer_files import AnswersConfig
-from train.data.answers import answered
+from train.data import responses
 from train.data.packing import Row
+from train.data.response_files import AnswersConfig
+from train.data.responses import answered
 from train.data.template import Prompt
 from train.folder import data_of_run, locked
 from train.hidden_states import store as features
@@ -471,8 +471,8 @@ def test_answers_are_kept_by_the_prompt_they_answer(
         asked.append(len(prompts))
         return decode(target, prompts, way, **options)
 
-    decode = answers.decode
-    monkeypatch.setattr(answers, "decode", counting)
+    decode = responses.decode
+    monkeypatch.setattr(responses, "decode", counting)
     ids = {"a": [5, 6, 7], "b": [8, 9], "a#2": [10, 11, 12, 13]}
     prompts = [Prompt(name, np.array(x, np.int32)) for name, x in ids.items()]
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny, compose
-from train.data.answers import _groups_of
+from train.data.responses import _groups_of
 from train.run_config import CONF
 from train.shards import Shard, note_beginning, shard_of
 

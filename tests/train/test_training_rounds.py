@@ -20,7 +20,7 @@ from specdec.targets.loading import TargetConfig, load_target
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, records, write_jsonl
 from train import loop, optim, training_checkpoint
-from train.data.answer_files import name_of
+from train.data.response_files import name_of
 from train.data.split import split_prompts
 from train.training_rounds import RoundsConfig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
-from train.data.answer_files import AnswersConfig, key_of, name_of, read_answers
+from train.data.response_files import AnswersConfig, key_of, name_of, read_answers
 from train.data.template import Document, Prompt
 
 

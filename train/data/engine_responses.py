@@ -40,7 +40,7 @@ from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.accelerated import ranks_of
-from train.data.answer_files import (
+from train.data.response_files import (
     UNANSWERED,
     AnswersConfig,
     ResponsesRead,

@@ -12,9 +12,9 @@ from typing import Any
 from specdec.errors import UserError, require
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.parts import Parts
-from train.data.answers import logged
 from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
 from train.data.reader import Reader, Share, Work
+from train.data.responses import logged
 from train.data.split import Split, load, split_documents, split_prompts
 from train.data.template import Document, Prompt
 from train.data.trained_on import leave_out, trained_on, without_trained_on

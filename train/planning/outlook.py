@@ -45,7 +45,7 @@ from train.planning.devices import DEVICES, Device, measured
 from train.planning.gain import Gain, RoundCosts, gain
 from train.planning.outline import DraftOutline, Outline, draft_outline, outline
 from train.run_config import Config
-from train.texts import split_of
+from train.run_documents import split_of
 
 SAMPLED = 400  # conversations that are timed if planning.tokens says how many there are
 ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with

@@ -23,10 +23,10 @@ from tests.engine import FakeEngine, Fault
 from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told
 from train.data import engine_responses
-from train.data.answer_files import AnswersConfig
-from train.data.answers import answered
 from train.data.conversations import DataConfig
 from train.data.engine_responses import ComparedServers, ids_of
+from train.data.response_files import AnswersConfig
+from train.data.responses import answered
 from train.data.split import split_prompts
 from train.data.template import Document, Prompt
 

@@ -13,7 +13,7 @@ from specdec.errors import UserError
 from specdec.integrity import sealed
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, losses
-from train.data.answer_files import AnswersConfig, ResponsesRead, key_of, read_answers
+from train.data.response_files import AnswersConfig, ResponsesRead, key_of, read_answers
 
 pytestmark = pytest.mark.usefixtures("training_alone")
 OPTIONS = ("data.answers=target", "loop.epochs=1", "loop.eval_every=0")

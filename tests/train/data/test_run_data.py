@@ -33,8 +33,8 @@ from tests.tiny import (
 )
 from tests.train.data.chats import ASK, tokenizer_of
 from tests.train.data.test_cases import CASES, FULL
-from train.data.answer_files import AnswersConfig
 from train.data.conversations import DataConfig, Tally
+from train.data.response_files import AnswersConfig
 from train.data.run_data import DataCounts, measured_prompts, read_run_data, whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import split_prompts

@@ -17,10 +17,10 @@ from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.data.answer_files import AnswersConfig, ResponsesRead
-from train.data.answers import answered
 from train.data.conversations import DataConfig
 from train.data.cut_responses import cut_responses
+from train.data.response_files import AnswersConfig, ResponsesRead
+from train.data.responses import answered
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.split import SHARE, Split
 from train.data.template import Document, Prompt, evenly

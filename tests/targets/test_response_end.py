@@ -1,6 +1,6 @@
 """What ends a response: the generation config, the tokenizer and the chat template together.
 
-Run alone: python -m pytest tests/targets/test_turns.py (under 10 s)
+Run alone: python -m pytest tests/targets/test_response_end.py (under 10 s)
 """
 
 import json
@@ -16,9 +16,9 @@ from specdec.decoding.decode import decode
 from specdec.formats.draft_export import _stops
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
-from specdec.targets.turns import TurnEnds, turn_ends
+from specdec.targets.response_end import TurnEnds, turn_ends
 from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
-from train.data.answer_files import AnswersConfig, key_of
+from train.data.response_files import AnswersConfig, key_of
 
 END, START, TEXT_END = (SPECIAL.index(x) for x in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
 BY_NEXT_ROLE = (

@@ -1,5 +1,5 @@
 """Answers to the prompts, written by the target, a draft or both together, or by engines that serve
-the target (engines.py), and kept in files from which a run resumes (answer_files.py); on-policy
+the target (engines.py), and kept in files from which a run resumes (response_files.py); on-policy
 training also keeps the rounds of the decoder that wrote them. Logs of rounds are read here too."""
 
 import json
@@ -33,7 +33,9 @@ from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.accelerated import ranks_of
-from train.data.answer_files import (
+from train.data.engine_responses import responses_of_engines
+from train.data.near_duplicates import within_conversations
+from train.data.response_files import (
     AnswersConfig,
     ResponsesRead,
     StoredResponses,
@@ -44,8 +46,6 @@ from train.data.answer_files import (
     read_answers,
     seed_of,
 )
-from train.data.engine_responses import responses_of_engines
-from train.data.near_duplicates import within_conversations
 from train.data.template import Document, Prompt
 from train.hidden_states.store import HiddenStateStore
 from train.shards import Shard, shard_of
