@@ -3,7 +3,9 @@
 Run alone: DRAFTSMITH_TEST_DEVICE=pretend python -m pytest tests/test_on_device.py
 """
 
+import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
-from tests.pretend import NAME, counted, module
+from tests.pretend import NAME, counted, module, syncs
 from tests.tiny import Tiny, batch_of
+from train import optim
 from train.accelerated import accelerator_of
 
 pytestmark = pytest.mark.skipif(DEVICE.type != NAME, reason=f"DRAFTSMITH_TEST_DEVICE={NAME} only")
@@ -131,6 +134,32 @@ def test_the_host_never_waits_within_a_pass_of_training(
         waits.pop("upload", None)
         assert sum(waits.values()) == WAITING.get(name, 0)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "medusa"])
+@pytest.mark.parametrize("hidden", ["adamw", "muon"])
+def test_the_host_waits_once_in_a_step_that_is_logged_and_never_in_others(
+    tiny: Tiny,
+    tmp_path,
+    training_alone: None,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    hidden: str,
+) -> None:
+    """12 steps of 3 micro-batches, of which steps 4, 8 and 12 are logged. The learning rate is
+    asked for once in a step, after its figures were read."""
+    counts, learning_rate = list[int](), optim.learning_rate
+
+    def asked(*given: Any) -> float:
+        counts.append(sum(n for kind, n in syncs.items() if kind != "upload"))
+        return learning_rate(*given)
+
+    monkeypatch.setattr(optim, "learning_rate", asked)
+    more = ["loop.accumulate=3", "loop.epochs=3", "loop.eval_every=0", "loop.save_every=0"]
+    more += ["loop.log_every=4", f"target.device={NAME}", f"optim.hidden={hidden}"]
+    tiny.job(tmp_path / "run", name, *more)
+    waits = [b - a for a, b in itertools.pairwise(counts)]
+    assert waits == [int((step % 4) == 0) for step in range(2, 13)]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from rich.progress import Progress
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from specdec import signals
 from specdec.context import Moment
@@ -76,7 +77,7 @@ class LoopConfig:
 
 
 class Diverged(UserError):
-    """A loss or gradient that is not finite; raised before the weights are touched."""
+    """A loss or gradient that is not finite; raised before anything is written of it."""
 
 
 @dataclass
@@ -101,6 +102,17 @@ class TrainRecord:
         return f"loss {self.loss[0]:.2f}  α {alpha}  {speed}"
 
 
+@dataclass(frozen=True)
+class UnreadStep:
+    """A step whose loss and gradient are still on the device: the host has not read them."""
+
+    number: int
+    rows: Sequence[int]  # that all processes read together
+    micro_batches: Sequence[Sequence[int]]  # the rows of each one of this process
+    losses: Sequence[Tensor]  # of these, scalars in float32
+    norm: Tensor  # of the gradient, a scalar
+
+
 @dataclass
 class Learner:
     """A draft in training: the model as accelerate prepared it, its optimisers, and how far its run
@@ -114,7 +126,8 @@ class Learner:
     folder: Path  # of the run
     parts: Parts  # of the target
     portion: int  # rows that a step reads
-    statistics: Tensor  # sums over anchors since the last record, by depth
+    statistics: Tensor  # this process's sums over anchors since the last record, by depth
+    unread: list[UnreadStep] = field(default_factory=list)
     stopped: bool = False  # training stopped early, because nothing got better
     step: int = 0  # steps taken or passed over
     steps: int = 0  # planned for the run, as known by now
@@ -136,7 +149,23 @@ class Learner:
         """Whether training is over, though there may be further rounds."""
         return self.stopped or 0 < self.steps <= self.step
 
-    def keep(self, folder: Path) -> None:
+    def read_steps(self) -> tuple[Tensor, float]:
+        """The sums [K, 5] over the anchors of all processes since the last record, and the norm of
+        the last step's gradient. All processes call this. Here, and only here, the host waits for
+        what the steps have computed. Raises `Diverged` if the loss or the gradient of a step that
+        was not read before is not finite: no draft or checkpoint is written before that."""
+        unread, self.unread = self.unread, []
+        sums_K5 = self.accelerator.reduce(self.statistics, "sum")
+        scalars = [x for step in unread for x in (*step.losses, step.norm)]
+        read = torch.cat([torch.stack(scalars), sums_K5.flatten()]).cpu()
+        values = iter(read.tolist())
+        for step in unread:
+            for rows in step.micro_batches:
+                _require_finite(next(values), "loss", step.number, rows)
+            _require_finite(norm := next(values), "gradient", step.number, step.rows)
+        return read[len(scalars) :].view(sums_K5.shape), norm
+
+    def write_round_draft(self, folder: Path) -> None:
         """Write the draft as it is now to a folder, unless it has been written there before. All
         processes call this. Raises UserError if it was written before and is missing."""
         if from_main(self.accelerator, folder.exists):
@@ -151,7 +180,9 @@ class Learner:
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this state. All processes call this."""
-        self.state.statistics = self.statistics.tolist()
+        if self.unread:
+            self.read_steps()
+        self.state.statistics = self.accelerator.reduce(self.statistics, "sum").tolist()
         main = self.accelerator.is_main_process
         training_checkpoint.save(
             self.folder / "checkpoints", self.model, self.optimizers, self.state, main
@@ -161,13 +192,15 @@ class Learner:
 
     def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
         """Write the draft as it is now to a folder. All processes call this."""
+        if self.unread:
+            self.read_steps()
         whole, prefix = training_checkpoint.weights(self.model), "drafter."
         if self.accelerator.is_main_process:
             weights = {n.removeprefix(prefix): x for n, x in whole.items() if n.startswith(prefix)}
             draft_checkpoint.write_draft(folder, self.forcing.drafter, self.parts, weights, notes)
 
 
-def begin(
+def prepare_learner(
     forcing: TeacherForcing,
     parts: Parts,
     cfg: LoopConfig,
@@ -204,7 +237,7 @@ def begin(
     from_main(accelerator, partial(_require_best, folder, state, ended=False))
     tracker.rewind(state.step, state.metrics)
     statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
-    if state.statistics:
+    if state.statistics and accelerator.is_main_process:
         statistics += torch.tensor(state.statistics, device=accelerator.device)
     stopped = cfg.patience is not None and state.waited >= cfg.patience
     return Learner(
@@ -237,9 +270,13 @@ def train(
     over which the learning rate is scheduled.
 
     The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
-    before the update if the loss or the gradient is not finite, and UserError if the rows do not
-    fill a step, or if the checkpoint's steps read other rows; what was saved stays. On SIGTERM, it
-    writes a checkpoint after the step and raises `Terminated`.
+    if the loss or the gradient of a step is not finite, when the step's figures are read, and
+    UserError if the rows do not fill a step, or if the checkpoint's steps read other rows; what was
+    saved stays. On SIGTERM, it writes a checkpoint after the step and raises `Terminated`; of
+    several processes, after the next step whose figures are read.
+
+    The host reads what the device has computed only at the steps that are logged, evaluated or
+    saved (`Learner.read_steps`), once each; at all others it does not wait.
     """
     model, accelerator, state = learner.model, learner.accelerator, learner.state
     forcing, portion = learner.forcing, learner.portion
@@ -271,14 +308,21 @@ def train(
             of_rows = {i: source.rows[i] for i in chosen}
             anchors = {
                 i: forcing.anchors(
-                    *(row.mask, row.document, row.position, seeds[i], row.drafted, row.weight)
+                    mask_T=row.mask,
+                    document_T=row.document,
+                    position_T=row.position,
+                    seed=seeds[i],
+                    drafted_TK=row.drafted,
+                    weight_T=row.weight,
                 )
                 for i, row in of_rows.items()
             }
             count = divisor([a.total for a in anchors.values()])
+            micro_batches = [
+                _micro_batch(chosen, n, cfg, rank, world) for n in range(cfg.accumulate)
+            ]
             losses: list[Tensor] = []
-            for n in range(cfg.accumulate):
-                mine = _micro_batch(chosen, n, cfg, rank, world)
+            for n, mine in enumerate(micro_batches):
                 batch = source.batch(mine)
                 moment = Moment(step / learner.steps, [seeds[i] for i in mine])
                 last = n + 1 == cfg.accumulate
@@ -287,15 +331,20 @@ def train(
                     with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 none
                         loss, seen = model(batch, [anchors[i] for i in mine], moment)
                     loss = loss / count * world  # DDP and FSDP average gradients
-                    losses.append(loss.detach())
+                    losses.append(loss.detach().float())
                     accelerator.backward(loss)
-                learner.statistics += accelerator.reduce(seen.detach(), "sum")
-            # only here does the host wait for what the step has computed
-            norm = float(accelerator.clip_grad_norm_(parameters, schedule.clip))
-            for n, value in enumerate(torch.stack(losses).tolist()):
-                mine = _micro_batch(chosen, n, cfg, rank, world)
-                _require_finite(value, "loss", step, mine)
-            _require_finite(norm, "gradient", step, chosen)
+                learner.statistics += seen.detach()
+            norm = accelerator.clip_grad_norm_(parameters, schedule.clip)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            learner.unread.append(UnreadStep(step, chosen, micro_batches, losses, norm.float()))
+
+            # the figures are read before the update where they are logged or the draft is looked at
+            final = step + 1 == learner.steps
+            every = cfg.eval_every and (step + 1) % cfg.eval_every == 0
+            due = final or every or step + 1 in looks(learner.steps, cfg.eval_every)
+            saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
+            logging = saving or (step + 1) % cfg.log_every == 0
+            figures = learner.read_steps() if logging or due else None
             rate = optim.learning_rate(schedule, step, learner.steps)
             for optimizer in learner.optimizers:
                 for group in optimizer.param_groups:
@@ -307,28 +356,16 @@ def train(
             state.tokens += sum(len(row.ids) for row in of_rows.values())
             state.seconds += time.perf_counter() - started
             state.waiting += source.waited - waited
-            sums = learner.statistics.cpu()
-            means = sums[:, 1:] / sums[:, :1].clamp_min(1)  # since the last record
-            by_depth = dict(zip(STATISTICS[1:], means.T.tolist(), strict=True))
-            speed = state.tokens / state.seconds
-            record = TrainRecord(
-                **by_depth,
-                lr=rate,
-                gradient_norm=norm,
-                tokens_per_second=speed,
-                waiting=state.waiting / state.seconds,
-            )
-            progress.update(task, advance=1, description=f"training  {record}{learner.outlook}")
-            final = step + 1 == learner.steps
+            progress.update(task, advance=1)
 
             # once in a while: log, evaluate, save
-            every = cfg.eval_every and (step + 1) % cfg.eval_every == 0
-            due = final or every or step + 1 in looks(learner.steps, cfg.eval_every)
-            saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
-            if saving or (step + 1) % cfg.log_every == 0:
-                tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
-                learner.statistics.zero_()
-            if _terminated(accelerator):
+            if figures is not None:
+                record = _record(*figures, rate=rate, state=state)
+                progress.update(task, description=f"training  {record}{learner.outlook}")
+                if logging:
+                    tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
+                    learner.statistics.zero_()
+            if (world == 1 or figures is not None) and _terminated(accelerator):
                 state.owed, state.metrics = bool(due), tracker.checksum()
                 learner.save_checkpoint()
                 raise Terminated
@@ -341,6 +378,18 @@ def train(
             break
     source.expect([])
     progress.remove_task(task)
+
+
+def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRecord:
+    """The record of a step, from the sums over anchors since the last record."""
+    means_K4 = sums_K5[:, 1:] / sums_K5[:, :1].clamp_min(1)
+    return TrainRecord(
+        **dict(zip(STATISTICS[1:], means_K4.T.tolist(), strict=True)),
+        lr=rate,
+        gradient_norm=norm,
+        tokens_per_second=state.tokens / state.seconds,
+        waiting=state.waiting / state.seconds,
+    )
 
 
 @checkpoint_first()
@@ -366,9 +415,16 @@ def trained(learner: Learner) -> Training:
     _require_same_rows(learner, ended=True)
     from_main(accelerator, partial(_require_best, learner.folder, state, ended=True))
     assert state.best is not None
-    size, best = (state.step, learner.steps, state.tokens, state.seconds), state.best
     early = learner.stopped and state.step < learner.steps
-    return Training(*size, best.value, best.figures, early)
+    return Training(
+        step=state.step,
+        steps=learner.steps,
+        tokens=state.tokens,
+        seconds=state.seconds,
+        objective=state.best.value,
+        held_out=state.best.figures,
+        stopped_early=early,
+    )
 
 
 def steps_of(
@@ -512,5 +568,5 @@ def _require_finite(value: float, what: str, step: int, rows: Sequence[int]) -> 
     if not math.isfinite(value):
         raise Diverged(
             f"the {what} is not finite at step {step + 1} (rows {', '.join(map(str, rows))}): "
-            "the weights were not touched; lower optim.lr, or look at these rows"
+            "nothing was saved since; lower optim.lr, or look at these rows"
         )

@@ -115,7 +115,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if sharing is None:  # before the responses: W&B may not let the run begin
             shares = [cfg.data.held_out, cfg.data.validation]
             settings = of_value([digest_of_settings(cfg), *shares])
-            ranks.first(lambda: tracker.begin(cfg.track, cfg.name, asdict(cfg), settings))
+            ranks.first(lambda: tracker.begin_wandb(cfg.track, cfg.name, asdict(cfg), settings))
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.
@@ -206,7 +206,7 @@ def _trained(
         (known,) = features.sources(drafter, [texts.train]) if on_policy else (source,)
         regress(drafter, known, cfg.data.max_length, accelerator, progress)
     gamma = min(cfg.decode.deepest(drafter.depth), drafter.limits.depth or DEEPEST)
-    learner = loop.begin(
+    learner = loop.prepare_learner(
         *(forcing, parts, cfg.loop, cfg.optim, folder, identity, accelerator, tracker, gamma)
     )
     whole = replace(cfg.loop, epochs=cfg.loop.epochs * rounds.count)
@@ -215,7 +215,7 @@ def _trained(
             break
         if number or on_policy:
             if (draft := draft_of_round(rounds, folder, number)) is not None:
-                learner.keep(draft)
+                learner.write_round_draft(draft)
             documents = written(
                 *(rounds, cfg.answering, number, texts.train, texts.asked, draft),
                 *(target, accelerator, progress, ResponsesRead(folder)),

@@ -68,15 +68,17 @@ def require_login(cfg: TrackConfig) -> None:
 
 
 class Tracker:
-    """Appends each record to metrics.jsonl and, once `begin` was called, logs it to W&B under the
-    same names, until the end of a `with` block. Only the main process writes anything."""
+    """Appends each record to metrics.jsonl and, once `begin_wandb` was called, logs it to W&B under
+    the same names, until the end of a `with` block. Only the main process writes anything."""
 
     def __init__(self, folder: Path, main: bool = True) -> None:
         self.path = folder / "metrics.jsonl"
         self.main = main
         self._run: Any = None  # a wandb.Run
 
-    def begin(self, cfg: TrackConfig, name: str, settings: Mapping[str, Any], digest: str) -> None:
+    def begin_wandb(
+        self, cfg: TrackConfig, name: str, settings: Mapping[str, Any], digest: str
+    ) -> None:
         """Begin a run of W&B of this name, or continue it, unless `cfg.mode` is disabled. As long
         as the folder has no config.json, it is continued only if the settings have the same
         `digest`. Raises UserError if W&B does not let it begin, as with an entity that is not the

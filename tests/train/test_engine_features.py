@@ -60,7 +60,7 @@ def serve(target: Target, tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def layers_go_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the target's layers were loaded. Once it trains, they must be gone."""
-    loads, load, begin = list[int](), loading.load_target, loop.begin
+    loads, load, begin = list[int](), loading.load_target, loop.prepare_learner
 
     def counted(cfg: TargetConfig) -> Target:
         loads.append(1)

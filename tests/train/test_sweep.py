@@ -95,7 +95,7 @@ def test_a_run_of_wandb_ends_with_the_exit_code_of_the_command(
     monkeypatch.setattr(wandb, "init", shown.init)
     try:
         with Tracker(tmp_path) as tracker:
-            tracker.begin(TrackConfig(group="sweep", tags=["a=1"]), "name", {}, "1a")
+            tracker.begin_wandb(TrackConfig(group="sweep", tags=["a=1"]), "name", {}, "1a")
             if error is not None:
                 raise error
     except BaseException as raised:
@@ -123,7 +123,7 @@ def test_a_run_of_wandb_goes_on_with_the_same_settings_only(
         for settings in ([], [], other, [*other, "track.title=other"], ["optim.lr=1e-3"], []):
             with pytest.raises(KeyboardInterrupt):
                 tiny.job(run, "medusa", *more, *settings)
-    monkeypatch.setattr("train.loop.begin", interrupted)
+    monkeypatch.setattr("train.loop.prepare_learner", interrupted)
     for settings in ([], ["decode.prompts=1"]):  # the latter changes the digest, not the run
         with pytest.raises(KeyboardInterrupt):
             tiny.job(run, "medusa", *more, *settings)
