@@ -6,7 +6,7 @@ points of the same group. Nothing outside the core is imported before it is used
 without the lab.
 """
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from configparser import ConfigParser
 from contextlib import suppress
 from functools import cache
@@ -28,18 +28,28 @@ class Plugins(MutableMapping[str, T]):
         self,
         group: str,
         noun: str,
-        own: dict[str, T],
+        own: Mapping[str, T | EntryPoint],
         require_fitting: Callable[[str, Any], None] = lambda name, value: None,
     ) -> None:
-        """`noun` names one entry in messages. `require_fitting(name, value)` raises UserError
-        for a value of another package that cannot be an entry of this name."""
+        """`noun` names one entry in messages. An entry of `own` that is given as an `EntryPoint` is
+        imported when it is first used, so that its module may import this table.
+        `require_fitting(name, value)` raises UserError for a value of another package that cannot
+        be an entry of this name."""
         self.group, self.noun = group, noun
-        self._loaded, self._require_fitting = dict(own), require_fitting
+        self._own: dict[str, EntryPoint] = {}
+        self._loaded: dict[str, T] = {}
+        for name, value in own.items():
+            if isinstance(value, EntryPoint):
+                self._own[name] = value
+            else:
+                self._loaded[name] = value
+        self._require_fitting = require_fitting
 
     def __getitem__(self, name: str) -> T:
         """Raises KeyError for a name that neither the core nor the lab has, and no loaded one."""
         if name not in self._loaded:
-            self._loaded[name] = lab_entries(self.group)[name].load()
+            entry = self._own[name] if name in self._own else lab_entries(self.group)[name]
+            self._loaded[name] = entry.load()
         return self._loaded[name]
 
     def __setitem__(self, name: str, value: T) -> None:
@@ -49,10 +59,10 @@ class Plugins(MutableMapping[str, T]):
         del self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self._loaded, **lab_entries(self.group)})
+        return iter({**self._own, **self._loaded, **lab_entries(self.group)})
 
     def __len__(self) -> int:
-        return len({*self._loaded, *lab_entries(self.group)})
+        return len({*self._own, *self._loaded, *lab_entries(self.group)})
 
     def named(self, name: str) -> T:
         """The entry of this name, also of an installed package that is not yet loaded. Raises

@@ -1,5 +1,5 @@
 """The weights that training starts from: fresh ones, those of an earlier draft, or the closed-form
-(least-squares) initialisation of drafters that have one (`Solves`)."""
+(least-squares) initialisation of drafters that have one (`Trainable.regress`)."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family, installed
-from specdec.drafters.hybrid import Hybrid
+from specdec.drafters.hybrid import copying_family
 from specdec.drafters.proposer import Drafter
 from specdec.drafters.trainable import learning_rate
 from specdec.errors import UserError, nearest, require, require_within
@@ -227,7 +227,7 @@ class Config:
             "give data.limit instead",
         )
         if self.also is not None:
-            Hybrid.copying_family(self.also)
+            copying_family(self.also)
             require(
                 not self.family.copies,
                 f"also={self.also} cannot be combined with drafter={drafter.name}, which copies "

@@ -54,16 +54,21 @@ class DSpark(Block):
         return logits
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
+        """Each depth's logits after the token before it, and the acceptance that they expect."""
+
+        def after(tokens_BW: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             previous_BWLr = self.markov_w1(tokens_BW)
             state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
-            growth.own_BW = self.confidence(torch.cat([state_BWD, previous_BWLr], -1))
-            logits: Tensor = logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr)
-            return logits
+            own_BW = self.confidence(torch.cat([state_BWD, previous_BWLr], -1))
+            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr), own_BW
 
-        growth = Growth(logits_BKS[:, 0], with_depth(after))
-        growth.logits_BS = after(anchor_B[:, None], None, 0)[:, 0]
-        return growth
+        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
+            logits_BWS, state.own_BW = after(tokens_BW, depth)
+            return logits_BWS
+
+        first_B1S, own_B1 = after(anchor_B[:, None], 0)
+        state = Growth(first_B1S[:, 0], with_depth(grow), own_BW=own_B1)
+        return state
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
         alpha_NK: Tensor = self.confidence_head(hidden_NKD)[..., 0].float().sigmoid()

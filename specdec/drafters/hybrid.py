@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposed import copied_chains, copied_trees, point_mass, whole
 from specdec.drafters.proposer import OWN, Drafter, Sizes
+from specdec.drafters.registry import family
 from specdec.errors import UserError, require, require_between
 from specdec.files import record
 from specdec.sampling.choose import Choose
@@ -97,7 +98,6 @@ class Hybrid(Drafter):
     Sizes = HybridSizes
     copies = fits_texts = weighs_choices = True
     runs_target = True  # its head may
-    by_name: ClassVar[Callable[[str], type[Drafter]]]  # set by `specdec.drafters`
     sizes: HybridSizes
     copier: Copying
     head: Predictor
@@ -106,7 +106,7 @@ class Hybrid(Drafter):
 
     def __init__(self, config: HybridConfig, sizes: HybridSizes) -> None:
         super().__init__(config, sizes)
-        self.copying_family(sizes.copier.family)
+        copying_family(sizes.copier.family)
         self.copier, self.head = self._made(sizes.copier), self._made(sizes.head)
         self.needs, theirs = self.head.needs, self.head.limits
         self.longest, self.gamma = (min(n, theirs.depth or n) for n in (config.depth, config.gamma))
@@ -136,21 +136,8 @@ class Hybrid(Drafter):
     def calibrations(self, calibrations: Calibrations) -> None:
         self.head.calibrations = calibrations
 
-    @classmethod
-    def family(cls, name: str) -> type[Drafter]:
-        require(bool(name), "a hybrid combines drafter.head and drafter.copying: give both")
-        return cls.by_name(name)
-
-    @classmethod
-    def copying_family(cls, name: str) -> type[Copying]:
-        """The family of this name. Raises UserError unless it copies from the text alone."""
-        kind = cls.family(name)
-        if not issubclass(kind, Copying) or kind.runs_target:
-            raise UserError(f"{name} does not copy from the text alone: give a family that does")
-        return kind
-
     def _made(self, member: Member) -> Any:
-        kind, name = self.family(member.family), member.family
+        kind, name = _member_family(member.family), member.family
         config: Any = record(kind.Config, member.config, f"the config of its {name}")
         sizes = record(kind.Sizes, member.sizes, f"the sizes of its {name}")
         theirs, ours = sizes.target_vocab, self.sizes.target_vocab
@@ -170,10 +157,10 @@ class Hybrid(Drafter):
         earlier: Drafter | None = None,
     ) -> "Hybrid":
         """`earlier` may be a trained head. Raises UserError for members that do not fit."""
-        copying = cls.copying_family(config.copying)
+        copying = copying_family(config.copying)
         copier = copying.build(copying.Config(), target)
         if (head := earlier) is None:
-            kind = cls.family(config.head)
+            kind = _member_family(config.head)
             require(
                 not kind.trains(kind.Config()),
                 f"drafter.head={config.head} must be trained first: give the folder of a draft, "
@@ -328,6 +315,19 @@ class Hybrid(Drafter):
             choose.generators = [unused if ids else own for own, ids in of_rows]
         proposal = self.head.draft(ctx, shape, choose, cache.head)
         return joined(proposal, copies) if beside else replaced(proposal, copies)
+
+
+def _member_family(name: str) -> type[Drafter]:
+    require(bool(name), "a hybrid combines drafter.head and drafter.copying: give both")
+    return family(name)
+
+
+def copying_family(name: str) -> type[Copying]:
+    """The family of this name. Raises UserError unless it copies from the text alone."""
+    kind = _member_family(name)
+    if not issubclass(kind, Copying) or kind.runs_target:
+        raise UserError(f"{name} does not copy from the text alone: give a family that does")
+    return kind
 
 
 def described(drafter: Drafter) -> Member:

@@ -175,15 +175,15 @@ class Recurrent(Trainable):
             steps.append(self.step(embedding, self.onward(stream), over_drafts))
         return steps
 
-    def noisy(self, ctx: Context, moment: Moment) -> Context:
-        """The context with uniform noise of width `noise`·512/n on the features of each document of
-        n tokens. The features that the objective compares with get no noise."""
-        if not self.config.noise:
+    def noisy(self, ctx: Context, moment: Moment, noise: float) -> Context:
+        """The context with uniform noise of width `noise` · 512/n on the features of each
+        document of n tokens. The features that the objective compares with get no noise."""
+        if not noise:
             return ctx
         position_BT, document_BT = ctx.documents()
         which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
-        width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
+        width_BT1 = noise * 512 / count_BT.clamp_min(1)[..., None]
         final_BTD = ctx.features(self.needs)
         draws = [
             torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)

@@ -8,31 +8,29 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from specdec.drafters.dflash import DFlash
-from specdec.drafters.dflash2 import DFlash2
-from specdec.drafters.dspark import DSpark
-from specdec.drafters.eagle import Eagle
-from specdec.drafters.eagle3 import Eagle3
-from specdec.drafters.hybrid import Hybrid, HybridConfig
-from specdec.drafters.hydra import Hydra
-from specdec.drafters.jetspec import JetSpec
-from specdec.drafters.lm import LM
-from specdec.drafters.medusa import Medusa
-from specdec.drafters.mlp import Mlp
-from specdec.drafters.mtp import MTP
-from specdec.drafters.ngram import Ngram
-from specdec.drafters.peagle import PEagle
 from specdec.drafters.proposer import Drafter
-from specdec.drafters.suffix import Suffix
 from specdec.errors import require
 from specdec.plugins import Plugins, lab_entries
 from specdec.targets.parts import Parts
 
-CORE: tuple[type[Drafter], ...] = (
-    *(Eagle3, Eagle, MTP, Medusa, Hydra, Mlp, PEagle),
-    *(DFlash, DFlash2, DSpark, JetSpec),
-    *(LM, Ngram, Suffix, Hybrid),
-)
+GROUP = "draftsmith.drafters"
+CORE = {  # imported when first used: a hybrid's module imports this one
+    "eagle3": "specdec.drafters.eagle3:Eagle3",
+    "eagle": "specdec.drafters.eagle:Eagle",
+    "mtp": "specdec.drafters.mtp:MTP",
+    "medusa": "specdec.drafters.medusa:Medusa",
+    "hydra": "specdec.drafters.hydra:Hydra",
+    "mlp": "specdec.drafters.mlp:Mlp",
+    "peagle": "specdec.drafters.peagle:PEagle",
+    "dflash": "specdec.drafters.dflash:DFlash",
+    "dflash2": "specdec.drafters.dflash2:DFlash2",
+    "dspark": "specdec.drafters.dspark:DSpark",
+    "jetspec": "specdec.drafters.jetspec:JetSpec",
+    "lm": "specdec.drafters.lm:LM",
+    "ngram": "specdec.drafters.ngram:Ngram",
+    "suffix": "specdec.drafters.suffix:Suffix",
+    "hybrid": "specdec.drafters.hybrid:Hybrid",
+}
 
 
 def _require_drafter(name: str, kind: Any) -> None:
@@ -45,7 +43,10 @@ def _require_drafter(name: str, kind: Any) -> None:
 
 
 DRAFTERS: Plugins[type[Drafter]] = Plugins(
-    "draftsmith.drafters", "drafter", {kind.Config.name: kind for kind in CORE}, _require_drafter
+    GROUP,
+    "drafter",
+    {name: EntryPoint(name, value, GROUP) for name, value in CORE.items()},
+    _require_drafter,
 )
 
 
@@ -55,21 +56,17 @@ def family(name: str) -> type[Drafter]:
     return DRAFTERS.named(name)
 
 
-Hybrid.by_name = family
+def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
+    """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
+    kind = DRAFTERS["hybrid"]
+    return kind.build(kind.Config(copying=copying, gamma=gamma or head.depth), target, earlier=head)
 
 
 def shipped() -> list[type[Drafter]]:
     """The drafters of the core, then those of the lab."""
-    return [*CORE, *(DRAFTERS[name] for name in lab_entries(DRAFTERS.group))]
+    return [DRAFTERS[name] for name in (*CORE, *lab_entries(GROUP))]
 
 
 def installed() -> dict[str, EntryPoint]:
     """The families of other installed packages, by name, whether or not they can be loaded."""
     return DRAFTERS.installed()
-
-
-def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Hybrid:
-    """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
-    return Hybrid.build(
-        HybridConfig(copying=copying, gamma=gamma or head.depth), target, earlier=head
-    )
