@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.decoding.policy import Length, Measured
-from specdec.errors import nearest, require, require_between
+from specdec.decoding.policy import Length, Measured, Trials
+from specdec.errors import require, require_between
 from specdec.files import record
-from specdec.lab.decoding.disco import Disco
+from specdec.plugins import Plugins
 from specdec.theory import leviathan
 
 
@@ -95,6 +95,11 @@ class Optimal(Adaptive):
 
     measured = "c"
 
+    @classmethod
+    def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], None]:
+        c, v = trials.step_costs()
+        return {"c": c, "v": {gamma: v}}, None
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.pass_cost = leviathan.pass_cost(self.v)
@@ -121,6 +126,10 @@ class CostTable(Measured):
     seconds: list[list[float]]
 
     setting, remedy = "table", "measure a cost table and save it there"
+    stem = "cost-table"
+
+    def summary(self, where: str) -> str:
+        return f"Rounds were timed {where}."
 
     def __post_init__(self) -> None:
         for name in ("batches", "gammas"):
@@ -152,6 +161,10 @@ class Goodput(Adaptive):
 
     measured = "table"
 
+    @classmethod
+    def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], Measured]:
+        return {}, trials.cost_table()
+
     def use(self, figures: CostTable | None = None) -> None:
         self.costs = figures or CostTable.load(self.table)
 
@@ -177,19 +190,16 @@ class Confidence(Length):
         return self.chain_B < self.threshold
 
 
-LENGTHS: dict[str, type[Length]] = {
-    "fixed": Fixed,
-    "optimal": Optimal,
-    "confidence": Confidence,
-    "disco": Disco,
-    "goodput": Goodput,
-}
+LENGTHS: Plugins[type[Length]] = Plugins(
+    "draftsmith.draft_lengths",
+    "length",
+    {"fixed": Fixed, "optimal": Optimal, "confidence": Confidence, "goodput": Goodput},
+)
 
 
 def length(name: str, settings: Mapping[str, Any] | None = None, figures: Any = None) -> Length:
     """The policy of this name with these settings and the `figures` that were measured for it.
     Raises UserError for an unknown name or setting, or if a figure it needs is missing."""
-    require(name in LENGTHS, f"length {name!r} is unknown{nearest(name, LENGTHS)}")
-    policy = record(LENGTHS[name], dict(settings or {}), "length")
+    policy = record(LENGTHS.named(name), dict(settings or {}), "length")
     policy.use(figures)
     return policy

@@ -1,4 +1,4 @@
-"""The interface of draft-length policies (length.py, disco.py), and code that they share.
+"""The interface of draft-length policies, and code that they share.
 
 A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
 i-th token may depend on past rounds and on the tokens drafted up to and including that one, and the
@@ -6,17 +6,22 @@ token stays in the chain. Then both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py).
 """
 
-from collections.abc import Sequence
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.errors import require, require_between
-from specdec.files import read_record, write_json
+from specdec.files import read_record, write_whole
+from specdec.integrity import sealed
 from specdec.sampling.trees import DEEPEST
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -32,6 +37,12 @@ class Length:
     def __post_init__(self) -> None:
         require_between("length.limit", self.limit, 0, DEEPEST)
         require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
+
+    @classmethod
+    def learn(cls, trials: "Trials", gamma: int) -> "tuple[dict[str, Any], Measured | None]":
+        """Measure what the setting `measured` lacks, for at most γ tokens: further settings, and
+        the figures for `use`. Called for policies that name such a setting."""
+        return {}, None
 
     def use(self, figures: Any = None) -> None:
         """Use measured figures, or else those in the settings; UserError if some are missing."""
@@ -50,14 +61,37 @@ class Length:
         """Take the outcome of a round: tokens drafted and accepted, one entry for each row."""
 
 
-class Measured:
+class Trials(Protocol):
+    """Measurements that a policy may ask for before decoding (`specdec.measure.choosing`)."""
+
+    def step_costs(self) -> tuple[float, float]:
+        """c, the time of a draft step, and v, that of a target pass over γ + 1 tokens, both in
+        steps of vanilla decoding."""
+
+    def cost_table(self) -> "Measured":
+        """The times of whole rounds, by batch and γ."""
+
+    def after_decoding(self, policy: Length, outcome: Callable[[], T]) -> T:
+        """`outcome()` after some prompts were decoded with chains that `policy` shortens."""
+
+
+class Measured(ABC):
     """A dataclass that is measured once and kept in a JSON file, which a setting names."""
 
     setting: ClassVar[str]
     remedy: ClassVar[str]  # how to get the file
+    stem: ClassVar[str]  # of the file's name in the folder of a report
+
+    @abstractmethod
+    def summary(self, where: str) -> str:
+        """A sentence for the report; `where` says at which temperature and on which prompts."""
+
+    def document(self) -> str:
+        """The contents of the file."""
+        return json.dumps(sealed(asdict(self)), indent=1)  # type: ignore[call-overload]
 
     def save(self, path: Path) -> None:
-        write_json(path, asdict(self))  # type: ignore[call-overload]
+        write_whole(path, self.document())
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Proposal
-from specdec.errors import UserError, nearest, require
+from specdec.errors import UserError, require
+from specdec.plugins import Plugins
 from specdec.runtime.device import perhaps_any
-from specdec.theory.leviathan import non_iterative_alpha
 
 
 class Law(NamedTuple):
@@ -107,11 +107,11 @@ def rejection(
             takes.append(torch.where(there_B1, p_BV.gather(-1, index_B1), 0.0).clamp_max(1))
             left_BV = p_BV.scatter(-1, index_B1, 0.0)
         else:
-            takes.append(_ratio(p_BV, q_BV, x_B1).clamp_max(1))
+            takes.append(probability_ratio(p_BV, q_BV, x_B1).clamp_max(1))
             left_BV = (p_BV - q_BV).clamp_min(0)
-        p_BV = torch.where(there_B1, _normal(left_BV, p_BV), p_BV)
+        p_BV = torch.where(there_B1, normalised(left_BV, p_BV), p_BV)
         if q_BV is not None and not replacement and len(takes) < tokens_BC.shape[1]:
-            q_BV = _without(q_BV, index_B1)
+            q_BV = without_token(q_BV, index_B1)
     return torch.cat(takes, -1), p_BV
 
 
@@ -127,53 +127,6 @@ def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Te
     return rejection(tokens_BC, None, p_BV)
 
 
-def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with M = max p / q,
-    accept x with p(x) / (M q(x)); else the next token follows p itself. So x is committed with
-    q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). Its α is 1 / M, never above that of `rejection`.
-    """
-    if q_BV is None:
-        q_BV = _one_hot(tokens_BC[:, 0], p_BV)
-    accepted_B1 = non_iterative_alpha(p_BV, q_BV)[:, None]
-    return (_ratio(p_BV, q_BV, tokens_BC) * accepted_B1).clamp_max(1), p_BV
-
-
-def lenience(
-    tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, factor: float = 0.5
-) -> tuple[Tensor, Tensor]:
-    """Leviathan et al. 2023, Appendix A.5: `rejection` with factor · q for q, factor in (0, 1].
-    Lossy, but no token becomes likelier than p / factor."""
-    if q_BV is None:
-        q_BV = _one_hot(tokens_BC[:, 0], p_BV)
-    return rejection(tokens_BC, factor * q_BV, p_BV)
-
-
-def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """SpecTr's k-SEQ (Sun et al. 2023, Algorithm 2), for k independent children: accept each x
-    with probability min(1, p(x) / (ρ q(x))), where ρ solves 1 - (1 - β)^k = ρβ and
-    β = Σ min(p / ρ, q). The residual is p minus the accepted mass,
-    min(p / ρ, q) · (1 - (1 - β)^k) / β; it is not negative for any ρ at or above the solution, such
-    as the bisection's upper end."""
-    if q_BV is None:
-        return point_mass(tokens_BC, q_BV, p_BV)
-    p, q = p_BV.double(), q_BV.double()
-    count_B1 = (tokens_BC >= 0).sum(-1, keepdim=True).double()
-    high_B1 = count_B1.clamp_min(1)
-    low_B1 = torch.ones_like(high_B1)
-    for _ in range(40 if tokens_BC.shape[1] > 1 else 0):
-        middle_B1 = (low_B1 + high_B1) / 2
-        scaled_B1 = torch.minimum(p, middle_B1 * q).sum(-1, keepdim=True)  # ρβ
-        enough = 1 - (1 - scaled_B1 / middle_B1).clamp_min(0) ** count_B1 <= scaled_B1
-        low_B1 = torch.where(enough, low_B1, middle_B1)
-        high_B1 = torch.where(enough, middle_B1, high_B1)
-    kept_BV = torch.minimum(p / high_B1, q)
-    beta_B1 = kept_BV.sum(-1, keepdim=True).clamp(_tiny(p), 1)
-    some_B1 = 1 - (1 - beta_B1) ** count_B1
-    rest_BV = _normal((p - kept_BV * (some_B1 / beta_B1)).clamp_min(0), p)
-    take_BC = _ratio(p, high_B1 * q, tokens_BC).clamp_max(1)
-    return take_BC.to(p_BV), rest_BV.to(p_BV)
-
-
 # --- rules of the whole tree ---------------------------------------------------------------
 
 
@@ -187,72 +140,21 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
     """
     tokens_BG, q_BGV, before_BGV = proposal.tokens_BG, proposal.q_BGV, p_BMV[:, :-1]
     if q_BGV is None:
-        q_BGV = _one_hot(tokens_BG, before_BGV)
+        q_BGV = one_hot(tokens_BG, before_BGV)
     weights = [torch.ones_like(p_BMV[:, 0, 0])]
-    for ratio_B in _ratio(before_BGV, q_BGV, tokens_BG[..., None])[..., 0].unbind(-1):
+    for ratio_B in probability_ratio(before_BGV, q_BGV, tokens_BG[..., None])[..., 0].unbind(-1):
         weights.append((weights[-1] * ratio_B).clamp_max(1))
     weight_BM = torch.stack(weights, -1)
     if perhaps_any(missing_BG := tokens_BG < 0):
         q_BGV = q_BGV.masked_fill(missing_BG[..., None], 0.0)
     next_BMV = pad(weight_BM[:, :-1], (0, 1), value=1.0)[..., None] * p_BMV
     residual_BGV = next_BMV[:, :-1].sub_(q_BGV).clamp_min_(0)
-    coin_BG = _survival(residual_BGV.sum(-1), weight_BM[:, :-1])
+    coin_BG = survival(residual_BGV.sum(-1), weight_BM[:, :-1])
     coin_BM = torch.cat([coin_BG, weight_BM[:, -1:]], -1)
     none_later = (1 - coin_BM).flip(-1).cumprod(-1).flip(-1)
     none_after_BM = pad(none_later[:, 1:], (0, 1), value=1.0)
     stop_BM = torch.cat([none_after_BM[:, :1], (coin_BM * none_after_BM)[:, 1:]], -1)
-    return Law(stop_BM, _normal(next_BMV, p_BMV))
-
-
-def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
-    """Traversal Verification (Weng et al. 2025, Algorithm 2): from the leaves to the root, over
-    siblings drawn without replacement. On a chain it is `block`.
-
-    Each node has a weight w (1 at the anchor) and its own p and q, which shrink as its children
-    fail. On entering child x, w_x = min(1, w p(x) / q(x)); the children of x are tried first, then
-    the path ends at x with probability w_x. Else, with S = Σ max(w p - q, 0), the parent of x gets
-    w <- S / (S + 1 - w), p <- norm(max(w p - q, 0)) and q <- norm(q without x), and the next
-    sibling is entered.
-    """
-    (B, G), row_B = proposal.tokens_BG.shape, torch.arange(len(p_BMV), device=p_BMV.device)
-    children_BMC, above_BG = proposal.children_BMC(), proposal.above_BG
-    width_BM = (children_BMC > 0).sum(-1)
-    p_BMV, q_BMV = p_BMV.clone(), proposal.q_at(row_B[:, None], children_BMC[..., 0])
-    weight_BM, stop_BM = torch.ones_like(p_BMV[..., 0]), torch.zeros_like(p_BMV[..., 0])
-    alive_B = stop_BM.new_ones(B)  # P(no path has been accepted yet)
-    tried_BM, at_B = torch.zeros_like(width_BM), torch.zeros_like(row_B)
-    for _ in range(2 * G):  # every node is entered once and left once
-        done_B = tried_BM[row_B, at_B] == width_BM[row_B, at_B]
-        row_R = (~done_B).nonzero()[:, 0]
-        parent_R = at_B[row_R]
-        child_R = children_BMC[row_R, parent_R, tried_BM[row_R, parent_R]]
-        x_R = proposal.tokens_at(row_R, child_R)
-        p_R = p_BMV[row_R, parent_R, x_R]
-        q_R = torch.ones_like(p_R) if q_BMV is None else q_BMV[row_R, parent_R, x_R]
-        ratio_R = torch.where(q_R > 0, p_R / q_R.clamp_min(_tiny(q_R)), 0.0)
-        weight_R = (weight_BM[row_R, parent_R] * ratio_R).clamp_max(1)
-        weight_BM[row_R, child_R] = weight_R
-        tried_BM[row_R, parent_R] += 1
-        tried_BM[row_R, child_R] = torch.where(weight_R > 0, 0, width_BM[row_R, child_R])
-        at_B[row_R] = child_R
-
-        row_R = (done_B & (at_B > 0)).nonzero()[:, 0]
-        child_R = at_B[row_R]
-        parent_R, x_R1 = above_BG[row_R, child_R - 1], proposal.tokens_at(row_R, child_R)[:, None]
-        stop_BM[row_R, child_R] = alive_B[row_R] * weight_BM[row_R, child_R]
-        alive_B[row_R] *= 1 - weight_BM[row_R, child_R]
-        p_RV, weight_R = p_BMV[row_R, parent_R], weight_BM[row_R, parent_R]
-        if q_BMV is None:
-            q_RV = _one_hot(x_R1[:, 0], p_RV)
-        else:
-            q_RV = q_BMV[row_R, parent_R]
-            q_BMV[row_R, parent_R] = _without(q_RV, x_R1)
-        residual_RV = (weight_R[:, None] * p_RV - q_RV).clamp_min(0)
-        weight_BM[row_R, parent_R] = _survival(residual_RV.sum(-1), weight_R)
-        p_BMV[row_R, parent_R] = _normal(residual_RV, p_RV)
-        at_B[row_R] = parent_R
-    stop_BM[:, 0] = alive_B
-    return Law(stop_BM, p_BMV)
+    return Law(stop_BM, normalised(next_BMV, p_BMV))
 
 
 def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Law:
@@ -261,8 +163,8 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
     likeliest), and the next token follows p. Lossy. ε and δ are the reference implementation's
     `posterior_threshold` and `posterior_alpha`."""
     threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
-    p_BG = _drafted(p_BMV, proposal)
-    end_B = _longest(p_BG > proposal.above(threshold_BM), proposal, p_BG.log())
+    p_BG = drafted_values(p_BMV, proposal)
+    end_B = longest_path_end(p_BG > proposal.above(threshold_BM), proposal, p_BG.log())
     return Law(torch.zeros_like(threshold_BM).scatter_(1, end_B[:, None], 1.0), p_BMV)
 
 
@@ -271,46 +173,38 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
 
 def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
     """Keep the longest path whose every token is the target's argmax at its place."""
-    end_B = _longest(proposal.tokens_BG == proposal.above(argmax_BM), proposal)
-    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
-
-
-def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
-    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x if p(x) >= factor · max p, with p at
-    T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
-    best_BM, argmax_BM = logits_BMV.max(-1)
-    kept_BG = _drafted(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
-    end_B = _longest(kept_BG, proposal)
+    end_B = longest_path_end(proposal.tokens_BG == proposal.above(argmax_BM), proposal)
     return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
 # --- by name -----------------------------------------------------------------------------------
 
-_found = {
+_CORE = {
     "rejection": Rule(rejection),
     "block": Rule(whole=block),
-    "non_iterative": Rule(non_iterative),
     "recursive": Rule(recursive, siblings="without"),
     "specinfer": Rule(rejection, siblings="with"),
-    "kseq": Rule(kseq, siblings="with"),
     "point_mass": Rule(point_mass, siblings="fixed"),
-    "traversal": Rule(whole=traversal, siblings="without"),
     "typical": Rule(
         whole=typical,
         siblings="fixed",
         lossless=False,
         parameters={"epsilon": 1, "delta": math.inf},
     ),
-    "lenience": Rule(lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}),
 }
-RULES = {name: replace(rule, name=name) for name, rule in _found.items()}
+RULES: Plugins[Rule] = Plugins(
+    "draftsmith.verification_methods",
+    "verification method",
+    {name: replace(rule, name=name) for name, rule in _CORE.items()},
+)
 
 
 def named(text: str) -> Rule:
-    """A rule of `RULES` by its name, with other parameters after a colon:
-    "typical:epsilon=0.2,delta=0.05". Raises UserError as `Rule.tuned`, and for unknown names."""
+    """A rule by its name (of the core, the lab or an installed package), with other parameters
+    after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as `Rule.tuned`, and for
+    unknown names."""
     name, _, settings = text.partition(":")
-    require(name in RULES, f"decode.rule={name!r} is unknown{nearest(name, RULES)}")
+    rule = RULES.named(name)
     values = {}
     for part in filter(None, settings.split(",")):
         key, _, value = part.partition("=")
@@ -319,7 +213,7 @@ def named(text: str) -> Rule:
         except ValueError:
             message = f"decode.rule={text!r}: {part!r} is not of the form factor=0.8"
             raise UserError(message) from None
-    return RULES[name].tuned(**values) if values else RULES[name]
+    return rule.tuned(**values) if values else rule
 
 
 # --- paths and numbers -------------------------------------------------------------------------
@@ -331,13 +225,13 @@ def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
     return Verdict((path_BK >= 0).sum(-1), next_B, path_BK)
 
 
-def _drafted(x_BMV: Tensor, proposal: Proposal) -> Tensor:
+def drafted_values(x_BMV: Tensor, proposal: Proposal) -> Tensor:
     """Each drafted token's value [B, G], from the values [B, M, V] at the place above it."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
     return x_BMV[row_B1, proposal.above_BG, proposal.tokens_BG.clamp_min(0)]
 
 
-def _longest(kept_BG: Tensor, proposal: Proposal, score_BG: Tensor | None = None) -> Tensor:
+def longest_path_end(kept_BG: Tensor, proposal: Proposal, score_BG: Tensor | None = None) -> Tensor:
     """The deepest place [B] whose whole path is kept; of equally deep places, the one with the
     largest sum of scores along its path or, without scores, the one drafted first."""
     kept_BG = kept_BG & (proposal.tokens_BG >= 0)
@@ -359,40 +253,40 @@ def _longest(kept_BG: Tensor, proposal: Proposal, score_BG: Tensor | None = None
     return total_BM.masked_fill(~deepest_BM, -torch.inf).argmax(-1)
 
 
-def _tiny(x: Tensor) -> float:
+def smallest_normal(x: Tensor) -> float:
     return torch.finfo(x.dtype).tiny
 
 
-def _one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
     """Point masses with the shape and dtype of `like`; arbitrary where there is no token."""
     return torch.zeros_like(like).scatter_(-1, tokens.clamp_min(0)[..., None], 1.0)
 
 
-def _normal(rows: Tensor, without_mass: Tensor) -> Tensor:
+def normalised(rows: Tensor, without_mass: Tensor) -> Tensor:
     """Rows [..., V] scaled to sum to 1. A row without mass, which decoding reaches only
     through rounding, is replaced by `without_mass`."""
     mass = rows.sum(-1, keepdim=True)
-    if perhaps_any(~(some := mass > _tiny(mass))):
+    if perhaps_any(~(some := mass > smallest_normal(mass))):
         rows = torch.where(some, rows, without_mass)
         mass = rows.sum(-1, keepdim=True)
     return rows / mass
 
 
-def _without(q_BV: Tensor, x_B1: Tensor) -> Tensor:
+def without_token(q_BV: Tensor, x_B1: Tensor) -> Tensor:
     """norm(q without x); all 0 once q has no token left, after which nothing more is taken."""
     left_BV = q_BV.scatter(-1, x_B1, 0.0)
-    return left_BV.div_(left_BV.sum(-1, keepdim=True).clamp_min(_tiny(q_BV)))
+    return left_BV.div_(left_BV.sum(-1, keepdim=True).clamp_min(smallest_normal(q_BV)))
 
 
-def _ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+def probability_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     """p(x) / q(x), in the shape of `tokens`; 0 where there is no token, or where q(x) = 0 (such an
     x cannot have been drawn)."""
     index = tokens.clamp_min(0)
     p_x, q_x = p.gather(-1, index), q.gather(-1, index)
-    return torch.where((tokens >= 0) & (q_x > 0), p_x / q_x.clamp_min(_tiny(q_x)), 0.0)
+    return torch.where((tokens >= 0) & (q_x > 0), p_x / q_x.clamp_min(smallest_normal(q_x)), 0.0)
 
 
-def _survival(mass: Tensor, weight: Tensor) -> Tensor:
+def survival(mass: Tensor, weight: Tensor) -> Tensor:
     """S / (S + 1 - w), computed so that it never exceeds 1; 0 where the denominator is 0."""
     whole = mass + (1 - weight)
     return torch.where(whole > 0, mass / whole, 0.0)

@@ -3,23 +3,25 @@ at each temperature, since acceptance depends on it: a tree by the acceptance of
 times of whole rounds, a draft length by costs or by a stop classifier.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from specdec.decoding.answers import Round
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
-from specdec.decoding.length import CostTable, length
+from specdec.decoding.length import LENGTHS, CostTable, length
+from specdec.decoding.policy import Length, Measured
 from specdec.decoding.way import Way
 from specdec.drafters.proposer import Drafter
-from specdec.lab.decoding.disco import Recorder, StopClassifier, fit
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
 from specdec.theory.intervals import Interval
 
+T = TypeVar("T")
 NODES = 12  # nodes of a tree, unless given
 SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by device
 MORE = (3, 7, 15, 31, 63)  # on other devices
@@ -27,6 +29,19 @@ WIDTH = 6  # children of a node, where the acceptance of each rank is measured
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
 WEIGHED = 48  # tokens of each answer that `Drafter.weigh` learns from
+
+
+@dataclass(frozen=True)
+class FiguresFile:
+    """Figures that a draft-length policy learned, as the JSON file that its setting may name."""
+
+    stem: str
+    contents: str
+    summary: str  # with {where} in the place of the temperature and the prompts
+
+
+def file_of(figures: Measured) -> FiguresFile:
+    return FiguresFile(figures.stem, figures.document(), figures.summary("{where}"))
 
 
 @dataclass
@@ -37,8 +52,7 @@ class Learned:
     acceptance_by_rank: list[list[float]] | None = None  # [K][C], the reason for the choice
     c: Interval | None = None
     v: Interval | None = None
-    table: CostTable | None = None
-    classifier: StopClassifier | None = None
+    figures: FiguresFile | None = None
 
 
 @dataclass(frozen=True)
@@ -83,27 +97,42 @@ def chosen(
             shape = best_static(acceptance_KC, cfg.nodes)
         learned = Learned(paths_of(shape), acceptance_KC.tolist())
         return Choice(chains.drafting(shape), learned)
-    settings, learned = {"limit": gamma} | dict(cfg.settings), Learned()
+    settings = {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
         return Choice(chains.drafting(Chain(length("fixed", settings).limit)))
-    figures: CostTable | StopClassifier | None = None
-    if is_measured(cfg) and cfg.length == "optimal":
-        cost = costs(setup, chains, prompts[0])
-        settings |= {"c": cost.c.value, "v": {gamma: cost.v.value}}
-        learned = Learned(c=cost.c, v=cost.v)
-    elif is_measured(cfg) and cfg.length == "goodput":
-        figures = table = cost_table(setup, chains, prompts[0])
-        learned = Learned(table=table)
-    elif is_measured(cfg):
+    trials, figures = TrialsOfChains(setup, chains, learning), None
+    if is_measured(cfg):
+        more, figures = LENGTHS.named(cfg.length).learn(trials, gamma)
+        settings |= more
+        if figures is not None:
+            trials.learned.figures = file_of(figures)
+    policy = length(cfg.length, settings, figures)
+    return Choice(replace(chains, length=policy), trials.learned)
 
-        def classified() -> StopClassifier:
-            recorder = Recorder(gamma)  # records what this rule accepts at this temperature
-            setup.rounds(learning, replace(chains, length=recorder, compiled=False))
-            return fit(*recorder.records())
 
-        figures = classifier = setup.ranks.first(classified)
-        learned = Learned(classifier=classifier)
-    return Choice(replace(chains, length=length(cfg.length, settings, figures)), learned)
+@dataclass
+class TrialsOfChains:
+    """What a draft-length policy may measure before decoding (`policy.Trials`)."""
+
+    setup: Setup
+    chains: Way
+    prompts: Sequence[Sequence[int]]
+    learned: Learned = field(default_factory=Learned)
+
+    def step_costs(self) -> tuple[float, float]:
+        cost = costs(self.setup, self.chains, self.prompts[0])
+        self.learned.c, self.learned.v = cost.c, cost.v
+        return cost.c.value, cost.v.value
+
+    def cost_table(self) -> CostTable:
+        return cost_table(self.setup, self.chains, self.prompts[0])
+
+    def after_decoding(self, policy: Length, outcome: Callable[[], T]) -> T:
+        def decoded() -> T:
+            self.setup.rounds(self.prompts, replace(self.chains, length=policy, compiled=False))
+            return outcome()
+
+        return self.setup.ranks.first(decoded)
 
 
 def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[int]]) -> None:

@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from specdec.files import write_whole
 from specdec.measure.results import Results
 from specdec.report import markdown, plots, tables, verdict
 
@@ -28,10 +29,9 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
         pictures["training"] = folder / "training.png"
         plots.training(pictures["training"], results.training.curve)
     for at in results.asked:
-        if at.learned.classifier is not None:
-            at.learned.classifier.save(folder / f"stop-classifier-T{at.way.temperature:g}.json")
-        if at.learned.table is not None:
-            at.learned.table.save(folder / f"cost-table-T{at.way.temperature:g}.json")
+        if (figures := at.learned.figures) is not None:
+            file = folder / f"{figures.stem}-T{at.way.temperature:g}.json"
+            write_whole(file, figures.contents)
     markdown.write(folder / "report.md", tables.page(results, pictures))
     return pictures
 

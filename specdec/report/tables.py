@@ -172,13 +172,9 @@ def _learned(one: Measured, learned_on: str) -> list[str]:
     if learned.c is not None and learned.v is not None:
         costs = f"c = {learned.c.text()} and v = {learned.v.text(2)}"
         lines.append(f"The length `optimal` was told {costs}, measured {where}.")
-    if learned.table is not None:
-        lines.append(f"Rounds were timed {where}: see cost-table-T{one.way.temperature:g}.json.")
-    if learned.classifier is not None:
-        lines.append(
-            f"The stop classifier was fitted {where}, to {learned.classifier.records:,} "
-            f"drafted tokens: see stop-classifier-T{one.way.temperature:g}.json."
-        )
+    if (figures := learned.figures) is not None:
+        summary = figures.summary.replace("{where}", where).removesuffix(".")
+        lines.append(f"{summary}: see {figures.stem}-T{one.way.temperature:g}.json.")
     return lines
 
 

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import (
-    RULES,
-    Law,
-    Rule,
-    kseq,
-    point_mass,
-    recursive,
-    rejection,
-    traversal,
-)
+from specdec.decoding.rules import RULES, Law, Rule, point_mass, recursive, rejection
+from specdec.lab.decoding.verification_methods import kseq, traversal
 from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,

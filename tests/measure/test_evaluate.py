@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/measure/test_evaluate.py
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -292,8 +293,10 @@ def test_a_choice_takes_no_more_passes_than_a_plan_counts(
 def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None:
     cfg = DecodeConfig(prompts=2, max_new_tokens=24, length="disco")
     greedy, sampled = measured(target, lm(target), cfg).asked
-    assert greedy.learned.classifier and sampled.learned.classifier
-    assert greedy.learned.classifier.weight != sampled.learned.classifier.weight
+    fitted = [at.learned.figures for at in (greedy, sampled)]
+    assert all(file and file.stem == "stop-classifier" for file in fitted)
+    first, second = (json.loads(file.contents)["weight"] for file in fitted if file)
+    assert first != second
 
 
 def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:

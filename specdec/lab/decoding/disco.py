@@ -7,12 +7,13 @@ Decode some prompts with a `Recorder`, `fit` a `StopClassifier` to the records, 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Length, Measured
+from specdec.decoding.policy import Length, Measured, Trials
 from specdec.errors import require
 from specdec.theory.logistic import minimise
 
@@ -48,6 +49,10 @@ class StopClassifier(Measured):
     features: list[str] = field(default_factory=lambda: list(FEATURES))
 
     setting, remedy = "path", "fit a stop classifier and save it there"
+    stem = "stop-classifier"
+
+    def summary(self, where: str) -> str:
+        return f"The stop classifier was fitted {where}, to {self.records:,} drafted tokens."
 
     def __post_init__(self) -> None:
         alike = self.features == list(FEATURES)
@@ -135,6 +140,11 @@ class Disco(Length):
     path: str = ""
 
     reads_q, measured = True, "path"
+
+    @classmethod
+    def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], StopClassifier]:
+        recorder = Recorder(gamma)
+        return {}, trials.after_decoding(recorder, lambda: fit(*recorder.records()))
 
     def use(self, figures: StopClassifier | None = None) -> None:
         self.classifier, self.features = figures or StopClassifier.load(self.path), TokenFeatures()
