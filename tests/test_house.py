@@ -66,13 +66,7 @@ PLACES = ("specdec/drafters/registry.py", "specdec/formats/", "train/run_config.
 PLACES += ("scripts/benches/tiny.py",)  # of architectures of targets, one of which is Falcon too
 
 CIRCLES: set[frozenset[str]] = set()
-UPWARDS: set[tuple[str, str]] = {
-    ("specdec/decoding/speculative.py", "specdec/lab/targets/seq2seq.py"),
-    ("specdec/targets/loading.py", "specdec/lab/targets/seq2seq.py"),
-    ("specdec/formats/draft_checkpoint.py", "specdec/lab/targets/seq2seq.py"),
-    ("specdec/decoding/length.py", "specdec/lab/decoding/disco.py"),
-    ("specdec/measure/choosing.py", "specdec/lab/decoding/disco.py"),
-}
+UPWARDS: set[tuple[str, str]] = set()
 NAMES: set[tuple[str, str]] = set()
 
 

@@ -39,7 +39,6 @@ from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.base import Target
@@ -300,7 +299,7 @@ def decoded(target: Target, theirs: Any) -> None:
     texts = [list(range(20, 41)), list(range(60, 73))]
     prompts, expected = [], []
     for ids in texts:
-        prompts.append(target.begun(ids) if isinstance(target, Seq2SeqTarget) else ids)
+        prompts.append(target.prompt_for_decoding(ids))
         given = torch.tensor([ids])
         full = theirs.generate(
             given,

@@ -25,7 +25,6 @@ from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, first_line, nearest, require
-from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape
@@ -102,7 +101,7 @@ def speculative_generate(
     distribution if sampled. `attention_mask` marks padding, which may be on either side. Without a
     mask, the pad token is padding unless it is an eos, as in transformers.
 
-    For a `Seq2SeqTarget`, `input_ids` are the encoder's tokens, and only the answer is returned,
+    For an encoder-decoder, `input_ids` are the encoder's tokens, and only the answer is returned,
     beginning with the decoder's start token. Limits, eos, stop strings, sampling and processors
     come from `overrides`, then `generation_config`, then the target's own config. The caller's
     `logits_processor` run after the penalties and before temperature, one row at a time. `streamer`
@@ -115,9 +114,9 @@ def speculative_generate(
     if attention_mask is None and pad is not None and pad not in (eos_ids or target.eos):
         attention_mask = input_ids != pad
     prompts = _unpadded(input_ids, attention_mask)
-    hidden = [0] * len(prompts)  # tokens that transformers' processors do not see
-    if isinstance(target, Seq2SeqTarget):
-        hidden, prompts = [*map(len, prompts)], [*map(target.begun, prompts)]
+    prompts = [*map(target.prompt_for_decoding, prompts)]
+    # tokens that transformers' processors do not see: those of an encoder
+    hidden = [len(prompt) - target.placed(prompt) for prompt in prompts]
     seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
     limit = config.max_new_tokens
     if limit is None:
@@ -165,9 +164,9 @@ def _config(
             said = f"{name}={getattr(config, name)} is not supported: leave it out{beams}"
             raise UserError(f"generation_config.{said}")
     start = config.decoder_start_token_id
-    if isinstance(target, Seq2SeqTarget) and start not in (None, target.seq2seq.start):
+    if target.decoder_start is not None and start not in (None, target.decoder_start):
         raise UserError(
-            f"generation_config.decoder_start_token_id={start} is not the {target.seq2seq.start} "
+            f"generation_config.decoder_start_token_id={start} is not the {target.decoder_start} "
             "that the target was loaded with: set it in the model's config"
         )
     return config

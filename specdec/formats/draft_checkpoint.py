@@ -36,7 +36,6 @@ from specdec.files import (
     write_json,
 )
 from specdec.integrity import KEY, Damaged, of_tensors
-from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.targets.base import Target
@@ -365,10 +364,7 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
         f"{folder}: this draft reads layers {list(read)}, but {target.name} has {layers}: "
         "train a draft for this target",
     )
-    ids_BT = torch.arange(6, device=target.device)[None] % target.vocab_size
-    if isinstance(target, Seq2SeqTarget):  # its texts hold a start token, or (BART) two in a row
-        ids_BT[:] = (target.seq2seq.start + 1) % target.vocab_size
-        ids_BT[:, 2:4] = target.seq2seq.start
+    ids_BT = target.example_ids(6)
     features = torch.zeros(1, 6, target.width * max(1, len(read))).to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:

@@ -95,6 +95,20 @@ class Target(Parts, ABC):
         ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
         return ctx, self.logits(final_BTD)
 
+    @property
+    def decoder_start(self) -> int | None:
+        """The token with which the decoder of an encoder-decoder begins; None for other models."""
+        return None
+
+    def prompt_for_decoding(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that `decode` continues, from those that the model's tokenizer gives: for an
+        encoder-decoder, the decoder's start token follows them."""
+        return list(tokens)
+
+    def example_ids(self, length: int) -> Tensor:
+        """Ids [1, T] of a text of this length that the target can read, for a trial."""
+        return torch.arange(length, device=self.device)[None] % self.vocab_size
+
     def shown(self, processors: Sequence[Processor]) -> list[Processor]:
         """The processors, each given the tokens that transformers would give it."""
         return list(processors)

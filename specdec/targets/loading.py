@@ -33,7 +33,7 @@ from specdec.compat import adapter_beside, shown_warnings
 from specdec.errors import UserError, first_line, memory_for, require, require_known
 from specdec.errors import located as within
 from specdec.files import make_folder
-from specdec.lab.targets.seq2seq import Seq2SeqTarget
+from specdec.plugins import Plugins
 from specdec.progress import tell
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.grouped_attention import group
@@ -198,6 +198,9 @@ def auto_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
+TARGETS: Plugins[type[Target]] = Plugins(
+    "draftsmith.targets", "kind of target", {"causal": CausalTarget}
+)
 TOO_LARGE = "give target.dtype=bfloat16, a smaller target, or a device with more memory"
 
 
@@ -210,7 +213,7 @@ def load_target(cfg: TargetConfig) -> Target:
     fingerprint = weights.fingerprint() if weights else _of_other_files(cfg, path, config)
     quantisation = method(config)
     model = _model(cfg, path, config)
-    whole = Seq2SeqTarget if config.is_encoder_decoder else CausalTarget
+    whole = TARGETS.named("encoder_decoder" if config.is_encoder_decoder else "causal")
     of_target = model, tokenizer, named(cfg), cfg.revision, quantisation
     target: Target = whole(*of_target, fingerprint=fingerprint)
     target.weights = weights

@@ -320,7 +320,7 @@ def test_block_sparse_encoders_stay_sparse() -> None:
     target = Seq2SeqTarget(model, None, "blocks")
     assert target.without_twin is None
     texts = [words(40), words(9, 4), words(55, 5)]  # blocks are sparse from 29 tokens on
-    prompts = [target.begun(text) for text in texts]
+    prompts = [target.prompt_for_decoding(text) for text in texts]
     made_ids = [answer.ids for answer in decode(target, prompts, max_new_tokens=8, eos=())]
     for text, ids in zip(texts, made_ids, strict=True):
         fresh_model, given = copy.deepcopy(theirs), torch.tensor([text])

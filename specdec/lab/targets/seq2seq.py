@@ -331,11 +331,20 @@ class Seq2SeqTarget(Target):
         ids: list[int] = self.tokenizer(text).input_ids + [self.seq2seq.start]
         return ids
 
-    def begun(self, encoder: Sequence[int]) -> list[int]:
-        """The tokens that `decode` continues, made from the encoder's tokens. Raises UserError if
+    @property
+    def decoder_start(self) -> int:
+        return self.seq2seq.start
+
+    def example_ids(self, length: int) -> Tensor:
+        ids_BT = torch.full((1, length), (self.seq2seq.start + 1) % self.vocab_size)
+        ids_BT[:, 2:4] = self.seq2seq.start  # BART's texts hold two in a row
+        return ids_BT.to(self.device)
+
+    def prompt_for_decoding(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that `decode` continues, made from the encoder's `tokens`. Raises UserError if
         the start token could not be found again."""
         start, twice = self.seq2seq.start, self.seq2seq.twice
-        text = [*encoder, start]
+        text = [*tokens, start]
         try:
             apart = self.placed(text) == 1
         except UserError:
