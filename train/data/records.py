@@ -1,66 +1,89 @@
-"""Records → conversations in their normal form: under which keys data sets write turns, pairs and
-tools (turns.py reads a turn). Keys of a record that are not read are counted; a record that would
-mean something else without them is left out."""
+"""Records → conversations in their normal form, as servers give them to a template: the record,
+its turns, their tools, calls and results. record_shapes.py finds the turns in the record.
+
+Keys that are not read are counted. A record that would mean something else without them is left
+out. OpenAI's and Anthropic's messages keep calls beside the text. Hermes, Glaive and xLAM write
+them into it; there they are taken out of the text, so that the target's own template writes them.
+"""
 
 import json
+import math
+import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from train.data.calls import (
-    RETOLD,
-    TOOLS,
-    absent,
-    from_json,
-    glaive_turns,
-    is_call,
-    tools_of,
-    tools_within,
-    written_by_python,
-)
 from train.data.conversations import (
     TEXTS,
     Conversation,
     DataConfig,
     Message,
+    Repeated,
     Tally,
     Unusable,
 )
-from train.data.rendering import RENDERED, THINKING
-from train.data.tokenised import is_tokenised, tokens_of
-from train.data.turns import (
+from train.data.record_shapes import (
     CONTENT,
+    FROM,
+    PROMPTS,
     REASONING,
-    SURROGATE,
-    is_turn,
-    joined,
-    messages_of,
-    plain,
-    require_no_media,
-    require_single,
-    require_unicode,
-    without_tags,
+    TOOLS,
+    absent,
+    are_texts,
+    from_json,
+    is_tokenised,
+    require_known_form,
+    responses_api_as_messages,
+    tokens_of,
+    turn_lists,
+    unwrapped_request,
+    written_by_python,
 )
+from train.data.rendering import RENDERED, THINKING
 
-SHAPES: dict[str, tuple[str, ...]] = {  # format → the keys under which a record may have its turns
-    "sharegpt": ("conversations", "conversation"),
-    "messages": ("messages",),
-}
-# further keys, for format auto
-OTHER_SHAPES = ("dialogue", "dialog", "chat", "turns", "data", "contents")
-PROMPTS = ("turns", "prompt")  # keys under which several texts are prompts, not a chat
-WRAPPERS = ("body", "request", "input")  # keys of a request that a server was sent
-# a prompt, for format auto
-SOURCES = ("instruction", "prompt", "question", "query", "input", "inputs")
-MORE = ("input", "context")  # what an instruction is about
-ANSWERS = ("output", "completion", "response", "answer", "targets", "chosen", "preferred_output")
-ROLE_PAIR = ("user", "assistant")
-CALLED, HISTORY = "answers", "history"  # an answer's calls (xLAM); pairs before the prompt (Alpaca)
-# items of OpenAI's Responses API
-RESPONSES = {"message", "reasoning", "function_call", "function_call_output"}
-SYSTEM = ("system", "system_prompt")
+SYSTEM = ("system", "system_prompt")  # keys of a record
 EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
 ARGUMENTS = "chat_template_kwargs"  # of a request: variables of the chat template
+ROLES = {  # as in data, in lower case → as servers and chat templates call them
+    "user": "user",
+    "human": "user",
+    "prompter": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
+    "function_call": "assistant",
+    "system": "system",
+    "developer": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "ipython": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
+}
+CALLS = ("tool_calls", "function_call")  # keys of a turn
+WEIGHTS = ("weight", "train", "loss")
+LEAST, MOST = 0.001, 100  # weights of responses that are trained on
+MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
+# reasoning at the beginning of an answer; what opens it may have been a part of the prompt
+THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTALL)
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
+BAD_ARGUMENTS = "tool calls whose arguments are not JSON"
+RETOLD = "a system prompt that describes tools, of which its template writes the tools"
+# how texts name the tools
+DESCRIBED = re.compile(r"<tools>\s*([\[{].*?)\s*</tools>", re.DOTALL)
+LEADS = ("You are a function calling AI model", "# Tools")  # where the words about tools begin
+GLAIVE = re.compile(r"[,\s]*with access to the following functions\..*?-\s*(?=\{)", re.DOTALL)
+GLAIVE_CALL = "<functioncall>"
+QUOTED = re.compile(r"^(.*\"arguments\"\s*:\s*)'(.*)'(\s*\})$", re.DOTALL)
+CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
 def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
@@ -147,12 +170,12 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     calls, and with system turns before, between and after them. No turn is blank, and there is no
     white space around any text but the results of tools: a space before an answer would become part
     of the answer's first token. `name` is its id if it has none of its own. Raises Unusable."""
-    record, changes = _responses(_unwrapped(record)), list[str]()
+    record, changes = responses_api_as_messages(unwrapped_request(record)), list[str]()
     if format == "auto":
-        _require_known_form(record)
+        require_known_form(record)
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}
-    if turns[1:] and any(_are_texts(record.get(key)) for key in read if key in PROMPTS):
+    if turns[1:] and any(are_texts(record.get(key)) for key in read if key in PROMPTS):
         changes.append("later prompts left out, as their answers are not given")
         turns = turns[:1]
     require_no_media(record)
@@ -213,6 +236,28 @@ def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conver
     )
 
 
+def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
+    """The turns of a record, and the keys that hold them. Raises Unusable if there are no turns, or
+    two lists of them that differ."""
+    (turns, *others), read, follow = turn_lists(record, format)
+    for n, more in enumerate(others, 1):
+        if follow:  # a preferred response may repeat the prompt
+            repeats = 0 < len(turns) < len(more) and _alike(turns, more[: len(turns)])
+            turns = more if repeats else [*turns, *more]
+        elif not _alike(turns, more):
+            raise Unusable(
+                f"two different conversations, under {read[0]!r} and {read[n]!r}: choose one with "
+                "data.format"
+            )
+    return turns, read
+
+
+def _alike(turns: list[Any], others: list[Any]) -> bool:
+    """Whether turns say the same, however they are written."""
+    one, other = ([messages_of(turn, set()) for turn in some] for some in (turns, others))
+    return one == other
+
+
 def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], list[str]]:
     """Whether a record says that its answers were asked for with reasoning, as to a server; the
     other variables that it sets for the chat template; and the keys that say so. Raises Unusable
@@ -241,225 +286,347 @@ def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], 
     return (said[0] if said else None), arguments, [*named, *above]
 
 
-def _unwrapped(record: Any) -> Any:
-    """A record in which a request to a server is wrapped, as in logs and in files of batches, with
-    its keys beside those of the record, and the server's answer as the last turn."""
-    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
-        return record
-    for key in WRAPPERS:
-        inner = record.get(key)
-        turns = _as_turns(inner.get("messages")) if isinstance(inner, dict) else None
-        if not turns or not isinstance(inner, dict):
-            continue
-        record = {k: x for k, x in record.items() if k != key} | inner
-        for name in ANSWERS:
-            answer = record.get(name)
-            if isinstance(answer, dict) and isinstance(answer.get("body"), dict):
-                answer = answer["body"]
-            choices = answer.get("choices") if isinstance(answer, dict) else None
-            if isinstance(choices, list) and choices and isinstance(choices[0], dict):
-                answer = [choices[0].get("message")]
-            if isinstance(answer, list) and answer and all(map(is_turn, answer)):
-                return {k: x for k, x in record.items() if k != name} | {
-                    "messages": [*turns, *answer]
-                }
-        return record
-    return record
-
-
-def _responses(record: Any) -> Any:
-    """A record of OpenAI's Responses API as messages: `instructions`, the items of `input` and
-    those of `output`. Raises Unusable for items of other kinds, as a summary of the reasoning."""
-    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
-        return record
-    asked, said = record.get("input"), record.get("output")
-    items = [x for part in (asked, said) if isinstance(part, list) for x in part]
-    kinds = {x.get("type") for x in items if isinstance(x, dict)}
-    if asked is None or not (kinds & RESPONSES or isinstance(record.get("instructions"), str)):
-        return record
-    turns = list[Any]()
-    for role, part in (("user", asked), ("assistant", said)):
-        if isinstance(part, str):
-            turns.append({"role": role, "content": part})
-            continue
-        for item in part if isinstance(part, list) else ():
-            turns += _items(item)
-    system = {} if absent(record.get("instructions")) else {"system": record["instructions"]}
-    rest = {k: x for k, x in record.items() if k not in ("input", "output", "instructions")}
-    return rest | system | {"messages": turns}
-
-
-def _items(item: Any) -> list[Any]:
-    """The turns that an item of the Responses API is."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message" and is_turn(item):
-        return [{k: x for k, x in item.items() if k not in ("type", "id", "status")}]
-    if kind == "function_call":
-        call = {"id": item.get("call_id"), "name": item.get("name")}
-        return [{"role": "assistant", "tool_calls": [call | {"arguments": item.get("arguments")}]}]
-    if kind == "function_call_output":
-        result = {"role": "tool", "content": item.get("output")}
-        return [result | {"tool_call_id": item.get("call_id")}]
-    if kind == "reasoning" and not item.get("summary") and not item.get("content"):
-        return []
-    raise Unusable(f"an item of the Responses API that is no message or call: {str(kind)[:40]}")
-
-
-def _require_known_form(record: Any) -> None:
-    """Raise Unusable, with the name of the form, for records that are no conversations, or that
-    would lose what makes them one."""
-    if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
-        return
-    inner = record.get("message")
-    if isinstance(record.get("mapping"), dict):
-        raise Unusable("a ChatGPT export: give one path of the tree under 'mapping' as messages")
-    if "message_tree_id" in record or _has_replies(record.get("prompt")):
-        raise Unusable("a tree of replies, as OpenAssistant has it: give one path as messages")
-    if is_turn(inner) and "type" in record:
-        raise Unusable("an agent's session, one turn a record: give its turns as messages")
-    if isinstance(record.get("chat_messages"), list):
-        raise Unusable("a Claude export: give chat_messages as messages, sender as role")
-    if is_turn(record) and not is_record(record) and any(k in record for k in CONTENT):
-        raise Unusable("one turn a record: give all turns of a chat in one record, as messages")
-    if len(record) == 1 and ";" in next(iter(record)):
-        raise Unusable("a table with semicolons between its cells: use commas")
-    if record and all(is_record(value) for value in record.values()):
-        raise Unusable("records under their ids: give a list of the records")
-
-
-def _has_replies(value: Any) -> bool:
-    return isinstance(value, dict) and "replies" in value
-
-
-def is_record(value: Any) -> bool:
-    """Whether a JSON value is a record, by its keys, and not a turn or a tool."""
-    shapes = sum(SHAPES.values(), OTHER_SHAPES)
-    known = {*shapes, *SOURCES, *ANSWERS, "text", "source", "target"}
-    return isinstance(value, dict) and not known.isdisjoint(value) and not is_turn(value)
-
-
-def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
-    """The turns of a record, and the keys that hold them. A key without turns does not hide another
-    one. Raises Unusable if there are no turns, or two lists of them that differ."""
-    auto = format == "auto"
-    if isinstance(record, str) and auto:
-        return [{"role": "user", "content": record}], []
-    if isinstance(record, list) and record and auto and all(map(is_turn, record)):
-        return record, []
-    if not isinstance(record, dict):
-        raise Unusable("not a conversation")
-    usual = sum(SHAPES.values(), ()) if auto else SHAPES[format]
-    known = {key: turns for key in usual if (turns := _as_turns(record.get(key)))}
-    for key in OTHER_SHAPES if auto and not known else ():
-        texts = record.get(key)
-        glaive = isinstance(texts, str) and glaive_turns(texts)
-        turns = glaive or _as_turns(texts, prompts=key in PROMPTS)
-        if turns and all(map(is_turn, turns)):
-            known = known or {key: turns}
-    if not known and auto and isinstance(sample := record.get("sample"), str):  # Glaive's first
-        known = {"sample": glaive_turns(sample)} if glaive_turns(sample) else known
-    if not known and auto and (prompted := _prompted(record)):
-        return prompted
-    if not known:
-        lists = any(isinstance(record.get(key), list) for key in usual)
-        raise Unusable("no turns" if lists else "not a conversation")
-    (one, turns), *others = known.items()
-    for other, theirs in others:
-        if [messages_of(turn, set()) for turn in turns] != [
-            messages_of(turn, set()) for turn in theirs
-        ]:
-            raise Unusable(
-                f"two different conversations, under {one!r} and {other!r}: choose one with "
-                "data.format"
-            )
-    return turns, list(known)
-
-
-def _as_turns(value: Any, prompts: bool = False) -> list[Any] | None:
-    """The turns that a key holds: as a list, as texts of the user and the assistant in alternation
-    (or of the user alone, if they are `prompts`), as columns instead of rows, or any of these as
-    JSON in a text."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        try:
-            return _as_turns(json.loads(value), prompts)
-        except (ValueError, RecursionError):
-            return _as_turns(written_by_python(value), prompts)
-    if isinstance(value, dict):
-        columns = {key: x for key, x in value.items() if isinstance(x, list)}
-        if not is_turn(columns) or len({len(x) for x in columns.values()}) > 1:
-            return None
-        return [dict(zip(columns, row)) for row in zip(*columns.values())]
-    if not isinstance(value, list):
-        return None
-    if _are_texts(value):
-        roles = ("user", "user" if prompts else "assistant")
-        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(value)]
-    return value
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(x, str) for x in value)
-
-
-def _prompted(record: Mapping[str, Any]) -> tuple[list[Any], list[str]] | None:
-    """The turns of a record with a prompt and, if there is one, its completion, and the keys that
-    hold them. Either may be a text or turns. What an instruction is about follows it after a blank
-    line; pairs of a prompt and an answer may come before."""
-    source = next((key for key in SOURCES if not absent(record.get(key))), "")
-    prompt, read = record.get(source), [source]
-    if isinstance(prompt, list) and source in PROMPTS:
-        prompt = _as_turns(prompt, prompts=True)
-    if isinstance(prompt, str) and source not in ("input", "inputs"):
-        about = [k for k in MORE if k != source and not absent(record.get(k))]
-        texts = [k for k in about if isinstance(record[k], str)]
-        prompt, read = "\n\n".join([prompt, *(record[k] for k in texts)]), [*read, *texts]
-    answers = [key for key in ANSWERS if not absent(record.get(key))]
-    said: Any = record[answers[0]] if answers else []
-    read += answers[:1]
-    turns = _history(record.get(HISTORY))
-    read += [HISTORY] if turns else []
-    for role, what in (("user", prompt), ("assistant", said)):
-        if isinstance(what, str):
-            turns.append({"role": role, "content": what})
-        elif isinstance(what, dict) and is_turn(what):
-            turns.append(what)
-        elif isinstance(what, list) and all(map(is_turn, what)):
-            # a preferred answer may repeat the prompt
-            turns = [*what] if _begins_with(what, turns) else [*turns, *what]
-        else:
-            return None
-    if not answers and record.get(TOOLS[0]) and CALLED in record:
-        calls = from_json(record[CALLED])
-        if calls and all(map(is_call, calls)):
-            turns.append({"role": "assistant", "tool_calls": calls})
-            read.append(CALLED)
-    if isinstance(said, str) and answers:
-        for key in REASONING:
-            if isinstance(record.get(key), str):
-                turns[-1][key] = record[key]
-                read.append(key)
-    return (turns, read) if turns else None
-
-
-def _begins_with(turns: list[Any], others: list[Any]) -> bool:
-    """Whether turns begin with these others, and go on."""
-    if not others or len(turns) <= len(others):
-        return False
-    ours = [messages_of(turn, set()) for turn in turns[: len(others)]]
-    return ours == [messages_of(turn, set()) for turn in others]
-
-
-def _history(value: Any) -> list[Any]:
-    """The turns before a prompt, which a record gives as pairs. Raises Unusable for others."""
-    pairs = [] if absent(value) or value == "" else value
-    for pair in pairs if isinstance(pairs, list) else [None]:
-        texts = pair if isinstance(pair, list) else []
-        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-            raise Unusable("a history that is not pairs of a prompt and an answer")
-    return [{"role": r, "content": x} for pair in pairs for r, x in zip(ROLE_PAIR, pair)]
-
-
 def _count_ignored(record: Mapping[str, Any], read: Collection[str], tally: Tally) -> None:
     for key in record:
         if key not in read and not absent(record[key]):
             tally.count(tally.ignored, f"the key {key!r} of records")
+
+
+# Turns
+
+
+def messages_of(turn: Any, ignored: set[str]) -> list[Message]:
+    """A turn; before it, the results of tools that its content has (Anthropic). Its keys that are
+    not read are added to `ignored`. Raises Unusable."""
+    if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
+        results = [x for x in parts if isinstance(x, dict) and x.get("type") == "tool_result"]
+        rest = [x for x in parts if x not in results]
+        if results:
+            tools = [_result(part) for part in results]
+            return tools + ([_message(turn | {"content": rest}, ignored)] if rest else [])
+    message = _message(turn, ignored)
+    # null as content is no turn, while an empty text is an empty system turn
+    there = message.role != "system" or any(not absent(turn.get(key)) for key in CONTENT)
+    return [message] if there else []
+
+
+def _result(part: Mapping[str, Any]) -> Message:
+    """The result of a tool, of those that a turn of the user may have as a part."""
+    id = part.get("tool_use_id")
+    content = "" if absent(part.get("content")) else _content(part["content"], whole=True).text
+    return Message("tool", content, {"tool_call_id": id} if isinstance(id, str) else {})
+
+
+def _message(turn: Any, ignored: set[str]) -> Message:
+    """A turn. Its keys that are not read are added to `ignored`. Raises Unusable."""
+    require_single(turn)
+    turn = {key: x for key, x in turn.items() if not absent(x)} if isinstance(turn, dict) else {}
+    theirs = sorted({str(turn[key]).strip().lower() for key in FROM if key in turn})
+    roles = {ROLES.get(name.replace("-", "_")) for name in theirs}
+    if not roles or None in roles:
+        raise Unusable(f"a turn of another role: {', '.join(theirs)[:40] or 'none is given'}")
+    if len(roles) > 1:
+        raise Unusable("a turn with two different roles")
+    require_no_media(turn)
+    role = str(roles.pop())
+    called = role == "assistant" and "function_call" in {x.replace("-", "_") for x in theirs}
+    contents = [_content(turn[key], whole=role == "tool") for key in CONTENT if key in turn]
+    if any(content.text != contents[0].text for content in contents):
+        raise Unusable("a turn with two different contents")
+    content = contents[0] if contents else Content()
+    read, beside = {*FROM, *CONTENT}, dict[str, Any]()
+    as_written = None
+    if role == "assistant":
+        read |= {*REASONING, *CALLS}
+        thoughts = [plain(turn[key]) for key in REASONING if key in turn] or content.thoughts
+        if any(thought != thoughts[0] for thought in thoughts):
+            raise Unusable("a turn with two different reasonings")
+        within = THOUGHT.match(content.text)
+        if within is not None and not any(thoughts) and "</think>" not in within[2]:
+            as_written, content.text = content.text, within[2].strip()
+            thoughts = [within[1].strip()]
+        if thoughts and thoughts[0]:
+            beside["reasoning_content"] = thoughts[0]
+        calls = [*content.calls]
+        if called:
+            calls += from_json(content.text)
+            content.text = ""
+        for key in CALLS:
+            value = from_json(turn.get(key, []))
+            calls += value
+        if calls:
+            beside["tool_calls"] = [call_of(call) for call in calls]
+    if role == "tool" and isinstance(turn.get("tool_call_id"), str):
+        beside["tool_call_id"] = turn["tool_call_id"]
+        read.add("tool_call_id")
+    if isinstance(turn.get("name"), str):
+        beside["name"] = turn["name"]
+        read.add("name")
+    if not contents and role not in ("tool", "system") and "tool_calls" not in beside:
+        raise Unusable("a turn without content")
+    weight = 1.0
+    for key in WEIGHTS:
+        if key not in turn:
+            continue
+        said = _number_of(turn[key])
+        # a loss such as 0.37 is a measurement, which says nothing about what is trained on
+        if said is not None and (key == "weight" or said in (0, 1) or isinstance(turn[key], int)):
+            read.add(key)
+        if role != "assistant":
+            continue
+        if key == "weight":
+            weight *= _weight(turn[key] if said is None else said)
+            read.add(key)
+        elif key in read:
+            weight *= bool(said)
+    ignored |= {f"the key {key!r} of turns" for key in turn if key not in read}
+    return Message(role, content.text, beside, weight, as_written)
+
+
+def _number_of(value: Any) -> float | None:
+    """The number that a value is or, as tables and JSON have it in a text, stands for; None if it
+    is neither a number nor true or false."""
+    if isinstance(value, str):
+        word = value.strip().lower()
+        if word in ("true", "yes", "false", "no"):
+            return float(word in ("true", "yes"))
+        try:
+            return float(word)
+        except ValueError:
+            return None
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    return None
+
+
+def _weight(value: Any) -> float:
+    """How much an answer counts. Raises Unusable for what is no such number."""
+    if not isinstance(value, bool | int | float) or not (value == 0 or LEAST <= value <= MOST):
+        raise Unusable(f"an answer whose weight is neither 0 nor a number from {LEAST} to {MOST}")
+    return float(value)
+
+
+@dataclass
+class Content:
+    """What is said in a turn: its text and, if it has parts, also those that are not text."""
+
+    text: str = ""
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Any] = field(default_factory=list)
+
+
+def _content(value: Any, whole: bool) -> Content:
+    """A text, or parts that are texts, thoughts and calls; with the white space around it if it is
+    to be `whole`, as the results of tools are. Raises Unusable for other parts."""
+    read = _whole if whole else plain
+    if not isinstance(value, list):
+        return Content(read(value))
+    content, texts = Content(), list[str]()
+    for part in value:
+        if isinstance(part, str):
+            texts.append(part)
+            continue
+        if not isinstance(part, dict):
+            raise Unusable("content that is not text")
+        part = {key: x for key, x in part.items() if not absent(x)}
+        kind = str(part.get("type") or ("text" if "text" in part else next(iter(part), "none")))
+        if kind == "thinking" and isinstance(part.get("thinking"), str):
+            content.thoughts.append(part["thinking"])
+        elif kind == "tool_use":
+            content.calls.append(
+                {"id": part.get("id"), "name": part.get("name"), "arguments": part.get("input")}
+            )
+        elif kind in ("text", "input_text", "output_text"):
+            texts.append(part.get("text", ""))
+        else:
+            raise Unusable(f"content that is not text: {kind[:40]}")
+    if content.thoughts:
+        content.thoughts = [plain("\n\n".join(map(plain, content.thoughts)))]
+    content.text = read("".join(map(_whole, texts)))
+    return content
+
+
+def plain(text: Any) -> str:
+    """A text without the white space around it. Raises Unusable for anything but text."""
+    return _whole(text).strip()
+
+
+def _whole(text: Any) -> str:
+    if not isinstance(text, str):
+        raise Unusable("content that is not text")
+    if SURROGATE.search(text):
+        raise Unusable("text that is not Unicode")
+    return text
+
+
+def joined(one: Message, two: Message) -> Message:
+    """Two turns of one role as one, with a blank line between their texts; the calls of both."""
+    calls = [call for m in (one, two) for call in m.beside.get("tool_calls", ())]
+    rest = [{k: x for k, x in m.beside.items() if k != "tool_calls"} for m in (one, two)]
+    alike = rest[0] == rest[1] or ("tool_calls" in two.beside and not rest[1])
+    moved = "tool_calls" in one.beside and two.content  # a template writes the text first
+    if not alike or moved or one.weight != two.weight:
+        raise Unusable("turns of one role in a row with reasoning, calls, names or weights")
+    content = "\n\n".join(m.content for m in (one, two) if m.content)
+    return Message(
+        one.role, content, rest[0] | ({"tool_calls": calls} if calls else {}), one.weight
+    )
+
+
+def require_unicode(value: Any) -> None:
+    """Raise Unusable if a text within a JSON value has half of a character in it."""
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, str):
+        _whole(value)
+    for inner in value if isinstance(value, list | tuple) else ():
+        require_unicode(inner)
+
+
+def require_single(value: Any) -> None:
+    if isinstance(value, Repeated):
+        raise Unusable("a key that occurs twice in an object, with different values")
+
+
+def require_no_media(value: Mapping[str, Any]) -> None:
+    for key in MEDIA:
+        if not absent(value.get(key)) and value[key] != "":
+            raise Unusable(f"{key}, which is not read")
+
+
+# Tools, calls and their results
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A tool call as servers give it to a chat template, its arguments as an object. Raises
+    Unusable."""
+    call = filled(call)
+    inner = call.get("function", call) if isinstance(call, dict) else {}
+    name = inner.get("name") if isinstance(inner, dict) else None
+    if not isinstance(name, str) or call.get("type", "function") != "function":
+        raise Unusable("tool calls without a function's name")
+    arguments = inner.get("arguments", inner.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError) as error:
+            raise Unusable(BAD_ARGUMENTS) from error
+    if not isinstance(arguments, dict):
+        raise Unusable("tool calls whose arguments are not an object")
+    described = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return ({"id": call["id"]} if isinstance(call.get("id"), str) else {}) | described
+
+
+def tools_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The tools that a record describes, as servers give them to a chat template. Raises
+    Unusable."""
+    tools = [tool for key in TOOLS for tool in from_json(record.get(key))]
+    if not all(isinstance(tool, dict) for tool in tools):
+        raise Unusable("tools that are not JSON objects")
+    return tuple(map(_tool, map(filled, tools)))
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form."""
+    if isinstance(tool.get("function"), dict):
+        return tool
+    tool = {key: x for key, x in tool.items() if not (key == "type" and x == "function")}
+    if "input_schema" in tool:  # Anthropic's
+        tool["parameters"] = tool.pop("input_schema")
+    parameters = tool.get("parameters")
+    described = isinstance(parameters, dict) and "properties" not in parameters
+    if described and parameters and all(isinstance(x, dict) for x in parameters.values()):
+        tool["parameters"] = {"type": "object", "properties": parameters}  # xLAM's
+    return {"type": "function", "function": tool}
+
+
+def filled(value: Any) -> Any:
+    """A value without the keys that a table fills with null, since other rows have them."""
+    if isinstance(value, dict):
+        return {key: filled(x) for key, x in value.items() if x is not None}
+    return [filled(x) for x in value] if isinstance(value, list) else value
+
+
+# …, where data sets write them within texts
+
+
+def without_tags(message: Message) -> list[Message]:
+    """A turn, whose text may have calls or the results of tools in it, with these beside it or, if
+    it has several results, as several turns."""
+    if message.role == "tool":
+        return [replace(message, content=result) for result in results_within(message.content)]
+    if message.role != "assistant" or "tool_calls" in message.beside:
+        return [message]
+    content, calls = calls_within(message.content)
+    if not calls:
+        return [message]
+    beside = {**message.beside, "tool_calls": [call_of(call) for call in calls]}
+    return [replace(message, content=content, beside=beside, as_written=None)]
+
+
+def tools_within(text: str) -> tuple[str, list[Any]] | None:
+    """A system prompt as it is without the tools that it describes, and these tools; None if it
+    describes none in a way that is known."""
+    if (block := DESCRIBED.search(text)) is not None:  # Hermes, and what Qwen's template writes
+        starts = [at for lead in LEADS if 0 <= (at := text.find(lead)) < block.start()]
+        tools = _values(block[1])
+        if starts and tools:
+            return text[: min(starts)].strip(), tools
+    if (lead := GLAIVE.search(text)) is not None and (tools := _values(text[lead.end() :])):
+        return f"{text[: lead.start()].rstrip('.')}.", tools
+    return None
+
+
+def _values(text: str) -> list[Any]:
+    """The objects in a text, one after another or in a list; none if it is anything else."""
+    decoder, values, at = json.JSONDecoder(), list[Any](), 0
+    try:
+        while at < len(text):
+            value, at = decoder.raw_decode(text, at)
+            values += value if isinstance(value, list) else [value]
+            at += len(text[at:]) - len(text[at:].lstrip(" \t\r\n,"))
+    except (ValueError, RecursionError):
+        return []
+    return values if all(isinstance(value, dict) for value in values) else []
+
+
+def calls_within(text: str) -> tuple[str, list[Any]]:
+    """An answer without the calls that it ends with, as Hermes and Glaive write them, and the
+    calls. Raises Unusable if they cannot be read, or if more text follows."""
+    if GLAIVE_CALL in text:
+        said, *calls = text.split(GLAIVE_CALL)
+        return said.strip(), [_call_within(call.strip()) for call in calls]
+    if (first := CALL.search(text)) is None:
+        return text, []
+    if CALL.sub("", text[first.start() :]).strip():
+        raise Unusable("text after a tool call")
+    calls = [call for block in CALL.findall(text) for call in _listed(_call_within(block))]
+    return text[: first.start()].strip(), calls
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call_within(text: str) -> Any:
+    """A call in JSON or, as some of these data sets have it, as Python writes an object, or with
+    its arguments as JSON in single quotes."""
+    if (quoted := QUOTED.match(text)) is not None:
+        arguments = json.dumps(quoted[2].replace("\\'", "'"))
+        text = f"{quoted[1]}{arguments}{quoted[3]}"
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    if (value := written_by_python(text)) is None:
+        raise Unusable(BAD_ARGUMENTS)
+    return value
+
+
+def results_within(text: str) -> list[str]:
+    """The results in the turn of a tool, without the tags that Hermes puts around each."""
+    results = RESULT.findall(text)
+    return results if results and not RESULT.sub("", text).strip() else [text]

@@ -26,7 +26,8 @@ from train.data.conversations import (
 )
 from train.data.data_files import require_whole, split_files
 from train.data.encoding import PACKED, TextFile, opened
-from train.data.records import is_record, normal
+from train.data.record_shapes import is_record
+from train.data.records import normal
 
 SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation

