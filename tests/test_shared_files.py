@@ -32,7 +32,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import REPOSITORY, Tiny, compose
 from train.data.conversations import SourceConfig
-from train.data.template import Document
+from train.data.sequences import Document
 from train.folder import locked
 from train.hidden_states.store import FeaturesConfig, HiddenStateStore
 from train.run_config import PATHS, expand_home

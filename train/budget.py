@@ -29,9 +29,8 @@ from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from train import optim
 from train.accelerated import from_main, ranks_of
-from train.data.packing import pack
-from train.data.split import Split
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt, pack
+from train.data.split import DataSplit
 from train.folder import PLAN, config_of, digest_of_settings
 from train.forecast import SHARES
 from train.hidden_states.batches import OnlineBatches
@@ -51,7 +50,7 @@ PLANNED = 0.92  # share of the time left that is planned: stages overran their p
 def planned(
     cfg: Config,
     folder: Path,
-    split: Split[Any],
+    split: DataSplit[Any],
     target: TargetOnDemand,
     accelerator: Accelerator,
     started: float,

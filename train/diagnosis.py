@@ -17,12 +17,18 @@ from specdec.drafters import frequent_tokens
 from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
 from train.data.conversations import TEXTS, DataConfig
-from train.data.cut_responses import cut_responses_in_cache
-from train.data.response_files import AnswersConfig, key_of, name_of, of_answer, read_answers
+from train.data.response_files import (
+    AnswersConfig,
+    cut_responses_in_cache,
+    key_of,
+    name_of,
+    of_answer,
+    read_answers,
+)
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.spans import DISAGREE
-from train.data.split import Split
-from train.data.template import Document, Prompt, too_long_prompt
+from train.data.sequences import Document, Prompt, too_long_prompt
+from train.data.split import DataSplit
+from train.data.template import DISAGREE
 
 MOST_WRONG = 0.05  # the share of conversations, or of answers, above which the data are at fault
 QUANTILES = {"median": 0.5, "9 in 10": 0.9, "99 in 100": 0.99, "longest": 1.0}
@@ -135,14 +141,14 @@ def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
     }
 
 
-def _left_out(cfg: DataConfig, split: Split[Any]) -> int:
+def _left_out(cfg: DataConfig, split: DataSplit[Any]) -> int:
     """How many conversations are skipped because they, or their prompts, are too long."""
     if cfg.answers == "target":
         return split.tally.dropped[too_long_prompt(cfg.max_prompt)]
     return len(split.tally.too_long)
 
 
-def _longer(cfg: DataConfig, split: Split[Any]) -> dict[int, int]:
+def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
     """How many texts are longer than the limit that the settings give; of documents that are
     skipped, also how many are longer than two and four times as much."""
     texts = (*split.train, *split.held_out)
@@ -254,7 +260,7 @@ def _scripts(texts: Iterator[str]) -> dict[str, float]:
     return {script: n / letters.total() for script, n in letters.most_common(8)}
 
 
-def _coverage(split: Split[Document], whole: int, asked: int | None) -> dict[int, float]:
+def _coverage(split: DataSplit[Document], whole: int, asked: int | None) -> dict[int, float]:
     """For vocabularies of the training answers' most frequent tokens, as drafts are pruned to, the
     share of the held-out answers' tokens in them."""
     sizes = sorted({*VOCABULARIES, *([asked] if asked else [])})
@@ -290,7 +296,7 @@ def _stops(texts: Sequence[Any], target: Parts) -> dict[str, int]:
     return {names[i]: n for i, n in ends.most_common()}
 
 
-def _faults(split: Split[Document], stops: dict[str, int], target: Parts) -> list[str]:
+def _faults(split: DataSplit[Document], stops: dict[str, int], target: Parts) -> list[str]:
     faults = []
     uncertain, read = split.tally.dropped[DISAGREE], split.tally.read
     if uncertain > MOST_WRONG * read:

@@ -38,8 +38,8 @@ from train import training_checkpoint
 from train.continued import Change, change_of
 from train.data.conversations import DataConfig
 from train.data.response_files import RESPONSES_READ
+from train.data.sequences import Document, Prompt
 from train.data.split import SHARE, trained_openings
-from train.data.template import Document, Prompt
 from train.loop import LoopConfig
 from train.rows_per_step import RowsPerStep
 from train.run_config import Config

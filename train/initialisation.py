@@ -26,7 +26,7 @@ from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint
 from specdec.progress import console
 from specdec.targets.parts import Parts
-from train.data.template import Document
+from train.data.sequences import Document
 from train.hidden_states.batches import BatchSource, OnlineBatches
 
 WHOLE = "its vocabulary is the target's"

@@ -25,7 +25,7 @@ from specdec.report import report
 from specdec.targets.base import Target
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
-from train.data.template import Prompt
+from train.data.sequences import Prompt
 from train.run_config import Config
 from train.run_documents import Texts
 from train.tracking import Tracker, curve

@@ -25,8 +25,7 @@ from specdec.targets.on_demand import TargetOnDemand
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
 from train.budget import planned
-from train.data.cut_responses import cut_responses
-from train.data.response_files import ResponsesRead
+from train.data.response_files import ResponsesRead, cut_responses
 from train.data.trained_on import TrainedOn, before_this_stage
 from train.folder import (
     BEGAN,

@@ -18,7 +18,7 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.targets.parts import Parts
 from train import training_checkpoint
-from train.data.split import require_readable
+from train.data.reader import require_readable
 from train.folder import require_same_run
 from train.hidden_states.store import megabytes
 from train.initialisation import require_starts

@@ -18,12 +18,11 @@ from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.conversations import DataConfig
-from train.data.cut_responses import cut_responses
-from train.data.response_files import AnswersConfig, ResponsesRead
+from train.data.response_files import AnswersConfig, ResponsesRead, cut_responses
 from train.data.responses import answered
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.split import SHARE, Split
-from train.data.template import Document, Prompt, evenly
+from train.data.sequences import Document, Prompt, evenly
+from train.data.split import SHARE, DataSplit
 from train.hidden_states.store import HiddenStateStore
 from train.plan import FEWEST
 from train.run_config import Config
@@ -54,7 +53,7 @@ def split_of(
     ranks: Ranks,
     depth: int = 1,
     starts_from: Collection[Path] = (),
-) -> Split[Any]:
+) -> DataSplit[Any]:
     """`read_run_data`, and a report of it. Raises UserError if the run cannot use what it reads."""
     split = read_run_data(data, parts, depth, ranks, starts_from)
     console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of(split)}")
@@ -94,7 +93,7 @@ def split_of(
 
 def texts_of(
     cfg: Config,
-    split: Split[Any],
+    split: DataSplit[Any],
     measured: int,
     target: TargetOnDemand,
     store: HiddenStateStore | None,
@@ -159,7 +158,7 @@ def _unanswered(prompt: Prompt) -> Document:
 
 def answer_share(
     cfg: Config,
-    split: Split[Any],
+    split: DataSplit[Any],
     target: TargetOnDemand,
     store: HiddenStateStore | None,
     accelerator: Accelerator,

@@ -15,7 +15,7 @@ from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.on_demand import TargetOnDemand
 from train.data.response_files import AnswersConfig, ResponsesRead
 from train.data.responses import Author, answered
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
 
 DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
 

@@ -22,7 +22,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.targets.on_demand import TargetOnDemand
 from train import optim
 from train.accelerated import accelerator_of
-from train.data.template import Document
+from train.data.sequences import Document
 from train.initialisation import StageConfig, initial_drafter
 from train.run_config import composed, register
 

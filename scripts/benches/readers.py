@@ -18,7 +18,7 @@ from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.targets.on_demand import TargetOnDemand
 from train.data.run_data import DataCounts, measured_prompts
-from train.data.template import Prompt
+from train.data.sequences import Prompt
 from train.diagnosis import diagnose
 from train.folder import config_of, data_of_run, noted_prompts
 from train.pipeline import run

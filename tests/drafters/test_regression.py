@@ -32,7 +32,7 @@ from specdec.formats import draft_checkpoint
 from specdec.targets.base import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
-from train.data.template import Document
+from train.data.sequences import Document
 from train.hidden_states.batches import OnlineBatches
 from train.initialisation import StageConfig, initial_drafter
 

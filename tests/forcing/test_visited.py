@@ -32,10 +32,9 @@ from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of
-from train.data.packing import Row, pack
 from train.data.response_files import of_answer
 from train.data.responses import logged
-from train.data.template import Prompt
+from train.data.sequences import Prompt, Row, pack
 from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches
 

@@ -27,7 +27,7 @@ from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
 from train.data import engine_responses
 from train.data.response_files import name_of
-from train.data.template import Prompt
+from train.data.sequences import Prompt
 
 LIVES = 10
 AT_ONCE = 4

@@ -18,8 +18,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import lm
-from train.data.packing import pack
-from train.data.template import Document
+from train.data.sequences import Document, pack
 from train.held_out import evaluate
 from train.hidden_states.batches import OnlineBatches
 

@@ -19,7 +19,7 @@ from specdec.targets.base import Target
 from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import as_before, draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
-from train.data.template import Document
+from train.data.sequences import Document
 from train.initialisation import StageConfig, initial_drafter
 
 TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]

@@ -41,10 +41,9 @@ from tests.runs import as_before
 from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import responses
-from train.data.packing import Row
 from train.data.response_files import AnswersConfig
 from train.data.responses import answered
-from train.data.template import Prompt
+from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
 from train.hidden_states import store as features
 from train.hidden_states.batches import OnlineBatches

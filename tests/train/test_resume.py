@@ -32,8 +32,7 @@ from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run
 from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
-from train.data.packing import Row
-from train.data.template import Document
+from train.data.sequences import Document, Row
 from train.hidden_states import filling
 from train.hidden_states import store as features
 from train.hidden_states.batches import BatchSource

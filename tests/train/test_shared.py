@@ -24,8 +24,7 @@ from tests.tiny import (
     save_target,
     write_jsonl,
 )
-from train.data.packing import pack
-from train.data.template import Document
+from train.data.sequences import Document, pack
 from train.hidden_states import shared
 from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches

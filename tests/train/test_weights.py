@@ -18,7 +18,7 @@ from tests.tiny import Tiny, conversations, losses, write_jsonl
 from tests.train.test_resume import SEVERAL, TORCHRUN
 from tests.train.test_rounds import ON_POLICY
 from train import folder, optim
-from train.data.template import Document
+from train.data.sequences import Document
 
 pytestmark = pytest.mark.usefixtures("one_thread", "training_alone")
 Weigh = Callable[[int], Any]

@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec.errors import UserError, require, require_known, require_within
 
+DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
 THINKING = ("template", "on", "off", "data", "mixed")
 FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
@@ -287,7 +288,7 @@ class Journal(Tally):
         name = next(name for name in COUNTERS if getattr(self, name) is counter)
         self._counted.append((name, reason, example))
 
-    def begin(self, read: int) -> None:
+    def go_on_from(self, read: int) -> None:
         """Go on where so many records have been read from all sources."""
         self.read = self._before = read
 
@@ -296,3 +297,28 @@ class Journal(Tally):
         noted = Noted(self.read - self._before, tuple(self._counted))
         self._before, self._counted = self.read, []
         return noted
+
+
+def distinct_texts(conversation: Conversation) -> tuple[str, ...]:
+    """What may tell a conversation from others with the same opening: its system prompt, its later
+    turns but the answers, and its answers, each shortened. Pieces of a chat have the texts of the
+    first piece."""
+    if conversation.distinct:
+        return conversation.distinct
+    opened, texts = False, {"system": list[str](), "assistant": [], "user": []}
+    for message in conversation.messages:
+        if message.role == "user" and not opened:
+            opened = True
+        else:
+            texts[message.role if message.role in texts else "user"].append(message.content)
+    if not opened:  # the rows of token ids
+        return ("",)
+    joined = ("\n".join(texts[role]) for role in ("system", "user", "assistant"))
+    return tuple(_shortened(text) for text in joined)
+
+
+def _shortened(text: str) -> str:
+    """The beginning of a text and, if it is longer than that, a word that stands for all of it."""
+    if len(text) <= DISTINCT:
+        return text
+    return f"{text[:DISTINCT]} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

@@ -52,7 +52,7 @@ from train.data.response_files import (
     seed_of,
     unanswered,
 )
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
 from train.hidden_states.store import HiddenStateStore
 from train.shards import shard_of
 

@@ -16,9 +16,10 @@ from specdec.engines.client import Server
 from specdec.errors import require, require_within
 from specdec.files import read_json, sealed_lines, write_json
 from specdec.integrity import Damaged
+from specdec.measure.results import CutResponses
 from specdec.sampling.sampler import require_cutoffs, require_temperature
 from specdec.targets.parts import Parts
-from train.data.template import Document, Prompt, evenly
+from train.data.sequences import Document, Prompt, evenly
 from train.shards import shard_of
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
@@ -232,3 +233,34 @@ def of_answer(
         if not drafts:
             return None
     return document
+
+
+def cut_responses(
+    documents: Sequence[Document], eos: Collection[int], cfg: AnswersConfig
+) -> CutResponses:
+    """Of documents that end in the target's response. A response was cut if it has the most tokens
+    that it may have, and its last one does not end a response (`eos`)."""
+    ids_of = [document.ids[document.mask].tolist() for document in documents]
+    return _count_cut([ids for ids in ids_of if ids], eos, cfg)
+
+
+def cut_responses_in_cache(
+    target: Parts, prompts: Sequence[Prompt], cfg: AnswersConfig
+) -> CutResponses | None:
+    """Of the responses to these prompts that earlier runs have stored; None if there are none."""
+    asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
+    key = key_of(target, cfg, bool(cfg.engines))
+    folder = Path(cfg.root) / key
+    if not folder.is_dir():
+        return None
+    stored = read_answers(folder, key, target.vocab_size, asked).by_prompt
+    known = [stored[name]["ids"] for name in asked if name in stored]
+    return _count_cut(known, target.eos, cfg) if known else None
+
+
+def _count_cut(
+    responses: Sequence[Sequence[int]], eos: Collection[int], cfg: AnswersConfig
+) -> CutResponses:
+    most = cfg.max_new_tokens
+    cut = sum(len(ids) >= most and ids[-1] not in eos for ids in responses)
+    return CutResponses(responses=len(responses), cut=cut, max_new_tokens=most)

@@ -46,7 +46,7 @@ from train.data.response_files import (
     read_answers,
     seed_of,
 )
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
 from train.hidden_states.store import HiddenStateStore
 from train.shards import Shard, shard_of
 

@@ -13,10 +13,10 @@ from specdec.errors import UserError, require
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.parts import Parts
 from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
-from train.data.reader import Reader, Share, Work
+from train.data.reader import Reader, ReaderWork, SharedWork
 from train.data.responses import logged
-from train.data.split import Split, load, split_documents, split_prompts
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
+from train.data.split import DataSplit, split_conversations, split_documents, split_prompts
 from train.data.trained_on import leave_out, trained_on, without_trained_on
 
 LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")  # of a `Split`
@@ -43,7 +43,7 @@ class DataCounts:
     digest: str
 
     @classmethod
-    def of(cls, split: Split[Any]) -> "DataCounts":
+    def of(cls, split: DataSplit[Any]) -> "DataCounts":
         return cls(
             records=split.tally.read,
             usable=split.tally.kept,
@@ -72,7 +72,7 @@ def _tokens(texts: Sequence[Document | Prompt]) -> int:
     return sum(len(text.ids) for text in texts)
 
 
-def _digest(split: Split[Any]) -> str:
+def _digest(split: DataSplit[Any]) -> str:
     digest = hashlib.blake2b(digest_size=12)
     for name in LISTS:
         digest.update(f"{name}:".encode())
@@ -89,7 +89,7 @@ def read_run_data(
     depth: int = 1,
     ranks: Ranks = ALONE,
     starts_from: Collection[Path] = (),
-) -> Split[Any]:
+) -> DataSplit[Any]:
     """What a run with these settings reads: prompts if the target generates the responses, else
     documents with those of the data, or rounds of a log (`data.rounds`), each with at most `depth`
     drafted tokens. What the drafts that it `starts_from` were trained on is not measured. Of
@@ -100,12 +100,12 @@ def read_run_data(
         f"{target.title} is an encoder-decoder, which does not read plain text: give data=pairs",
     )
 
-    def read(share: Share) -> Split[Any]:
+    def read(share: SharedWork) -> DataSplit[Any]:
         return _split(cfg, target.tokenizer, None if ranks.alone else share)
 
-    split = ranks.led(read, Work(cfg, target.tokenizer)) or Split()
+    split = ranks.led(read, ReaderWork(cfg, target.tokenizer)) or DataSplit()
     tally, shares = ranks.first(lambda: (split.tally, (split.share, split.validation_share)))
-    split = Split(
+    split = DataSplit(
         **{name: ranks.handed(partial(getattr, split, name)) for name in LISTS},
         tally=tally,
         share=shares[0],
@@ -119,13 +119,13 @@ def read_run_data(
     return split
 
 
-def _split(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Any]:
+def _split(cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None) -> DataSplit[Any]:
     if cfg.answers == "target":
         return split_prompts(cfg, tokenizer, share)
     return split_documents(cfg, tokenizer, share)
 
 
-def unusable_data(cfg: DataConfig, split: Split[Any], new: int, target: Parts) -> Iterator[str]:
+def unusable_data(cfg: DataConfig, split: DataSplit[Any], new: int, target: Parts) -> Iterator[str]:
     """The reasons, in a line each, why a run cannot use what it reads. `new` is the number of
     tokens of the longest response that the target generates."""
     for name, side in (("training", split.train), ("held-out", split.held_out)):
@@ -168,7 +168,7 @@ def measured_prompts(
     else:
         reader, asking = Reader(cfg, tokenizer), Reader(replace(cfg, thinking=thinking), tokenizer)
         use: Any = reader.prompt if cfg.answers == "target" else reader.documents
-        split = load(cfg, use, asking.prompt)
+        split = split_conversations(cfg, use, asking.prompt)
     if draft is not None and (known := trained_on(draft)) is not None:
         leave_out(split, known.before, f"the stages before {draft}")
     return chosen_prompts(split.prompts, split.validation_prompts, limit, others)

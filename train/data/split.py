@@ -3,10 +3,8 @@ which drafts are selected, and a test part, which is reported; and turns them in
 """
 
 import hashlib
-import math
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, Generic, TypeVar
@@ -14,13 +12,16 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from specdec.errors import UserError, require
-from train.data.conversations import TEXTS, Conversation, DataConfig, Tally, Unusable
-from train.data.mixture import Ahead, Mixture, shuffled
+from train.data.conversations import (
+    Conversation,
+    DataConfig,
+    Tally,
+    Unusable,
+    distinct_texts,
+)
 from train.data.near_duplicates import compared_words, near_duplicates, words_of
-from train.data.reader import AT_ONCE, Reader, Share, used
-from train.data.records import normal
-from train.data.sources import files_of, records
-from train.data.template import PATIENCE, Document, Prompt, require_spans
+from train.data.reader import AT_ONCE, Reader, SharedWork, read_conversations, require_spans, used
+from train.data.sequences import Document, Prompt
 
 SHARE = 0.05  # of the conversations of large data that are held out
 ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrate, to choose a shape
@@ -29,18 +30,11 @@ VALIDATION = 0.25  # of the held-out conversations: they select drafts, and are 
 LEAST_PART = 12  # conversations of the validation part, and of the test part
 FEW, PART = 4, 0.25  # conversations of one opening that stay together, or their part of those held
 TRAINED = 0.9  # no share that is held out reaches the places of what is only trained on
-DISTINCT = 300  # characters of a text that tells conversations with one opening apart
-ACCEPTED = (
-    'ShareGPT {"conversations": [{"from": "human", "value": "…"}, …]} or '
-    '{"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}, '
-    "as a JSON array or one per line; "
-    "data=pairs and data=text read other data"
-)
 T = TypeVar("T")
 
 
 @dataclass
-class Split(Generic[T]):
+class DataSplit(Generic[T]):
     """The items of both sides, and the fraction of all conversations that is held out.
 
     The held-out side has two parts: on `validation` the best draft is selected, and on `test` it is
@@ -60,157 +54,12 @@ class Split(Generic[T]):
     validation_share: float = 0.0
 
 
-def read(
-    cfg: DataConfig,
-    tally: Tally,
-    use: Callable[[Conversation], T],
-    share: Share | None = None,
-) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg` in order, each with a unique id, and what `use` makes of it, a
-    method of a `Reader` if several processes `share` the work. They change nothing but the time:
-    conversations are read ahead, but no more than may be needed, and are counted in turn. Unusable
-    ones are counted and left out. Raises UserError if there is no conversation, and as
-    `require_spans` does if the first ones have no certain mask."""
-    usable, wrong, seen = 0, list[str](), Counter[str]()
-    weights = [weight for _, weight in cfg.parts]
-
-    def room(weight: float | None) -> int:
-        """How many conversations of a source with this weight to read at once."""
-        if share is None or (weight is not None and cfg.records is not None):
-            return 1  # of mixed sources, which records are read depends on what is usable
-        left = AT_ONCE if cfg.limit is None else min(AT_ONCE, cfg.limit - usable)
-        return math.ceil(left if weight is None else left * weight / sum(filter(None, weights)))
-
-    def source(one: DataConfig, weight: float | None) -> Ahead[T]:
-        return Ahead(
-            lambda journal: shuffled(_normalised(one, journal, wrong), one.shuffle, one.seed),
-            tally,
-            lambda conversations: used(use, conversations, share),
-            lambda: room(weight),
-        )
-
-    mixture = Mixture([source(*part) for part in cfg.parts], weights)
-    for n, (conversation, item) in mixture:
-        seen[conversation.id] += 1
-        if (number := seen[conversation.id]) > 1:
-            conversation, item = _renamed(conversation, item, number)
-        if isinstance(item, Unusable):
-            tally.count(tally.dropped, str(item))
-            tally.too_long += [item.tokens] * (item.tokens > 0)
-            if not usable:
-                require_spans(tally, PATIENCE)
-            continue
-        usable += 1
-        mixture.taken[n] += 1
-        for one in item if isinstance(item, list) else [item]:
-            for note in getattr(one, "notes", ()):
-                tally.count(tally.changed, note)
-        yield conversation, item
-        if usable == cfg.limit:
-            tally.count(tally.unread, f"the rest, after data.limit={cfg.limit}")
-            return
-    if mixture.ended is not None:
-        ended = cfg.parts[mixture.ended][0].path
-        tally.count(tally.unread, f"the rest of the other sources, after the end of {ended}")
-    if not seen:
-        why = (tally.reasons() or "it is empty") + "".join(wrong[:1])
-        what, accepted = "conversation", ACCEPTED
-        if cfg.format == "pairs":
-            names = " and ".join(cfg.pair)
-            what, accepted = "pair", f"{names}, as keys of JSON records or columns of a table"
-        elif cfg.format == "tokens":
-            what, accepted = "row of token ids", '{"input_ids": […], "labels": […]}, one per line'
-        elif cfg.format in TEXTS:
-            what, accepted = "text", 'plain text in .txt files, or JSON records {"text": "…"}'
-        raise UserError(f"{cfg.name}: no {what} in it ({why}); accepted: {accepted}")
-
-
-def _renamed(conversation: Conversation, item: T, number: int) -> tuple[Conversation, T]:
-    """The conversation whose id is the `number`-th of its kind, and what was made of it."""
-    before, after = conversation.id, f"{conversation.id}#{number}"
-    renamed = replace(conversation, id=after)
-    if item is conversation:
-        return renamed, renamed  # type: ignore[return-value]
-    for one in item if isinstance(item, list) else [item]:
-        if isinstance(one, Document | Prompt):
-            one.id = after + one.id.removeprefix(before)
-        if isinstance(one, Document) and one.chat:
-            one.chat = after
-    return renamed, item
-
-
-def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Conversation]:
-    """The conversations of one source. Unusable records are counted; if the first record is one,
-    its description is added to `wrong`."""
-    last = None
-    for name, record in records(cfg, tally):
-        if tally.read == cfg.records:
-            tally.count(tally.unread, f"the rest, after data.records={cfg.records}")
-            return
-        tally.read += 1
-        try:
-            conversation = normal(record, name, cfg, tally)
-        except Unusable as reason:
-            tally.count(tally.dropped, str(reason))
-            if last is None and not wrong:
-                keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
-                wrong.append(f"; the first record: {(keys or repr(record))[:100]}")
-            if last is not None and (skipped := _skipped_piece(last, record)):
-                last = skipped
-            continue
-        if last is not None and _goes_on(last, conversation):
-            conversation = replace(
-                conversation, opening=last.opening, distinct=distinct_texts(last)
-            )
-        last = conversation
-        yield conversation
-
-
-def require_readable(cfg: DataConfig) -> None:
-    """Raise UserError if a local source is missing or holds no conversation. Reads up to the first
-    conversation of each; does not check hub datasets."""
-    for one, _ in cfg.parts:
-        if files_of(one) is not None:
-            next(read(one, Tally(), lambda conversation: conversation))
-
-
-def _goes_on(last: Conversation, following: Conversation) -> bool:
-    """Whether a record continues the chat of the one before. ShareGPT splits a long chat into
-    pieces xyz_0, xyz_11, …: the number counts turns, and a piece that begins with an answer
-    repeats the last answer of the piece before. After a skipped piece, whose turns are not known
-    (`_skipped_piece`), the next higher number continues the chat."""
-    piece, next_piece = _piece(last.id), _piece(following.id)
-    if piece is None or next_piece is None or next_piece[0] != piece[0]:
-        return False
-    if not last.roles:
-        return next_piece[1] > piece[1]
-    turns = len(last.roles) - (following.roles[0] == "assistant")
-    return last.roles[-1] == "assistant" and next_piece[1] == piece[1] + turns
-
-
-def _piece(id: str) -> tuple[str, int] | None:
-    """The name of a chat and the number of a piece of it, as an id has them."""
-    name = re.fullmatch(r"(.+)_([0-9]{1,9})", id, re.DOTALL)
-    return None if name is None else (name[1], int(name[2]))
-
-
-def _skipped_piece(last: Conversation, record: Any) -> Conversation | None:
-    """What stands for a record that is skipped but continues the chat of the one before: that
-    conversation, with the id of the record and without roles. None for any other record."""
-    id = record.get("id") if isinstance(record, dict) else None
-    if not isinstance(id, str):
-        return None
-    skipped = replace(last, id=id, roles=(), distinct=distinct_texts(last))
-    begins = (replace(skipped, roles=(role,)) for role in ("user", "assistant"))
-    return skipped if any(_goes_on(last, piece) for piece in begins) else None
-
-
-def load(
+def split_conversations(
     cfg: DataConfig,
     use: Callable[[Conversation], T],
     ask: Callable[[Conversation], Prompt] | None = None,
-    share: Share | None = None,
-) -> Split[T]:
+    share: SharedWork | None = None,
+) -> DataSplit[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
     the held-out ones. Both are methods of a `Reader` if several processes `share` the work. The
     side of a conversation depends only on its opening prompt
@@ -220,11 +69,11 @@ def load(
     conversations that nearly duplicate a held-out one are dropped, and so are conversations of the
     validation part that nearly duplicate one of the test part. Raises UserError if the data is
     missing or holds no usable conversation."""
-    split, train, opened = Split[T](), list[T](), list[str]()
+    split, train, opened = DataSplit[T](), list[T](), list[str]()
     distinct: list[tuple[str, ...]] = []
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
     conversation: Conversation | None
-    for conversation, item in read(cfg, split.tally, use, share):
+    for conversation, item in read_conversations(cfg, split.tally, use, share):
         large = len(opened) * SHARE >= ENOUGH  # then no more than SHARE is held out
         most = cfg.held_out if cfg.held_out is not None else SHARE if large else 1.0
         asks = ask is not None and may_be_held_out(conversation, most)
@@ -273,7 +122,7 @@ def load(
 
 
 def _divide(
-    split: Split[Any], openings: Sequence[str], fraction: float | None
+    split: DataSplit[Any], openings: Sequence[str], fraction: float | None
 ) -> list[bool | None]:
     """Divide the held-out side of a split, of which these are the opening prompts, into validation
     and test. Returns for each whether it is in the test part; None: in neither, because it is a
@@ -303,15 +152,17 @@ def _divide(
     return tested
 
 
-def split_documents(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Document]:
-    """The split of `load`, as documents with the data's own answers."""
+def split_documents(
+    cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None
+) -> DataSplit[Document]:
+    """The split of `split_conversations`, as documents with the data's own answers."""
     reader = Reader(cfg, tokenizer)
-    rows = load(cfg, reader.documents, reader.prompt, share)
+    rows = split_conversations(cfg, reader.documents, reader.prompt, share)
     parts = {
         name: list(chain.from_iterable(getattr(rows, name)))
         for name in ("train", "held_out", "validation", "test")
     }
-    split = Split(
+    split = DataSplit(
         **parts,
         prompts=rows.prompts,
         validation_prompts=rows.validation_prompts,
@@ -324,10 +175,12 @@ def split_documents(cfg: DataConfig, tokenizer: Any, share: Share | None = None)
     return split
 
 
-def split_prompts(cfg: DataConfig, tokenizer: Any, share: Share | None = None) -> Split[Prompt]:
-    """The split of `load`, as prompts for the target to answer."""
+def split_prompts(
+    cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None
+) -> DataSplit[Prompt]:
+    """The split of `split_conversations`, as prompts for the target to answer."""
     reader = Reader(cfg, tokenizer)
-    split = load(cfg, reader.prompt, share=share)
+    split = split_conversations(cfg, reader.prompt, share=share)
     split.prompts = split.test
     split.validation_prompts = split.validation if split.validation_share else []
     return split
@@ -347,7 +200,7 @@ def trained_openings(
     # which conversations a limit or weights let a run read depends on what is usable
     sources = [replace(source, weight=None) for source in cfg.sources]
     every = replace(cfg, limit=None, sources=sources)
-    if not any(there for _, there in read(every, Tally(), known)):
+    if not any(there for _, there in read_conversations(every, Tally(), known)):
         return set()
     reader = Reader(cfg, tokenizer)
 
@@ -359,33 +212,8 @@ def trained_openings(
             texts.append(reader.prompt(conversation))
         return [compared_words(conversation.opening)] * len(texts)
 
-    trained = set(list(chain.from_iterable(load(cfg, use).train))[:size])
+    trained = set(list(chain.from_iterable(split_conversations(cfg, use).train))[:size])
     return {opening for opening in openings if compared_words(opening) in trained}
-
-
-def distinct_texts(conversation: Conversation) -> tuple[str, ...]:
-    """What may tell a conversation from others with the same opening: its system prompt, its later
-    turns but the answers, and its answers, each shortened. Pieces of a chat have the texts of the
-    first piece."""
-    if conversation.distinct:
-        return conversation.distinct
-    opened, texts = False, {"system": list[str](), "assistant": [], "user": []}
-    for message in conversation.messages:
-        if message.role == "user" and not opened:
-            opened = True
-        else:
-            texts[message.role if message.role in texts else "user"].append(message.content)
-    if not opened:  # the rows of token ids
-        return ("",)
-    joined = ("\n".join(texts[role]) for role in ("system", "user", "assistant"))
-    return tuple(_shortened(text) for text in joined)
-
-
-def _shortened(text: str) -> str:
-    """The beginning of a text and, if it is longer than that, a word that stands for all of it."""
-    if len(text) <= DISTINCT:
-        return text
-    return f"{text[:DISTINCT]} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
 
 
 def told_apart(

@@ -1,29 +1,41 @@
-"""A conversation → its token ids by the target's chat template, and a mask over the assistant's
-tokens; or the prompt that the target is to answer. Plain texts need no template.
+"""What are the token ids of a chat, and which of them are the model's? A conversation → documents
+with a mask over the assistant's tokens, or the prompt that the target is to answer, by the target's
+chat template.
 
-Whatever is uncertain is left out: a mask is never a guess.
+rendering.py says what the template writes, `ResponseSpans` where the responses are in that text,
+and `Chat` turns both into ids. Whatever is uncertain is left out: a mask is never a guess.
 """
 
 import json
 import zlib
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specdec.errors import UserError
-from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
-from train.data.rendering import REFUSED, Span
-from train.data.spans import CLOSES, DISAGREE, OPENED, OTHERWISE, UNWRITTEN, Answers
-from train.data.writer import Writer, special_tokens
+from train.data.conversations import Conversation, DataConfig, Message, Unusable
+from train.data.rendering import PROBE, Span, Writer, common_length, first_end
+from train.data.sequences import (
+    Document,
+    Prompt,
+    document_of,
+    evenly,
+    require_short,
+    too_long_prompt,
+)
 
+DISAGREE = "template and mask disagree"
+UNWRITTEN = "which this template does not write"
+OTHERWISE = "reasoning, which this template writes in another way"
+OPENED = "an answer without reasoning, where the prompt opens a thought"
+AFTERWARDS = "words of the template after the end of a response, not trained on"
+OPENS, CLOSES = "<think>", "</think>"
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 TAILS = 1000  # ends of prompts that are kept with their tokens
-PATIENCE = 200  # if this many disagree before any is usable, the template is at fault
 UNREAD = "which this template does not read"
 SHORT = "answers with a document of their own, shorter than min_answer={}: not trained on"
 LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
@@ -31,49 +43,273 @@ WEIGHTED = "answers that count by their weight in the loss"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
 
 
-@dataclass(eq=False)
-class Document:
-    """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
-    plain text, at every token but the first).
+class ResponseSpans:
+    """The `wanted` answers of a chat that ends with an answer: `spans` [turn → start, end] of the
+    `text` that the template writes, each with the token that ends it, for those that it covers. An
+    answer is covered if a server that was to give it would read exactly what comes before it here;
+    the others need a text of their own, which ends with them. `thinking` says for an answer whether
+    it was asked for with reasoning.
 
-    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
-    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1.
+    If the template ends an answer by the token that begins the next turn, `text` goes on up to that
+    token. If it leaves the reasoning of the last answer out, the text has it as the target writes
+    it. If it writes what comes before the last answer otherwise than in the prompt for that answer
+    (gpt-oss leaves out the reasoning of calls, Gemma 4 the empty thought of a prompt that asks for
+    none), the text is that prompt, and then the answer. `why` is the reason, if there is one, why
+    the last answer is not covered. Raises Unusable if the template and the mask disagree for the
+    whole chat."""
 
-    `weight` [T], if given, is how much each token counts in a loss, relative to others."""
+    def __init__(
+        self,
+        writer: Writer,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        wanted: Collection[int],
+        thinking: Callable[[int], bool | None],
+    ) -> None:
+        self.writer, self.messages, self.tools, self.thinking = writer, messages, tools, thinking
+        self.last = len(messages) - 1
+        self.written, blocks = writer.render(messages, tools, thinking=thinking(self.last))
+        self.text, self.why = self.written, ""
+        self.spans: dict[int, Span] = {}
+        self.notes: dict[str, None] = {}
+        answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
+        has_blocks = writer.has_blocks(tools)
+        if has_blocks and len(blocks) != len(answers):
+            raise Unusable(DISAGREE)
+        block_of = dict(zip(answers, blocks, strict=True)) if has_blocks else {}
+        for i in answers[::-1]:  # the last one first, since it decides upon the text
+            if i not in wanted:
+                continue
+            try:
+                span = self._in_block(i, block_of[i]) if block_of else self._compared(i)
+            except Unusable as reason:
+                if i == self.last:
+                    self.why = str(reason)
+                continue
+            if span is not None:
+                self.spans[i] = span
+            if not self.text.startswith(self.written.rstrip()):
+                block_of = {}  # they say where answers are in what the template writes
+        self.spans = dict(sorted(self.spans.items()))
+        if any(a[1] > b[0] for a, b in pairwise(self.spans.values())):
+            raise Unusable(DISAGREE)
 
-    id: str
-    ids: NDArray[np.int32]
-    mask: NDArray[np.bool_]
-    truncated: bool = False
-    rounds: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
-    chat: str = ""  # the name of its conversation, if that is in several documents
-    weight: NDArray[np.float32] | None = None  # None: 1 for all
-    opening: str = ""  # the opening prompt of its conversation; empty: unknown
-    placed: str = ""  # the text by which the split placed it: with more, if many open alike
+    def _before(self, i: int) -> str | None:
+        """What a server would read that is to give an answer; None if the template refuses it."""
+        try:
+            thinking = self.thinking(i)
+            return self.writer.render(self.messages[:i], self.tools, True, thinking)[0]
+        except Unusable:
+            return None
 
+    def _in_block(self, i: int, block: Span) -> Span | None:
+        """The span of a `{% generation %}` block, which goes on up to the token that ends the
+        answer. It begins no earlier than the generation prompt ends."""
+        start, end = block
+        before = self._before(i)
+        if before is not None and not self.text.startswith(before):
+            return self._after_its_prompt(i, before) if i == self.last else None
+        said = self._up_to_its_end(i, self.text[start:end].rstrip())
+        self._require_whole(i, said)
+        before = before or ""
+        if start < len(before) < start + len(said) and self.text.startswith(before):
+            end = start + len(said)
+            start, said = len(before), self.text[len(before) : end].rstrip()
+        self._require_whole(i, said)
+        return start, self._ended(i, start + len(said), self._closed(i, said))
 
-@dataclass(eq=False)
-class Prompt:
-    """Token ids that end with the generation prompt, for the target to answer."""
+    def _compared(self, i: int) -> Span | None:
+        """The span of an answer by what the template writes up to its beginning and to its end;
+        None if that is not what it writes in the whole text."""
+        message = self.messages[i]
+        if (before := self._before(i)) is None:
+            return None
+        try:
+            thinking = self.thinking(i)
+            after, _ = self.writer.render(self.messages[: i + 1], self.tools, thinking=thinking)
+        except Unusable:  # the template accepts the chat, but not its beginning
+            return None
+        thought = message.beside.get("reasoning_content", "")
+        if i == self.last and thought not in after[common_length(before, after) :]:
+            return self._as_the_target_writes(i, before)
+        if i == self.last and not after.startswith(before):
+            return self._after_its_prompt(i, before)
+        if not self.text.startswith(before) or not after.startswith(before):
+            return None
+        start, said = len(before), self._up_to_its_end(i, after[len(before) :].rstrip())
+        if message.content not in said:
+            return None
+        self._require_whole(i, said)
+        if self.text.startswith(said, start):
+            return start, self._ended(i, start + len(said), self._closed(i, said))
+        # some templates write something after the last answer alone, such as the end of the text
+        if not message.content or "tool_calls" in message.beside:
+            return None
+        up_to = said[: said.rindex(message.content) + len(message.content)]
+        if self.text.startswith(up_to, start):
+            rest = self.text[start + len(up_to) :]
+            mark = self.writer.ending(rest)
+            closed = any(said.endswith(token) for token in self.writer.control)
+            closes = bool(mark and self.writer.ending(rest[len(mark) :]))  # before a turn begins
+            if closed and closes and not said.endswith(mark.strip()):
+                return None  # harmony closes earlier responses by another token than the target
+            return start, self._ended(i, start + len(up_to), False)
+        return None
 
-    id: str
-    ids: NDArray[np.int32]
-    words: str = ""  # what the user said last
-    earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
-    thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
-    notes: tuple[str, ...] = ()
-    weight: float = 1.0  # of its answer in a loss, relative to others
-    shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
-    opening: str = ""  # the opening prompt of its conversation; empty: unknown
-    placed: str = ""  # the text by which the split placed it: with more, if many open alike
+    def _after_its_prompt(self, i: int, before: str) -> Span | None:
+        """The span of the last answer in a text that is the prompt for it, and then the answer.
 
-    @property
-    def kind(self) -> str:
-        """What it asks for, in words, for the report."""
-        if self.thinking is None:
-            return "as the template has it"
-        return "with reasoning" if self.thinking else "without reasoning"
+        What the template writes of the answer begins after the generation prompt, which it writes
+        before the answer, too. A prompt that closes an empty thought may have more than that: then
+        the answer follows the closed thought. Raises Unusable for any other difference."""
+        message, thinking = self.messages[i], self.thinking(i)
+        history = self.writer.without(self.messages[:i], self.tools, thinking)
+        other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
+        edge = common_length(self.written, other)  # from here on is what the answer says
+        earlier = [x for x in _forms(self.messages[i - 1].content.strip()) if x]
+        header = before[common_length(before, history) :]
+        prompts = bool(header.strip())
+        if not prompts:  # as Mistral's template, which writes answers after [/INST]
+            header = before[max([before.rfind(x) for x in earlier], default=0) :]
+
+        def after(part: str) -> int | None:
+            if self.written.startswith(history + part):
+                return len(history + part)
+            end = self.written.rfind(part, 0, edge) + len(part)
+            said = any(x in self.written[:end] for x in earlier)
+            rest = self.written[end:edge]
+            between = any(x in rest for x in earlier) or (not prompts and rest.strip())
+            return end if part.strip() and end >= len(part) and said and not between else None
+
+        start = after(header) if header.strip() else None
+        said = self._after_a_thought(i, header, after) if start is None else self.written[start:]
+        body = self._up_to_its_end(i, said.rstrip())
+        self._require_whole(i, body)
+        self.text = before + said
+        return len(before), self._ended(i, len(before + body), self._closed(i, body))
+
+    def _after_a_thought(self, i: int, header: str, after: Callable[[str], int | None]) -> str:
+        """What the template writes of the last answer, where the generation prompt has a thought
+        of which the template writes the end, or nothing. `after` says where a part of the
+        generation prompt ends in what the template writes. Raises Unusable if the thought is open,
+        or if this is no thought."""
+        message = self.messages[i]
+        known = {OPENS, CLOSES, *self.writer.added}
+        cuts = [n for n in range(len(header)) if any(header.startswith(t, n) for t in known)]
+        places = ((after(header[:n]), header[n:].strip()) for n in reversed(cuts))
+        start, thought = next(((at, x) for at, x in places if at is not None), (None, ""))
+        if "reasoning_content" in message.beside or CLOSES in message.content:
+            raise Unusable(OTHERWISE)
+        if start is None:
+            raise Unusable(DISAGREE)
+        probe = replace(message, content="0", beside={"reasoning_content": PROBE}, as_written=None)
+        thinks = self.writer.without([*self.messages[:i], probe], self.tools, True)
+        opens = PROBE in thinks and thinks.partition(PROBE)[0].rstrip().endswith(thought)
+        marks = {token for token in known if token in thought}
+        closes = thought.endswith(CLOSES) or (
+            len(marks) > 1 and any(thought.endswith(token) for token in marks)
+        )
+        if opens or not closes:
+            raise Unusable(OPENED if opens or thought.startswith(OPENS) else DISAGREE)
+        said = self.written[start:]
+        ends = (n for n in range(len(thought), 0, -1) if said.startswith(thought[-n:]))
+        return said[next(ends, 0) :]
+
+    def _as_the_target_writes(self, i: int, before: str) -> Span | None:
+        """The span of the last answer, whose reasoning the template leaves out: between the marks
+        that it knows, as the target writes it after the generation prompt, which may open it."""
+        message = self.messages[i]
+        silent = {k: x for k, x in message.beside.items() if k != "reasoning_content"}
+        bare = [*self.messages[:i], replace(message, beside=silent, as_written=None)]
+        after, _ = self.writer.render(bare, self.tools, thinking=self.thinking(i))
+        same = common_length(before, after)
+        opening, rest = before[same:].strip(), after[same:].lstrip()
+        known = CLOSES in self.writer.source or opening == OPENS
+        if opening not in ("", OPENS) or not known or CLOSES in rest:
+            raise Unusable(f"reasoning, {UNWRITTEN}")
+        lead = "" if opening else f"{OPENS}\n"
+        lead = lead or "\n" * (not before.endswith("\n"))
+        thought = message.beside["reasoning_content"]
+        rest = self._up_to_its_end(i, rest.rstrip())
+        said = f"{lead}{thought}\n{CLOSES}\n\n{rest}".rstrip()
+        self._require_whole(i, said)
+        self.text = before + said + after[len(after.rstrip()) :]
+        self.notes["reasoning that the template leaves out, trained on as the target writes it"] = (
+            None
+        )
+        return len(before), self._ended(i, len(before + said), self._closed(i, said))
+
+    def _up_to_its_end(self, i: int, said: str) -> str:
+        """What the template writes of an answer without what follows the first token that ends it:
+        the target stops there. If the template ends a response by no token, but has words after the
+        last one, these are not the target's either."""
+        message = self.messages[i]
+        calls = "tool_calls" in message.beside
+        rest = self.writer.after_end(calls, self.tools, self.thinking(i)).strip()
+        end = len(said) - len(rest) if rest and said.endswith(rest) else len(said)
+        if message.content and not calls:  # the words may depend on the chat
+            after = said.rfind(message.content) + len(message.content)
+            first = (
+                first_end(said[after:], self.writer.control) if message.content in said else None
+            )
+            end = end if first is None else min(end, after + first)
+        if said[end:].strip():
+            self.notes[AFTERWARDS] = None
+        return said[:end].rstrip()
+
+    def _require_whole(self, i: int, said: str) -> None:
+        """Raise Unusable if an answer lacks its text or its reasoning."""
+        message = self.messages[i]
+        if message.content not in said:
+            raise Unusable(DISAGREE)
+        without = said.replace(message.content, "", 1)
+        if message.beside.get("reasoning_content", "") not in without:
+            raise Unusable(f"reasoning, {UNWRITTEN}")
+
+    def _closed(self, i: int, said: str) -> bool:
+        """Whether the template writes an end after an answer."""
+        if any(said.endswith(token) for token in self.writer.control):
+            return True
+        content = self.messages[i].content
+        after = said.rpartition(content)[2] if content else ""
+        return bool(after.strip()) and "tool_calls" not in self.messages[i].beside
+
+    def _ended(self, i: int, end: int, closed: bool) -> int:
+        """The end of an answer, including the token that ends it. A token that begins a system turn
+        does not count as that token: a target never writes it when it is asked for an answer."""
+        if closed:
+            return end
+        if i == self.last and AFTERWARDS in self.notes:
+            self.text = self.text[:end]
+        rest = self.text[end:]
+        if not rest.strip():  # the text ends with this answer: see how the chat would go on
+            rest = self._continued(i, end) or rest
+        ending = self.writer.ending(rest)
+        if i < self.last and self.messages[i + 1].role == "system":
+            usual = self.writer.ending(self._continued(i, end))  # before a turn of the user
+            ending = ending if ending == usual else ""
+        if not ending:
+            self.notes["answers that this template ends without a token"] = None
+        elif not self.text[end:].strip():
+            self.text = self.text[:end] + ending
+        return end + len(ending)
+
+    def _continued(self, i: int, end: int) -> str:
+        """What the template writes after the text's last answer if the chat goes on, where it may
+        leave the reasoning of that answer out."""
+        results = ["tool"] if "tool_calls" in self.messages[i].beside else []
+        last_line = self.text[:end].rpartition("\n")[2]
+        for role in (*results, "user"):
+            longer = self.writer.without(
+                [*self.messages[: i + 1], Message(role, PROBE)], self.tools, self.thinking(i)
+            )
+            if longer.startswith(self.text[:end]):
+                return longer[end:]
+            earlier = longer.rpartition(PROBE)[0]
+            for line in (last_line, self.messages[i].content.rpartition("\n")[2]):
+                if line and (at := earlier.rfind(line)) >= 0:
+                    return earlier[at + len(line) :]
+        return ""
 
 
 class Chat:
@@ -102,7 +338,7 @@ class Chat:
         if not messages:
             raise Unusable("no assistant turn")
         writer = self.writer.with_arguments(conversation.arguments)
-        _require_no_control(_texts(messages, tools, conversation.arguments), writer.control)
+        require_no_control(_texts_within(messages, tools, conversation.arguments), writer.control)
         wanted = {i for i, m in enumerate(messages) if m.role == "assistant" and m.trained}
         if not wanted:
             raise Unusable("weight 0 for all answers")
@@ -119,7 +355,7 @@ class Chat:
         for last in sorted({*wanted, len(messages) - 1}, reverse=True):
             if last not in wanted and last < len(messages) - 1:
                 continue
-            answers = Answers(writer, messages[: last + 1], tools, wanted, thinking)
+            answers = ResponseSpans(writer, messages[: last + 1], tools, wanted, thinking)
             if last == len(messages) - 1:
                 whole = self._unwritten(writer, messages, tools, answers.text, answers=True)
                 notes |= dict.fromkeys(whole)
@@ -154,7 +390,7 @@ class Chat:
         return documents
 
     def _encoded(
-        self, conversation: Conversation, answers: Answers, cfg: DataConfig
+        self, conversation: Conversation, answers: ResponseSpans, cfg: DataConfig
     ) -> dict[int, Document]:
         """The answers of one text, by the turn with which a document ends: all in one document,
         but for answers whose prompt has other tokens by itself, as a server reads it, than before
@@ -169,7 +405,7 @@ class Chat:
         weight, short = np.ones(len(ids), np.float32), None
         for turn, span in answers.spans.items():
             try:
-                first, last = _places(offsets, span)
+                first, last = _token_places(offsets, span)
             except Unusable as reason:
                 closes = answers.text[span[0] :].lstrip().startswith(CLOSES)
                 raise Unusable(OPENED if closes else str(reason)) from reason
@@ -229,7 +465,7 @@ class Chat:
         system turns that follow directly. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
         writer = self.writer.with_arguments(conversation.arguments)
-        _require_no_control(_texts(messages, tools, conversation.arguments), writer.control)
+        require_no_control(_texts_within(messages, tools, conversation.arguments), writer.control)
         best, last, text, question, asks, longer = None, 0, "", 0, False, False
         for i, message in enumerate(messages, 1):
             answer = next(iter(messages[i:]), None)
@@ -278,7 +514,7 @@ class Chat:
                     raise Unusable(f"tool calls, {UNWRITTEN}")
         if tools:
             bare = writer.without(messages, ())
-            if any(bare.count(x) >= text.count(x) for x in _names(tools)):
+            if any(bare.count(x) >= text.count(x) for x in _tool_names(tools)):
                 raise Unusable(f"tools, {UNWRITTEN}")
         if not all(_written(m.content.strip(), text, "") for m in messages if m.role == "tool"):
             raise Unusable(f"results of tools, {UNWRITTEN}")
@@ -299,44 +535,47 @@ class Chat:
         return notes
 
 
-class Plain:
-    """Reads plain texts, without a template. If the tokenizer begins every text with a special
-    token, as Llama's does, so do these texts."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        bos = tokenizer.bos_token_id
-        self.lead: list[int] = [bos] if tokenizer("").input_ids[:1] == [bos] else []
-
-    def documents(self, conversation: Conversation, cfg: DataConfig) -> list[Document]:
-        """A whole text, with loss on every token but the first."""
-        ids = self._ids(conversation.messages)
-        require_short(ids, cfg)
-        return [document_of(conversation.id, ids, np.arange(len(ids)) > 0, cfg)]
-
-    def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The beginning of a text, Unusable if it is over `most` tokens long (None: any length)."""
-        begins = conversation.messages[:1]
-        if begins[0].role != "user" or len(conversation.messages) > 2:
-            raise Unusable("several turns, and the target has no chat template")
-        ids = self._ids(begins)
-        if most is not None and len(ids) > most:
-            raise Unusable(too_long_prompt(most))
-        return Prompt(conversation.id, np.array(ids, np.int32), begins[0].content)
-
-    def _ids(self, messages: Sequence[Message]) -> list[int]:
-        text = "".join(m.content for m in messages)
-        _require_no_control([text], special_tokens(self.tokenizer))
-        ids: list[int] = self.lead + self.tokenizer(text, add_special_tokens=False).input_ids
-        return ids
+# What a chat holds, and what a template writes of it
 
 
-def _texts(
+def _probe(answer: Message) -> Message:
+    """An answer that says something else, with reasoning if this one has it."""
+    thought = {"reasoning_content": PROBE} if "reasoning_content" in answer.beside else {}
+    return replace(answer, content=PROBE, beside=thought, as_written=None)
+
+
+def _forms(text: str) -> tuple[str, ...]:
+    """A text as it is, and as JSON has it."""
+    return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def _written(part: str, text: str, without: str) -> bool:
+    """Whether a text has a part, which may be escaped as in JSON, more often than `without` has."""
+    return any(text.count(form) > without.count(form) for form in _forms(part) if form) or not part
+
+
+def _texts_within(
     messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]
 ) -> list[str]:
     """All texts that a template may write of a chat."""
     beside = [leaf for m in messages if m.beside for leaf in _leaves(m.beside)]
     return [m.content for m in messages] + beside + [*_leaves(tools)] + [*_leaves(arguments)]
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """The texts and numbers within a JSON value, as texts."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _leaves(inner)
+    elif isinstance(value, str | int | float) and not isinstance(value, bool):
+        yield str(value)
+
+
+def _tool_names(tools: Sequence[Any]) -> list[str]:
+    functions = (tool.get("function") for tool in tools if isinstance(tool, dict))
+    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 
 
 def _unread(writer: Writer, tools: Sequence[Any]) -> list[str]:
@@ -354,28 +593,6 @@ def _earlier(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
     return tuple(turns)
 
 
-def _leaves(value: Any) -> Iterator[str]:
-    """The texts and numbers within a JSON value, as texts."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for inner in value:
-            yield from _leaves(inner)
-    elif isinstance(value, str | int | float) and not isinstance(value, bool):
-        yield str(value)
-
-
-def _names(tools: Sequence[Any]) -> list[str]:
-    functions = (tool.get("function") for tool in tools if isinstance(tool, dict))
-    return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
-
-
-def _written(part: str, text: str, without: str) -> bool:
-    """Whether a text has a part, which may be escaped as in JSON, more often than `without` has."""
-    forms = {part, json.dumps(part)[1:-1], json.dumps(part, ensure_ascii=False)[1:-1]}
-    return any(text.count(form) > without.count(form) for form in forms if form) or not part
-
-
 def _reasons(message: Message) -> bool:
     """Whether an answer has reasoning, beside its text or within it."""
     return "reasoning_content" in message.beside or CLOSES in message.content
@@ -387,46 +604,12 @@ def _less(message: Message, key: str) -> Message:
     return replace(message, beside=beside, as_written=as_written)
 
 
-def _require_no_control(texts: Sequence[str], control: Iterable[str]) -> None:
+def require_no_control(texts: Sequence[str], control: Iterable[str]) -> None:
     if any(token in text for text in texts for token in control):
         raise Unusable("a control token in its text")
 
 
-def too_long_prompt(most: int | None) -> str:
-    """The reason why there is no prompt."""
-    return f"no prompt of at most max_prompt={most} tokens"
-
-
-def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
-    """Raise Unusable if there are too many tokens, and they are not to be cut."""
-    if len(ids) > cfg.max_length and cfg.too_long == "drop":
-        raise Unusable(f"longer than max_length={cfg.max_length}", tokens=len(ids))
-
-
-def document_of(
-    name: str,
-    ids: Sequence[int],
-    mask: NDArray[np.bool_],
-    cfg: DataConfig,
-    weight: NDArray[np.float32] | None = None,
-) -> Document:
-    """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
-    assistant's."""
-    cut = cfg.max_length
-    if mask[:cut].sum() < cfg.min_answer:
-        raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
-    document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
-    if weight is not None and (weight[:cut] != 1).any():
-        document.weight = weight[:cut]
-    return document
-
-
-def evenly(length: int, weight: float) -> NDArray[np.float32] | None:
-    """The weight of a document whose tokens all count alike, as `Document` has it."""
-    return None if weight == 1 else np.full(length, weight, np.float32)
-
-
-def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
+def _token_places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
     """The first token of a span, and the first one after it. Raises Unusable if a token crosses an
     edge, or might: some tokenizers leave a token's leading space out of its offsets."""
     first, last = (bisect_left(offsets, edge, key=lambda x: x[0]) for edge in span)
@@ -434,24 +617,3 @@ def _places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
         if i > 0 and offsets[i - 1][1] != edge:
             raise Unusable(DISAGREE)
     return first, last
-
-
-def require_spans(tally: Tally, patience: int) -> None:
-    """Raise UserError if `patience` conversations have no certain mask, or are refused by the
-    template. It is called while none is usable: then the template is at fault, not the
-    conversations."""
-    refused = [reason for reason in tally.dropped if reason.startswith(REFUSED)]
-    if sum(tally.dropped[reason] for reason in refused) >= patience:
-        raise UserError(f"no usable conversation: {tally.reasons()}")
-    if (count := tally.dropped[OPENED]) >= patience:
-        raise UserError(
-            f"{count} conversations have answers without reasoning, but the target's prompt opens "
-            "a thought, and no other is usable: give data.thinking=data to ask for none where an "
-            "answer has none, if the template can, or data.answers=target for the target's own"
-        )
-    if (count := tally.dropped[DISAGREE]) >= patience:
-        raise UserError(
-            f"chat template without assistant spans: in {count} conversations the assistant's "
-            "tokens cannot be identified, and no other is usable: mark them in the target's chat "
-            "template with {% generation %} … {% endgeneration %}"
-        )

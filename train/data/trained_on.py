@@ -25,8 +25,8 @@ from specdec.formats.draft_checkpoint import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.progress import console
 from train.data.near_duplicates import NEAR, shingles_of
-from train.data.split import Split, place_of
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
+from train.data.split import DataSplit, place_of
 
 PLACES = 24  # of a sketch
 AGREEING = PLACES * NEAR // 100  # places in which near duplicates agree, at least
@@ -152,7 +152,7 @@ def before_this_stage(drafts: Collection[Path]) -> TrainedOn:
     return reduce(TrainedOn.joined, stages, TrainedOn())
 
 
-def without_trained_on(split: Split[Any], drafts: Collection[Path]) -> None:
+def without_trained_on(split: DataSplit[Any], drafts: Collection[Path]) -> None:
     """Take out of the held-out parts of a split what the drafts that a run starts from were trained
     on, near duplicates included: it would be measured and selected on what it knows. Raises
     UserError if no prompt is left to measure on."""
@@ -172,7 +172,7 @@ def without_trained_on(split: Split[Any], drafts: Collection[Path]) -> None:
         )
 
 
-def leave_out(split: Split[Any], earlier: TrainedOn, names: str) -> None:
+def leave_out(split: DataSplit[Any], earlier: TrainedOn, names: str) -> None:
     """`without_trained_on`, for what is known of the drafts of these `names`. The held-out side is
     judged as a whole, so that all of its parts leave out the same. If all of it opens as what they
     were trained on does, only those texts are left out by which a split placed the latter."""

@@ -16,7 +16,7 @@ from specdec.forcing.batch import Batch, batch_of, summarise
 from specdec.forcing.visited import Visited, read_drafts
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.base import Target
-from train.data.packing import Row
+from train.data.sequences import Row
 
 # the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the
 # last if the drafter reads layers

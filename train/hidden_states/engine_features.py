@@ -34,7 +34,7 @@ from train.data.engine_responses import (
     require_room_in,
     require_same_states,
 )
-from train.data.packing import Row
+from train.data.sequences import Row
 from train.hidden_states.batches import documents
 from train.hidden_states.store import HiddenStateStore
 

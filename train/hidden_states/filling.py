@@ -24,8 +24,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.accelerated import ranks_of
-from train.data.packing import Row, pack
-from train.data.template import Document
+from train.data.sequences import Document, Row, pack
 from train.hidden_states import engine_features, shared
 from train.hidden_states.batches import BatchSource, OnlineBatches
 from train.hidden_states.store import HiddenStateStore, StoredBatches

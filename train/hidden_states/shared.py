@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.context import FeatureSpec
 from specdec.targets.base import Target
-from train.data.template import Document
+from train.data.sequences import Document
 from train.hidden_states.store import HiddenStateStore
 
 WORTH = 0.25  # the least share of a chat's tokens that must be shared: one pass reads one text

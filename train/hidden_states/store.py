@@ -51,7 +51,7 @@ from specdec.progress import console, tell
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
-from train.data.packing import Row
+from train.data.sequences import Row
 from train.hidden_states.ahead import Ahead
 from train.hidden_states.batches import (
     AFTER,

@@ -27,10 +27,10 @@ from specdec.targets.on_demand import TargetOnDemand
 from specdec.theory.leviathan import pass_cost
 from train.accelerated import accelerator_of
 from train.budget import rehearsal, timed, work_of
-from train.data.cut_responses import cut_responses_in_cache
+from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
-from train.data.split import SHARE, Split, parts_of
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
+from train.data.split import SHARE, DataSplit, parts_of
 from train.initialisation import StageConfig, earlier_drafts, initial_drafter
 from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
 from train.planning.demand import (
@@ -66,7 +66,7 @@ class Amount:
     conversations: int
     tokens: int
     known: str
-    split: Split[Any] | None = None
+    split: DataSplit[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.train.data.test_conversations import sharegpt, write_lines
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
-from train.data.template import Chat, Document, Prompt
+from train.data.sequences import Document, Prompt
+from train.data.template import Chat
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

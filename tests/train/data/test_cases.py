@@ -33,9 +33,10 @@ from tests.train.data.chats import (
 )
 from tests.train.data.test_conversations import read_all, write_lines
 from train.data.conversations import Conversation, DataConfig, Message
-from train.data.spans import AFTERWARDS, OPENED
-from train.data.split import Split, split_documents, split_prompts
-from train.data.template import SEVERAL, Chat, Document, Plain, Prompt
+from train.data.reader import PlainText
+from train.data.sequences import Document, Prompt
+from train.data.split import DataSplit, split_documents, split_prompts
+from train.data.template import AFTERWARDS, OPENED, SEVERAL, Chat
 
 CASES = Path(__file__).parent / "cases"
 # writes reasoning, calls, results and tools
@@ -56,17 +57,17 @@ CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
-def documents(path: Path | str, template: str = CHATML) -> Split[Document]:
+def documents(path: Path | str, template: str = CHATML) -> DataSplit[Document]:
     cfg = DataConfig(path=str(path), held_out=0, min_answer=1)
     return split_documents(cfg, tokenizer_of(template))
 
 
-def prompts(path: Path | str, template: str = CHATML) -> Split[Prompt]:
+def prompts(path: Path | str, template: str = CHATML) -> DataSplit[Prompt]:
     cfg = DataConfig(path=str(path), held_out=0, answers="target")
     return split_prompts(cfg, tokenizer_of(template))
 
 
-def answers(split: Split[Document], template: str = CHATML) -> list[str]:
+def answers(split: DataSplit[Document], template: str = CHATML) -> list[str]:
     tokenizer = tokenizer_of(template)
     return sorted(said(document, tokenizer) for document in split.train)
 
@@ -503,7 +504,7 @@ def test_a_special_token_that_every_text_contains_is_none(name: str, token: str)
             assert said(document, tokenizer) == "an answer<|im_end|>"
             continue
         text = Conversation("x", (Message("user", "a\nb c"), Message("assistant", " d e")), "a")
-        (plain,) = Plain(tokenizer).documents(text, DataConfig())
+        (plain,) = PlainText(tokenizer).documents(text, DataConfig())
         assert tokenizer.decode(plain.ids) == "a\nb c d e"
 
 

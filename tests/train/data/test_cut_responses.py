@@ -12,10 +12,9 @@ from specdec.measure.results import CutResponses, Results
 from specdec.targets.loading import TargetConfig
 from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import Tiny
-from train.data.cut_responses import cut_responses, cut_responses_in_cache
-from train.data.response_files import AnswersConfig
+from train.data.response_files import AnswersConfig, cut_responses, cut_responses_in_cache
+from train.data.sequences import Document
 from train.data.split import split_prompts
-from train.data.template import Document
 from train.diagnosis import diagnose
 from train.planning.outlook import outlook
 

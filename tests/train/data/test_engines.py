@@ -27,8 +27,8 @@ from train.data.conversations import DataConfig
 from train.data.engine_responses import ComparedServers, ids_of
 from train.data.response_files import AnswersConfig
 from train.data.responses import answered
+from train.data.sequences import Document, Prompt
 from train.data.split import split_prompts
-from train.data.template import Document, Prompt
 
 PROMPTS = 12
 Answer = Callable[..., list[Document]]

@@ -13,10 +13,11 @@ from tokenizers import AddedToken, pre_tokenizers
 from specdec.errors import UserError
 from tests.train.data.chats import said, talk, tokenizer_of
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
+from train.data.reader import require_spans
 from train.data.records import normal
-from train.data.spans import OPENED
-from train.data.template import SHORT, Chat, Document, require_spans
-from train.data.writer import Writer
+from train.data.rendering import Writer
+from train.data.sequences import Document
+from train.data.template import OPENED, SHORT, Chat
 
 # gpt-oss: reasoning is written before calls, unless an answer follows in the text
 CHANNELS = """\

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import UserError
-from train.data.packing import pack
-from train.data.template import Document
+from train.data.sequences import Document, pack
 
 
 def documents(*lengths: int) -> list[Document]:

@@ -18,8 +18,9 @@ from tests.train.data.chats import CHATML, said, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
+from train.data.reader import read_conversations
 from train.data.run_data import held_out_prompts
-from train.data.split import is_held_out, read, split_documents, split_prompts
+from train.data.split import is_held_out, split_documents, split_prompts
 from train.folder import data_of_run
 
 
@@ -27,7 +28,7 @@ def of_file(path: Path | str, format: str, **options: Any) -> tuple[list[Convers
     """The conversations read from a file, and their tally."""
     tally = Tally()
     cfg = DataConfig(path=str(path), format=format, **options)
-    return [c for c, _ in read(cfg, tally, lambda c: None)], tally
+    return [c for c, _ in read_conversations(cfg, tally, lambda c: None)], tally
 
 
 def contents(found: list[Conversation]) -> list[list[str]]:

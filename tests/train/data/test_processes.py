@@ -17,10 +17,10 @@ from specdec.ranks import Ranks
 from tests.ranks import together
 from tests.train.data.chats import CHATML, tokenizer_of
 from tests.train.data.test_conversations import write_lines
-from train.data import split
+from train.data import reader, split
 from train.data.conversations import DataConfig, SourceConfig
-from train.data.reader import Work
-from train.data.split import Split, split_documents, split_prompts
+from train.data.reader import ReaderWork
+from train.data.split import DataSplit, split_documents, split_prompts
 
 WORDS = [f"w{i}" for i in range(300)]
 
@@ -49,7 +49,7 @@ def files(tmp_path: Path) -> list[str]:
     return paths
 
 
-def described(found: Split[Any]) -> list[Any]:
+def described(found: DataSplit[Any]) -> list[Any]:
     """All of a split that a run reads."""
     sides = [found.train, found.held_out, found.prompts]
     texts = [
@@ -69,8 +69,8 @@ def read_by(
     tokenizer = tokenizer_of(CHATML)
     make = split_prompts if cfg.answers == "target" else split_documents
 
-    def work(us: Ranks) -> Split[Any] | None:
-        of_rank = Work(cfg, tokenizer)
+    def work(us: Ranks) -> DataSplit[Any] | None:
+        of_rank = ReaderWork(cfg, tokenizer)
 
         def counted(task: Any) -> Any:
             if done is not None:
@@ -106,7 +106,8 @@ def test_the_same_for_any_number_of_processes(
     monkeypatch: pytest.MonkeyPatch, files: list[str], several: Sequence[float | None] | None
 ) -> None:
     """With blocks of 8 conversations, so that there are many."""
-    monkeypatch.setattr(split, "AT_ONCE", 8)
+    for module in (reader, split):
+        monkeypatch.setattr(module, "AT_ONCE", 8)
     for options in SETTINGS:
         cfg = DataConfig(files[0], max_length=200, min_answer=6, **options)
         if several:
@@ -138,7 +139,7 @@ def test_no_more_is_read_than_may_be_needed(
             yield f"row {n}", {"prompt": f"question number {n}", "completion": "fine"}
         raise UserError("gone offline")
 
-    monkeypatch.setattr(split, "records", endless)
+    monkeypatch.setattr(reader, "records", endless)
     first, _ = read_by(monkeypatch, 2, cfg)
     assert len(first.train) == len(taken) == 20
     own, other = read_by(monkeypatch, 2, replace(cfg, limit=21))

@@ -14,11 +14,10 @@ from specdec.errors import UserError
 from tests.train.data.chats import ASK, CHATML, said, talk, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
-from train.data.packing import pack
 from train.data.reader import Reader
-from train.data.spans import OPENED
+from train.data.sequences import Document, pack
 from train.data.split import split_documents, split_prompts
-from train.data.template import LOST, SEVERAL, WEIGHTED, Chat, Document
+from train.data.template import LOST, OPENED, SEVERAL, WEIGHTED, Chat
 
 # The parts of Qwen3's template that are about reasoning: that of answers before the last prompt is
 # left out, an answer after it always has a thought, and a prompt for none closes an empty one.

@@ -22,9 +22,9 @@ from tests.train.data.chats import CHATML, tokenizer_of
 from tests.train.data.test_cases import FULL
 from tests.train.data.test_conversations import read_all, write_lines
 from train.data.conversations import Conversation, DataConfig, SourceConfig, Tally, Unusable
-from train.data.mixture import shuffled
+from train.data.reader import read_conversations, shuffled
 from train.data.records import calls_within, tools_within
-from train.data.split import load, read, split_documents, split_prompts
+from train.data.split import split_conversations, split_documents, split_prompts
 from train.run_config import composed, register
 
 PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
@@ -166,9 +166,9 @@ def test_the_subset_of_a_hub_data_set_is_asked_for(monkeypatch: pytest.MonkeyPat
         return [{"messages": CHAT}]
 
     monkeypatch.setattr(datasets, "load_dataset", stored)
-    load(DataConfig("a/b", subset="c", split="test_sft", held_out=0), lambda c: c)
+    split_conversations(DataConfig("a/b", subset="c", split="test_sft", held_out=0), lambda c: c)
     sources = [SourceConfig("a/b", "c"), SourceConfig("d/e", split="x")]
-    load(DataConfig("", sources=sources, held_out=0), lambda c: c)
+    split_conversations(DataConfig("", sources=sources, held_out=0), lambda c: c)
     assert asked == [
         (("a/b", "c"), "test_sft", True),
         (("a/b", "c"), "train", True),
@@ -221,7 +221,7 @@ def test_cells_of_csv(tmp_path: Path) -> None:
     assert [len(c.messages) for c in found] == [2, 2, 1, 2]
     assert tally.unread == {"rows with more cells than the header has": 1}
     pairs = DataConfig(str(path), "pairs", ["prompt", "completion"], held_out=0)
-    assert load(pairs, lambda c: c).tally.kept == 3
+    assert split_conversations(pairs, lambda c: c).tally.kept == 3
 
 
 def test_a_csv_file_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def mixed(folder: Path, *weights: float | None, **options: Any) -> tuple[list[st
     ]
     tally = Tally()
     cfg = DataConfig("", sources=sources, **options)
-    return [c.id for c, _ in read(cfg, tally, lambda c: c)], tally
+    return [c.id for c, _ in read_conversations(cfg, tally, lambda c: c)], tally
 
 
 def test_sources_with_weights_have_their_shares_at_any_point(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ def test_shards_are_those_of_usable_conversations(tmp_path: Path) -> None:
     b = write_lines(tmp_path / "b.jsonl", [bad, good | {"id": "b"}] * 20)
     sources = [SourceConfig(a, weight=1), SourceConfig(b, weight=1)]
     cfg = DataConfig("", sources=sources, limit=20, held_out=0)
-    ids = [c.id[0] for c, _ in read(cfg, Tally(), lambda c: c)]
+    ids = [c.id[0] for c, _ in read_conversations(cfg, Tally(), lambda c: c)]
     assert Counter(ids) == {"a": 10, "b": 10}
 
 
@@ -384,7 +384,7 @@ def test_shuffling_keeps_every_conversation_and_repeats(tmp_path: Path) -> None:
     orders = []
     for options in ({}, {"shuffle": 10}, {"shuffle": 10}, {"shuffle": 10, "seed": 1}):
         cfg = DataConfig(path, **options)  # type: ignore[arg-type]
-        orders.append([c.id for c, _ in read(cfg, Tally(), lambda c: c)])
+        orders.append([c.id for c, _ in read_conversations(cfg, Tally(), lambda c: c)])
     assert [*map(sorted, orders)] == [sorted(orders[0])] * 4
     assert orders[1] == orders[2] != orders[0] != orders[3] != orders[1]
     assert [*shuffled(iter(range(5)), 0, 0)] == [0, 1, 2, 3, 4]
@@ -397,7 +397,7 @@ def test_a_piece_of_a_chat_keeps_its_opening_when_it_is_shuffled(tmp_path: Path)
 
     records = [piece(f"x_{2 * i}", f"prompt {i}") for i in range(30)]
     cfg = DataConfig(write_lines(tmp_path / "x.jsonl", records), shuffle=20)
-    assert {c.opening for c, _ in read(cfg, Tally(), lambda c: c)} == {"prompt 0"}
+    assert {c.opening for c, _ in read_conversations(cfg, Tally(), lambda c: c)} == {"prompt 0"}
 
 
 BEFORE = ["drafter=eagle3", "target=model", "target.path=x", "data=conversations"]

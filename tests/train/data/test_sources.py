@@ -19,9 +19,9 @@ from tests.tiny import make_tokenizer
 from tests.train.data.test_conversations import sharegpt
 from train.data import sources
 from train.data.conversations import Conversation, DataConfig, Tally
+from train.data.reader import read_conversations
 from train.data.run_data import whole_prompts
 from train.data.sources import read_prompts_file
-from train.data.split import read
 
 GOOD = json.dumps(sharegpt(("human", "a"), ("gpt", "b")))
 WHOLE = json.dumps([{"id": str(i), **sharegpt(("human", "é\\ud83d\\ude00"))} for i in range(3)])
@@ -35,7 +35,7 @@ FEW = settings(
 
 def all_in(path: Path, format: str = "auto") -> tuple[list[Conversation], Tally]:
     tally, cfg = Tally(), DataConfig(path=str(path), format=format, pair=["text", "content"])
-    found = read(cfg, tally, lambda conversation: None)
+    found = read_conversations(cfg, tally, lambda conversation: None)
     return [conversation for conversation, _ in found], tally
 
 

@@ -27,7 +27,7 @@ from train.data.conversations import Conversation, DataConfig, Message
 from train.data.near_duplicates import near_duplicates
 from train.data.run_data import held_out_prompts, measured_prompts
 from train.data.split import (
-    Split,
+    DataSplit,
     chosen_share,
     chosen_validation,
     is_held_out,
@@ -173,7 +173,7 @@ def test_a_popular_opening_does_not_decide_how_much_is_held_out(
         path = write_lines(tmp_path / "x.jsonl", as_records(talks))
         cfg = DataConfig(path=path, answers=answers)
         read = split_prompts if answers == "target" else split_documents
-        split: Split[Any] = read(cfg, tokenizer_of(CHATML))
+        split: DataSplit[Any] = read(cfg, tokenizer_of(CHATML))
         assert len(split.held_out) == 60 and len(split.train) == 240
         fixed = replace(cfg, held_out=0.1)
         split = read(fixed, tokenizer_of(CHATML))
@@ -320,7 +320,7 @@ def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -
     tokenizer = tokenizer_of(CHATML)
     for limit in (30, None):
         cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, answers=answers)
-        split: Split[Any] = (split_prompts if answers == "target" else split_documents)(
+        split: DataSplit[Any] = (split_prompts if answers == "target" else split_documents)(
             cfg, tokenizer
         )
         expected, read = split.prompts, split.tally.read
@@ -468,7 +468,7 @@ def test_the_share_is_chosen_by_what_can_be_held_out(tmp_path: Path) -> None:
     nothing if that is too much; beside others, half of the others at most. Whatever is held out, a
     run that goes on with its share has the same split."""
 
-    def read(*counts: int, others: int = 0, **options: Any) -> Split[Conversation]:
+    def read(*counts: int, others: int = 0, **options: Any) -> DataSplit[Conversation]:
         asked = [f"q {n}" for n, count in enumerate(counts) for _ in range(count)]
         asked += [f"one more about thing{n}" for n in range(others)]
         talks = [talk(opening, "a", id=f"c{i}") for i, opening in enumerate(asked)]

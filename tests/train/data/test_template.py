@@ -28,15 +28,11 @@ from tests.train.data.chats import (
     written,
 )
 from tests.train.data.test_conversations import real, write_lines
-from train.data import template as data
+from train.data import reader
 from train.data.conversations import DataConfig
-from train.data.spans import DISAGREE
-from train.data.split import (
-    load,
-    split_documents,
-    split_prompts,
-)
-from train.data.template import SEVERAL, Chat, Document
+from train.data.sequences import Document
+from train.data.split import split_conversations, split_documents, split_prompts
+from train.data.template import DISAGREE, SEVERAL, Chat
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +46,8 @@ def test_mask_on_real_conversations(smollm2: Any) -> None:
     cfg = DataConfig(limit=60, held_out=0)
 
     chat_template = Chat(smollm2)
-    for c, document in load(cfg, lambda c: (c, chat_template.documents(c, cfg)[0])).train:
+    split = split_conversations(cfg, lambda c: (c, chat_template.documents(c, cfg)[0]))
+    for c, document in split.train:
         answers = [m.content for m in c.messages if m.role == "assistant"]
         assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in answers)
         last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
@@ -156,11 +153,11 @@ def test_fails_closed_where_a_block_is_missing_though_the_texts_are_equal() -> N
 
 
 def test_template_at_fault_is_found_early(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(data.PATIENCE + 50)))
+    path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(reader.PATIENCE + 50)))
     tokenizer = tokenizer_of(WRONG["answers are changed"])
     for limit in (5, None):
         cfg = DataConfig(path=path, limit=limit, held_out=0)
-        with pytest.raises(UserError, match=f"assistant spans: in {data.PATIENCE} "):
+        with pytest.raises(UserError, match=f"assistant spans: in {reader.PATIENCE} "):
             split_documents(cfg, tokenizer)
 
 

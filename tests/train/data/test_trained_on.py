@@ -20,8 +20,8 @@ from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 from train.data.conversations import DataConfig
 from train.data.near_duplicates import NEAR, shingles_of, within_conversations
 from train.data.run_data import measured_prompts
-from train.data.split import Split, split_documents, split_prompts
-from train.data.template import Document, Prompt
+from train.data.sequences import Document, Prompt
+from train.data.split import DataSplit, split_documents, split_prompts
 from train.data.trained_on import TrainedOn, leave_out, origin_of, told, trained_on
 from train.diagnosis import diagnose
 from train.folder import data_of_run, noted_prompts
@@ -159,7 +159,7 @@ def test_all_parts_leave_out_the_same() -> None:
     earlier = TrainedOn.of([prompt(f"{instruction} item {n}") for n in range(50, 70)])
     assert not any(earlier.nearly([origin_of(text.opening) for text in near]))
     test, validation = others, [*near, others[0]]
-    split = Split(held_out=[*near, *others], test=test, validation=validation, prompts=test)
+    split = DataSplit(held_out=[*near, *others], test=test, validation=validation, prompts=test)
     split.validation_prompts, split.validation_share = near, 0.25
     leave_out(split, earlier, "a draft")
     assert split.validation == [others[0]] and split.validation_prompts == []
@@ -197,7 +197,7 @@ def test_a_popular_opening_is_known_as_it_was_asked(tmp_path: Path, answers: str
     """Of 40 chats that begin alike, some are held out; all of them are known by what was asked."""
     path = write_jsonl(tmp_path / "chats.jsonl", popular_chats())
     cfg = DataConfig(str(path), answers=answers, held_out=0.3)
-    split: Split[Any] = (split_documents if answers == "data" else split_prompts)(
+    split: DataSplit[Any] = (split_documents if answers == "data" else split_prompts)(
         cfg, make_tokenizer()
     )
     for side in (split.train, split.held_out, [*split.prompts, *split.validation_prompts]):

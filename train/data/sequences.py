@@ -1,0 +1,149 @@
+"""What a run reads, as token ids: documents to train on, prompts to answer, and the rows that
+documents are packed into (best fit, several documents a row, none of them split)."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec.errors import require
+from train.data.conversations import DataConfig, Unusable
+
+
+@dataclass(eq=False)
+class Document:
+    """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
+    plain text, at every token but the first).
+
+    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
+    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1.
+
+    `weight` [T], if given, is how much each token counts in a loss, relative to others."""
+
+    id: str
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    truncated: bool = False
+    rounds: NDArray[np.int32] | None = None
+    notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
+    chat: str = ""  # the name of its conversation, if that is in several documents
+    weight: NDArray[np.float32] | None = None  # None: 1 for all
+    opening: str = ""  # the opening prompt of its conversation; empty: unknown
+    placed: str = ""  # the text by which the split placed it: with more, if many open alike
+
+
+@dataclass(eq=False)
+class Prompt:
+    """Token ids that end with the generation prompt, for the target to answer."""
+
+    id: str
+    ids: NDArray[np.int32]
+    words: str = ""  # what the user said last
+    earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
+    thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
+    notes: tuple[str, ...] = ()
+    weight: float = 1.0  # of its answer in a loss, relative to others
+    shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
+    opening: str = ""  # the opening prompt of its conversation; empty: unknown
+    placed: str = ""  # the text by which the split placed it: with more, if many open alike
+
+    @property
+    def kind(self) -> str:
+        """What it asks for, in words, for the report."""
+        if self.thinking is None:
+            return "as the template has it"
+        return "with reasoning" if self.thinking else "without reasoning"
+
+
+def document_of(
+    name: str,
+    ids: Sequence[int],
+    mask: NDArray[np.bool_],
+    cfg: DataConfig,
+    weight: NDArray[np.float32] | None = None,
+) -> Document:
+    """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
+    assistant's."""
+    cut = cfg.max_length
+    if mask[:cut].sum() < cfg.min_answer:
+        raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
+    document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
+    if weight is not None and (weight[:cut] != 1).any():
+        document.weight = weight[:cut]
+    return document
+
+
+def evenly(length: int, weight: float) -> NDArray[np.float32] | None:
+    """The weight of a document whose tokens all count alike, as `Document` has it."""
+    return None if weight == 1 else np.full(length, weight, np.float32)
+
+
+def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
+    """Raise Unusable if there are too many tokens, and they are not to be cut."""
+    if len(ids) > cfg.max_length and cfg.too_long == "drop":
+        raise Unusable(f"longer than max_length={cfg.max_length}", tokens=len(ids))
+
+
+def too_long_prompt(most: int | None) -> str:
+    """The reason why there is no prompt."""
+    return f"no prompt of at most max_prompt={most} tokens"
+
+
+@dataclass(eq=False)
+class Row:
+    """Whole documents one after another, as arrays of one length, at most that given to `pack`."""
+
+    ids: NDArray[np.int32]
+    mask: NDArray[np.bool_]
+    document: NDArray[np.int32]  # index into the documents that were packed
+    position: NDArray[np.int32]  # from 0 in each document
+    rounds: NDArray[np.int32] | None = None  # as in `Document`; all documents have them, or none
+    weight: NDArray[np.float32] | None = None  # as in `Document`; None: 1 for all
+
+    @property
+    def drafted(self) -> NDArray[np.int32] | None:
+        """The tokens [T, K] drafted at each anchor of a round, -1 elsewhere."""
+        return None if self.rounds is None else self.rounds[:, 1:]
+
+
+def pack(documents: Sequence[Document], length: int) -> list[Row]:
+    """Rows of up to `length` tokens, best fit, longest documents first. Raises UserError if a
+    document is longer than a row."""
+    lengths = np.array([len(d.ids) for d in documents])
+    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    rows: list[list[int]] = []
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        need = len(documents[i].ids)
+        require(
+            need <= length,
+            f"document {documents[i].id!r} has {need} tokens, more than the {length} of a row: "
+            "give a larger data.max_length",
+        )
+        at = bisect_left(room, (need, 0))
+        left, row = room.pop(at) if at < len(room) else (length, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        insort(room, (left - need, row))
+    rounds = [d.rounds for d in documents if d.rounds is not None]
+    return [
+        Row(
+            np.concatenate([documents[i].ids for i in packed]),
+            np.concatenate([documents[i].mask for i in packed]),
+            np.repeat(np.array(packed, np.int32), lengths[packed]),
+            np.concatenate([np.arange(lengths[i], dtype=np.int32) for i in packed]),
+            np.concatenate([rounds[i] for i in packed]) if rounds else None,
+            _weight([documents[i] for i in packed]),
+        )
+        for packed in rows
+    ]
+
+
+def _weight(packed: Sequence[Document]) -> NDArray[np.float32] | None:
+    """The weights of the tokens of a row; None if they are all 1."""
+    if all(document.weight is None for document in packed):
+        return None
+    each = [np.ones(len(d.ids), np.float32) if d.weight is None else d.weight for d in packed]
+    return np.concatenate(each)
