@@ -18,12 +18,12 @@ from specdec.measure.results import CutResponses
 from specdec.targets.parts import Parts
 from train.data.conversations import TEXTS, DataConfig
 from train.data.response_files import (
-    AnswersConfig,
+    ResponsesConfig,
     cut_responses_in_cache,
-    key_of,
     name_of,
-    of_answer,
-    read_answers,
+    read_stored_responses,
+    response_document,
+    responses_key,
 )
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.sequences import Document, Prompt, too_long_prompt
@@ -39,7 +39,7 @@ NO_STOP = "answers end in no stop token of the target"
 
 
 @dataclass(frozen=True)
-class Sample:
+class ShownSequence:
     """A text that training would read: pieces of it, each with the kind of its tokens, and the
     tokens around the edges of its first answer."""
 
@@ -74,7 +74,7 @@ class Diagnosis:
     scripts: dict[str, float] = field(default_factory=dict)
     repeated: int = 0
     cut: CutResponses | None = None  # None: no responses of the target are stored
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[ShownSequence] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
 
@@ -83,7 +83,7 @@ def diagnose(
     target: Parts,
     draft_vocab: int | None,
     samples: int,
-    answers: AnswersConfig | None = None,
+    answers: ResponsesConfig | None = None,
     depth: int = 1,
     starts_from: Collection[Path] = (),
 ) -> Diagnosis:
@@ -92,7 +92,7 @@ def diagnose(
     Raises UserError as a run does where nothing can be read."""
     answering = cfg.answers == "target"
     split = read_run_data(cfg, target, depth, starts_from=starts_from)
-    counts = DataCounts.of(split)
+    counts = DataCounts.of_split(split)
     texts: list[Any] = [*split.train, *split.held_out]
     prompts = [*split.prompts, *split.validation_prompts]
     figures = str(split.tally), counts, prompts, _sizes(counts, cfg)
@@ -179,21 +179,21 @@ def _quantiles(lengths: Sequence[int]) -> list[int]:
 
 
 def _samples(
-    texts: Sequence[Document | Prompt], target: Parts, most: int, answers: AnswersConfig | None
-) -> list[Sample]:
+    texts: Sequence[Document | Prompt], target: Parts, most: int, answers: ResponsesConfig | None
+) -> list[ShownSequence]:
     """Texts as training reads them. After a prompt comes the target's response, if one is stored,
     or its place."""
-    samples, stored = list[Sample](), dict[str, Any]()
+    samples, stored = list[ShownSequence](), dict[str, Any]()
     asked = {name_of(x): x.ids.tolist() for x in texts if isinstance(x, Prompt)}
     if asked and answers is not None and Path(answers.root).is_dir():
-        key = key_of(target, answers, bool(answers.engines))
+        key = responses_key(target, answers, bool(answers.engines))
         folder = Path(answers.root) / key
         if folder.is_dir():
-            stored = {**read_answers(folder, key, target.vocab_size, asked).by_prompt}
+            stored = {**read_stored_responses(folder, key, target.vocab_size, asked).by_prompt}
     for text in texts:
         if isinstance(text, Prompt) and name_of(text) in stored:
             said = stored[name_of(text)]["ids"]
-            document = of_answer(text.id, text.ids, said)
+            document = response_document(text.id, text.ids, said)
             assert document is not None
             samples.append(_sample(document, target, len(document.ids)))
             continue
@@ -204,7 +204,7 @@ def _samples(
     return samples
 
 
-def _sample(text: Document | Prompt, target: Parts, most: int) -> Sample:
+def _sample(text: Document | Prompt, target: Parts, most: int) -> ShownSequence:
     """A text as it is shown, up to `most` tokens."""
     ids, tokenizer = text.ids[:most], target.tokenizer
     mask = text.mask[:most] if isinstance(text, Document) else np.zeros(len(ids), np.bool_)
@@ -216,7 +216,7 @@ def _sample(text: Document | Prompt, target: Parts, most: int) -> Sample:
     edges = [0, *(i for i in range(1, len(kinds)) if kinds[i] != kinds[i - 1]), len(kinds)]
     pieces = [(kinds[a], tokenizer.decode(ids[a:b])) for a, b in pairwise(edges) if a < b]
     shown = _edges(ids, spans[0], tokenizer) if spans else ""
-    return Sample(text.id, len(ids), int(mask.sum()), pieces, shown)
+    return ShownSequence(text.id, len(ids), int(mask.sum()), pieces, shown)
 
 
 def _edges(ids: NDArray[np.int32], span: tuple[int, int], tokenizer: Any) -> str:

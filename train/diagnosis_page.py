@@ -8,7 +8,7 @@ from rich.text import Text
 
 from specdec.report import markdown
 from specdec.terminal import plain
-from train.diagnosis import PLAIN, QUANTILES, STOP, TRAINED, Diagnosis, Sample
+from train.diagnosis import PLAIN, QUANTILES, STOP, TRAINED, Diagnosis, ShownSequence
 
 IN_TERMINAL, ON_PAGE = 700, 6_000  # the most characters of a piece, the middle of which is left out
 STYLES = {TRAINED: "green", STOP: "bold blue", PLAIN: "dim"}
@@ -72,7 +72,7 @@ def write(diagnosis: Diagnosis, path: Path) -> None:
     markdown.write(path, "\n\n".join(page) + "\n")
 
 
-def _title(sample: Sample) -> str:
+def _title(sample: ShownSequence) -> str:
     trained = f", {sample.trained:,} of them trained on" if sample.trained else ""
     return f"{sample.id}: {sample.tokens:,} tokens{trained}"
 

@@ -144,7 +144,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
         ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
         earlier = before_this_stage(starts_from)
-        ranks.first(lambda: TrainedOn.of(texts.train).after(earlier).write(folder))
+        ranks.first(lambda: TrainedOn.of_texts(texts.train).after(earlier).write(folder))
 
         # Train, round by round.
         training = None

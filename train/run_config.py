@@ -32,7 +32,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetConfig
 from train.data.conversations import DataConfig
-from train.data.response_files import AnswersConfig
+from train.data.response_files import ResponsesConfig
 from train.hidden_states.store import FeaturesConfig
 from train.initialisation import StageConfig
 from train.loop import LoopConfig
@@ -76,7 +76,7 @@ class Config:
     drafter: Any = None
     stage: StageConfig = field(default_factory=StageConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    answers: AnswersConfig = field(default_factory=AnswersConfig)
+    answers: ResponsesConfig = field(default_factory=ResponsesConfig)
     features: FeaturesConfig = field(default_factory=FeaturesConfig)
     sampler: Sampler = field(default_factory=Sampler)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -128,7 +128,7 @@ class Config:
         return self.trains and self.features.cache == "disk"
 
     @property
-    def answering(self) -> AnswersConfig:
+    def answering(self) -> ResponsesConfig:
         """How the prompts are answered: by the engines of the features, if no others are given."""
         engines = self.answers.engines or self.features.engines
         return replace(self.answers, engines=engines)

@@ -18,7 +18,7 @@ from specdec.ranks import Ranks
 from specdec.targets.on_demand import TargetOnDemand
 from specdec.targets.parts import Parts
 from train.data.conversations import DataConfig
-from train.data.response_files import AnswersConfig, ResponsesRead, cut_responses
+from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import answered
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.sequences import Document, Prompt, evenly
@@ -48,7 +48,7 @@ class Texts:
 
 def split_of(
     data: DataConfig,
-    answers: AnswersConfig,
+    answers: ResponsesConfig,
     parts: Parts,
     ranks: Ranks,
     depth: int = 1,
@@ -56,7 +56,7 @@ def split_of(
 ) -> DataSplit[Any]:
     """`read_run_data`, and a report of it. Raises UserError if the run cannot use what it reads."""
     split = read_run_data(data, parts, depth, ranks, starts_from)
-    console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of(split)}")
+    console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of_split(split)}")
     if split.share > SHARE and data.held_out is None:
         console.print(
             f"held out, to measure on: {len(split.held_out)} of "
@@ -142,7 +142,7 @@ def texts_of(
         validation_share=split.validation_share,
         asked=asked,
         cut=cut,
-        counts=DataCounts.of(split),
+        counts=DataCounts.of_split(split),
     )
 
 

@@ -13,7 +13,7 @@ from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.on_demand import TargetOnDemand
-from train.data.response_files import AnswersConfig, ResponsesRead
+from train.data.response_files import ResponsesConfig, ResponsesRead
 from train.data.responses import Author, answered
 from train.data.sequences import Document, Prompt
 
@@ -70,7 +70,7 @@ def draft_of_round(cfg: RoundsConfig, folder: Path, number: int) -> Path | None:
 
 def written(
     cfg: RoundsConfig,
-    answers: AnswersConfig,
+    answers: ResponsesConfig,
     number: int,
     documents: Sequence[Document],
     asked: Sequence[Prompt],

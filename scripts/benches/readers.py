@@ -255,7 +255,7 @@ def _outcome(folder: Path, settings: Sequence[str]) -> Outcome:
     def of_plan() -> tuple[DataCounts, str]:
         split = outlook(cfg).amount.split
         assert split is not None
-        return DataCounts.of(split), _text([*split.prompts, *split.validation_prompts])
+        return DataCounts.of_split(split), _text([*split.prompts, *split.validation_prompts])
 
     calls = {"train": of_run, "evaluate": of_evaluation, "doctor": of_doctor, "plan": of_plan}
     for name, call in calls.items():

@@ -32,7 +32,7 @@ from specdec.targets.base import Target
 from tests.device import DEVICE
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of
-from train.data.response_files import of_answer
+from train.data.response_files import response_document
 from train.data.responses import logged
 from train.data.sequences import Prompt, Row, pack
 from train.hidden_states.batches import OnlineBatches
@@ -63,7 +63,7 @@ def made(name: str, temperature: float = 0.0) -> Made:
     answers = decode(
         target, PROMPTS, Way(drafter, sampler=Sampler(temperature)), max_new_tokens=NEW, eos=()
     )
-    texts = [of_answer("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
+    texts = [response_document("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
     rows = pack([d for d in texts if d is not None], LENGTH)
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     return Made(target, drafter, answers, source, source.batch(range(len(rows))))

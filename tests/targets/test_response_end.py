@@ -18,7 +18,7 @@ from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
 from specdec.targets.response_end import TurnEnds, turn_ends
 from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
-from train.data.response_files import AnswersConfig, key_of
+from train.data.response_files import ResponsesConfig, responses_key
 
 END, START, TEXT_END = (SPECIAL.index(x) for x in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
 BY_NEXT_ROLE = (
@@ -96,7 +96,7 @@ def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
         said = json.loads((tmp_path / name / "saved" / "generation_config.json").read_text())
         assert said["eos_token_id"] == ([TEXT_END, END] if name != "end" else END)
         assert target.model.generation_config.eos_token_id == ids
-        keys.append(key_of(target, AnswersConfig()))
+        keys.append(responses_key(target, ResponsesConfig()))
     assert keys[0] == keys[1] != keys[2]
 
 

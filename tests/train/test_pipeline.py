@@ -41,7 +41,7 @@ from tests.runs import as_before
 from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import responses
-from train.data.response_files import AnswersConfig
+from train.data.response_files import ResponsesConfig
 from train.data.responses import answered
 from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
@@ -476,7 +476,7 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     prompts = [Prompt(name, np.array(x, np.int32)) for name, x in ids.items()]
 
     def made(some: list[Prompt], root: str = "x", batch: int = 2) -> list[list[int]]:
-        cfg = AnswersConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
+        cfg = ResponsesConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
         with progress.bars(Console(quiet=True), False) as bar:
             return [d.ids.tolist() for d in answered(target, some, cfg, Accelerator(cpu=True), bar)]
 
@@ -497,7 +497,7 @@ def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Pat
 
     def texts(temperature: float, top_k: int, folder: str) -> list[list[int]]:
         root = str(tmp_path / folder)
-        cfg = AnswersConfig(temperature, top_k=top_k, max_new_tokens=6, root=root)
+        cfg = ResponsesConfig(temperature, top_k=top_k, max_new_tokens=6, root=root)
         with progress.bars(Console(quiet=True), False) as bar:
             documents = answered(target, prompts, cfg, Accelerator(cpu=True), bar)
         return [d.ids.tolist() for d in documents]

@@ -42,13 +42,13 @@ from specdec.targets.parts import Parts
 from train.accelerated import ranks_of
 from train.data.response_files import (
     UNANSWERED,
-    AnswersConfig,
+    ResponsesConfig,
     ResponsesRead,
     StoredResponses,
-    documents_of,
-    key_of,
     name_of,
-    read_answers,
+    read_stored_responses,
+    response_documents,
+    responses_key,
     seed_of,
     unanswered,
 )
@@ -329,7 +329,7 @@ def require_same_model(
 def responses_of_engines(
     target: TargetOnDemand,
     prompts: Sequence[Prompt],
-    cfg: AnswersConfig,
+    cfg: ResponsesConfig,
     accelerator: Accelerator,
     progress: Progress,
     keep: HiddenStateStore | None,
@@ -338,7 +338,7 @@ def responses_of_engines(
     """`answered` by engines that serve the target. With `keep`, they also give the features of the
     answers that they write now. Prompts that they do not answer are left out. Raises UserError if
     an answer is not what the target would say."""
-    key, ranks = key_of(target.parts, cfg, served=True), ranks_of(accelerator)
+    key, ranks = responses_key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
     share = shard_of("answers.shard", cfg.shard)
     mine = prompts if share is None else share.part(prompts)
@@ -348,7 +348,7 @@ def responses_of_engines(
         return {} if responses_read is None else responses_read.files(key)
 
     def stored_responses(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
-        return read_answers(folder, key, target.parts.vocab_size, asked, recorded, own)
+        return read_stored_responses(folder, key, target.parts.vocab_size, asked, recorded, own)
 
     def known_now() -> tuple[set[str], set[str]]:
         """The prompts with a response, and those that engines are not to be asked for."""
@@ -370,7 +370,7 @@ def responses_of_engines(
         )
         left_out = unanswered(folder, key) - stored.by_prompt.keys()
         answered = [p for p in prompts if name_of(p) not in left_out]
-        read_now = documents_of(answered, stored.by_prompt, None, folder)
+        read_now = response_documents(answered, stored.by_prompt, None, folder)
         if responses_read is not None:
             responses_read.record(key, {n: f for n, f in stored.files.items() if n in asked})
         return read_now
@@ -382,7 +382,7 @@ def _ask(
     target: TargetOnDemand,
     asked: Mapping[str, Sequence[int]],
     known: Collection[str],
-    cfg: AnswersConfig,
+    cfg: ResponsesConfig,
     folder: Path,
     key: str,
     keep: HiddenStateStore | None,

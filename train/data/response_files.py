@@ -28,7 +28,7 @@ RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its r
 
 
 @dataclass
-class AnswersConfig:
+class ResponsesConfig:
     """How the target answers with `data.answers=target`; temperature 0 is greedy. `batch` prompts
     are answered at once, or as many as fit into the memory that is free, if these are fewer; null
     is 128, or 512 on a GPU. `engines` are servers of the target that write the answers; on the
@@ -61,7 +61,7 @@ class AnswersConfig:
         return self.batch or (MANY_ON_GPU if gpu else MANY)
 
 
-def key_of(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
+def responses_key(target: Parts, cfg: ResponsesConfig, served: bool = False) -> str:
     """The name of the folder for this target and way of answering, by engines if `served`. It
     covers the ids that end a response: a response from before these changed may run past its end,
     or stop short of it."""
@@ -77,7 +77,7 @@ def key_of(target: Parts, cfg: AnswersConfig, served: bool = False) -> str:
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def seed_of(name: str, cfg: AnswersConfig) -> int:
+def seed_of(name: str, cfg: ResponsesConfig) -> int:
     """The seed of the prompt with this name."""
     return int(name, 16) % (1 << 62) + cfg.seed
 
@@ -124,7 +124,7 @@ class StoredResponses:
     damage: str
 
 
-def read_answers(
+def read_stored_responses(
     folder: Path,
     key: str,
     vocab: int,
@@ -193,19 +193,19 @@ def unanswered(folder: Path, key: str) -> set[str]:
     return {str(entry["prompt"]) for entries, _ in files for entry in entries}
 
 
-def documents_of(
+def response_documents(
     prompts: Sequence[Prompt],
     known: Mapping[str, Mapping[str, Any]],
     depth: int | None,
     folder: Path,
 ) -> list[Document]:
-    """The documents of prompts whose answers are known; `of_answer` gives none for some of them.
-    Raises Damaged if a prompt in the folder has lost its answer."""
+    """The documents of prompts whose responses are known; `response_document` gives none for some
+    of them. Raises Damaged if a prompt in the folder has lost its answer."""
     documents = []
     for prompt in prompts:
         if (kept := known.get(name_of(prompt))) is None:
             raise Damaged(f"{folder} was damaged while this run answered: start it again")
-        document = of_answer(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
+        document = response_document(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
         if document is not None:
             document.weight = evenly(len(document.ids), prompt.weight)
             document.opening, document.placed = prompt.opening, prompt.placed
@@ -213,7 +213,7 @@ def documents_of(
     return documents
 
 
-def of_answer(
+def response_document(
     name: str,
     prompt: Sequence[int] | NDArray[np.int32],
     answer: Sequence[int],
@@ -236,7 +236,7 @@ def of_answer(
 
 
 def cut_responses(
-    documents: Sequence[Document], eos: Collection[int], cfg: AnswersConfig
+    documents: Sequence[Document], eos: Collection[int], cfg: ResponsesConfig
 ) -> CutResponses:
     """Of documents that end in the target's response. A response was cut if it has the most tokens
     that it may have, and its last one does not end a response (`eos`)."""
@@ -245,21 +245,21 @@ def cut_responses(
 
 
 def cut_responses_in_cache(
-    target: Parts, prompts: Sequence[Prompt], cfg: AnswersConfig
+    target: Parts, prompts: Sequence[Prompt], cfg: ResponsesConfig
 ) -> CutResponses | None:
     """Of the responses to these prompts that earlier runs have stored; None if there are none."""
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
-    key = key_of(target, cfg, bool(cfg.engines))
+    key = responses_key(target, cfg, bool(cfg.engines))
     folder = Path(cfg.root) / key
     if not folder.is_dir():
         return None
-    stored = read_answers(folder, key, target.vocab_size, asked).by_prompt
+    stored = read_stored_responses(folder, key, target.vocab_size, asked).by_prompt
     known = [stored[name]["ids"] for name in asked if name in stored]
     return _count_cut(known, target.eos, cfg) if known else None
 
 
 def _count_cut(
-    responses: Sequence[Sequence[int]], eos: Collection[int], cfg: AnswersConfig
+    responses: Sequence[Sequence[int]], eos: Collection[int], cfg: ResponsesConfig
 ) -> CutResponses:
     most = cfg.max_new_tokens
     cut = sum(len(ids) >= most and ids[-1] not in eos for ids in responses)

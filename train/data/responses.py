@@ -36,14 +36,14 @@ from train.accelerated import ranks_of
 from train.data.engine_responses import responses_of_engines
 from train.data.near_duplicates import within_conversations
 from train.data.response_files import (
-    AnswersConfig,
+    ResponsesConfig,
     ResponsesRead,
     StoredResponses,
-    documents_of,
-    key_of,
     name_of,
-    of_answer,
-    read_answers,
+    read_stored_responses,
+    response_document,
+    response_documents,
+    responses_key,
     seed_of,
 )
 from train.data.sequences import Document, Prompt
@@ -73,7 +73,7 @@ class Author:
 def answered(
     target: TargetOnDemand,
     prompts: Sequence[Prompt],
-    cfg: AnswersConfig,
+    cfg: ResponsesConfig,
     accelerator: Accelerator,
     progress: Progress,
     keep: HiddenStateStore | None = None,
@@ -97,7 +97,7 @@ def answered(
         return responses_of_engines(
             target, prompts, cfg, accelerator, progress, keep, responses_read
         )
-    key = key_of(target.parts, cfg)
+    key = responses_key(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
     key = f"{key} {author.key}" if author else key
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
@@ -106,11 +106,11 @@ def answered(
     def recorded() -> dict[str, str]:
         return {} if responses_read is None else responses_read.files(folder.name)
 
-    def read(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
-        return read_answers(folder, key, target.parts.vocab_size, asked, recorded, own)
+    def stored_as(recorded: Mapping[str, str], own: Collection[str] = ()) -> StoredResponses:
+        return read_stored_responses(folder, key, target.parts.vocab_size, asked, recorded, own)
 
     def known_now() -> set[str]:
-        stored = read(recorded())
+        stored = stored_as(recorded())
         if stored.damage and not stored.by_prompt.keys() >= asked.keys():
             tell(f"{stored.damage}: their prompts are answered again where this run needs them")
         return set(stored.by_prompt)
@@ -213,8 +213,8 @@ def answered(
     depth, own = author.rounds if author else None, gather_object(files)
 
     def documents() -> list[Document]:
-        stored = read({name: file for name, file in recorded().items() if name in known}, own)
-        read_now = documents_of(prompts, stored.by_prompt, depth, folder)
+        stored = stored_as({name: file for name, file in recorded().items() if name in known}, own)
+        read_now = response_documents(prompts, stored.by_prompt, depth, folder)
         if responses_read is not None:
             responses_read.record(folder.name, {name: stored.files[name] for name in asked})
         return read_now
@@ -223,7 +223,7 @@ def answered(
 
 
 def _fitting(
-    target: Target, asked: Mapping[str, Sequence[int]], cfg: AnswersConfig, ranks: Ranks
+    target: Target, asked: Mapping[str, Sequence[int]], cfg: ResponsesConfig, ranks: Ranks
 ) -> int:
     """How many prompts to answer at once: as many as `cfg` says, or as fit into the memory that is
     free in every process. Says so if these are fewer."""
@@ -310,7 +310,7 @@ def logged(
                 f"{where}: its ids or anchors cannot be those of an answer of this target: give a "
                 "log that was written with this target",
             )
-            document = of_answer(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
+            document = response_document(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
             if document is None:
                 continue
             if np.array(r.prompt, np.int32).tobytes() in others:

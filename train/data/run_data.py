@@ -43,7 +43,7 @@ class DataCounts:
     digest: str
 
     @classmethod
-    def of(cls, split: DataSplit[Any]) -> "DataCounts":
+    def of_split(cls, split: DataSplit[Any]) -> "DataCounts":
         return cls(
             records=split.tally.read,
             usable=split.tally.kept,
@@ -100,10 +100,10 @@ def read_run_data(
         f"{target.title} is an encoder-decoder, which does not read plain text: give data=pairs",
     )
 
-    def read(share: SharedWork) -> DataSplit[Any]:
+    def split_with(share: SharedWork) -> DataSplit[Any]:
         return _split(cfg, target.tokenizer, None if ranks.alone else share)
 
-    split = ranks.led(read, ReaderWork(cfg, target.tokenizer)) or DataSplit()
+    split = ranks.led(split_with, ReaderWork(cfg, target.tokenizer)) or DataSplit()
     tally, shares = ranks.first(lambda: (split.tally, (split.share, split.validation_share)))
     split = DataSplit(
         **{name: ranks.handed(partial(getattr, split, name)) for name in LISTS},

@@ -64,7 +64,7 @@ class TrainedOn:
     earlier_N: NDArray[np.bool_] | None = None  # None: nothing
 
     @classmethod
-    def of(cls, texts: Sequence[Document | Prompt]) -> "TrainedOn":
+    def of_texts(cls, texts: Sequence[Document | Prompt]) -> "TrainedOn":
         asked = {text.opening for text in texts} | {text.placed for text in texts}
         origins = sorted(map(origin_of, asked - {""}))
         whole = np.frombuffer(b"".join(origins), np.uint8).reshape(-1, 8 + PLACES)
@@ -206,7 +206,7 @@ def _texts(item: Any) -> list[Any]:
     return item if isinstance(item, list) else [item]
 
 
-def told(draft: Path, openings: Sequence[str]) -> str | None:
+def overlap_in_words(draft: Path, openings: Sequence[str]) -> str | None:
     """How many of these opening prompts a draft was trained on, in words; None if its folder does
     not say so."""
     try:

@@ -288,7 +288,7 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
     )
     starts_from = earlier_drafts(cfg.stage, cfg.drafter)
     split = split_of(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
-    counts = DataCounts.of(split)
+    counts = DataCounts.of_split(split)
     known = f"counted in {counts.records:,} records"
     return Amount(counts.train, counts.train_tokens, known, split), split.train
 

@@ -12,7 +12,7 @@ from specdec.measure.results import CutResponses, Results
 from specdec.targets.loading import TargetConfig
 from specdec.targets.on_demand import TargetOnDemand
 from tests.tiny import Tiny
-from train.data.response_files import AnswersConfig, cut_responses, cut_responses_in_cache
+from train.data.response_files import ResponsesConfig, cut_responses, cut_responses_in_cache
 from train.data.sequences import Document
 from train.data.split import split_prompts
 from train.diagnosis import diagnose
@@ -31,7 +31,7 @@ def test_a_response_is_cut_if_it_is_full_and_has_no_end() -> None:
     an end; shorter without one, as an engine may stop for a reason of its own; empty, as of a
     prompt that only later rounds answer."""
     documents = [document(3, 3, 3, 3, 3), document(3, 3, 3, 3, END), document(3, END), document(3)]
-    found = cut_responses([*documents, document()], (END,), AnswersConfig(max_new_tokens=5))
+    found = cut_responses([*documents, document()], (END,), ResponsesConfig(max_new_tokens=5))
     assert (found.responses, found.cut, found.share) == (4, 1, 0.25)
 
 

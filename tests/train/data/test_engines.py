@@ -25,7 +25,7 @@ from tests.told import require_one_line, told
 from train.data import engine_responses
 from train.data.conversations import DataConfig
 from train.data.engine_responses import ComparedServers, ids_of
-from train.data.response_files import AnswersConfig
+from train.data.response_files import ResponsesConfig
 from train.data.responses import answered
 from train.data.sequences import Document, Prompt
 from train.data.split import split_prompts
@@ -60,7 +60,7 @@ def answer(target: TargetOnDemand, prompts: list[Prompt], tmp_path: Path) -> Ans
     def documents(*servers: FakeEngine, count: int = PROMPTS, **settings: Any) -> list[Document]:
         urls = [server.url for server in servers]
         how = {"max_new_tokens": 8, "batch": 4, "root": str(tmp_path)} | settings
-        cfg = AnswersConfig(**how, engines=urls)
+        cfg = ResponsesConfig(**how, engines=urls)
         with Progress(disable=True) as bar:
             return answered(target, prompts[:count], cfg, Accelerator(cpu=True), bar)
 
@@ -117,7 +117,7 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
     asked = split_prompts(DataConfig(str(path), answers="target", held_out=0), tokenizer).train
     engine, documents = serve(), []
     for urls in ([], [engine.url]):
-        cfg = AnswersConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
+        cfg = ResponsesConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
         with Progress(disable=True) as bar:
             documents.append(answered(target, asked, cfg, Accelerator(cpu=True), bar))
     assert texts(documents[0]) == texts(documents[1])

@@ -13,7 +13,12 @@ from specdec.errors import UserError
 from specdec.integrity import sealed
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import Tiny, losses
-from train.data.response_files import AnswersConfig, ResponsesRead, key_of, read_answers
+from train.data.response_files import (
+    ResponsesConfig,
+    ResponsesRead,
+    read_stored_responses,
+    responses_key,
+)
 
 pytestmark = pytest.mark.usefixtures("training_alone")
 OPTIONS = ("data.answers=target", "loop.epochs=1", "loop.eval_every=0")
@@ -82,7 +87,7 @@ def test_which_response_is_read(tmp_path: Path) -> None:
     asked = {"p": [7], "only a": [7], "only c": [7]}
 
     def read(recorded: dict[str, str], *own: str) -> list[int] | None:
-        found = read_answers(tmp_path, "key", 9, asked, recorded, own)
+        found = read_stored_responses(tmp_path, "key", 9, asked, recorded, own)
         assert found.by_prompt["only a"]["ids"] == [1]
         return found.by_prompt.get("p", {}).get("ids")
 
@@ -112,6 +117,9 @@ def test_the_key_covers_what_ends_a_response(tiny: Tiny) -> None:
     keys = []
     for eos in (target.tokenizer.eos_token_id, [target.tokenizer.eos_token_id, 9], [9]):
         target.model.generation_config.eos_token_id = eos
-        keys += [key_of(target, AnswersConfig()), key_of(target, AnswersConfig(), served=True)]
+        keys += [
+            responses_key(target, ResponsesConfig()),
+            responses_key(target, ResponsesConfig(), served=True),
+        ]
     assert len(target.eos) == 2 and len({*keys}) == 4
     assert keys[2:4] == keys[4:], "9 and the tokenizer's own end responses in both"

@@ -34,10 +34,10 @@ from tests.tiny import (
 from tests.train.data.chats import ASK, tokenizer_of
 from tests.train.data.test_cases import CASES, FULL
 from train.data.conversations import DataConfig, Tally
-from train.data.response_files import AnswersConfig
+from train.data.response_files import ResponsesConfig
 from train.data.run_data import DataCounts, measured_prompts, read_run_data, whole_prompts
 from train.data.sources import read_prompts_file
-from train.data.split import split_prompts
+from train.data.split import split_documents, split_prompts
 from train.diagnosis import STOP, TRAINED, diagnose
 from train.folder import HELD_OUT, data_of_run, noted_prompts
 from train.planning.outlook import outlook
@@ -80,6 +80,46 @@ def test_prompts_of_a_file_are_those_that_the_data_reader_makes() -> None:
     )["input_ids"]
     assert prompt.ids.tolist() == read.ids.tolist() == expected
     assert prompt.kind == "without reasoning" and not tally.ignored and not tally.changed
+
+
+@pytest.mark.parametrize("thinking", ["template", "on", "off"])
+def test_training_and_generation_give_a_chat_the_same_ids(
+    generate: ModuleType, tmp_path: Path, thinking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a document has before a response is the prompt that scripts/generate makes of these
+    turns, by templates of strings and of content parts, and the prompt that a file of prompts
+    gives, with tools, a system turn and reasoning."""
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    turns += [{"role": "user", "content": [{"type": "text", "text": "And how?"}]}]
+    settings = {"path": "x", "thinking": thinking}
+    (tmp_path / "config.json").write_text(json.dumps({"data": settings, "identity": "this run"}))
+    card = SimpleNamespace(notes={"run": "this run"})
+    monkeypatch.setattr(draft_checkpoint, "read_card", lambda _: card)
+    args = Namespace(draft=tmp_path / "best", thinking=None)
+    said = {"role": "assistant", "content": "Like this."}
+    record = json.loads((CASES / "prompts_with_tools.jsonl").read_text())
+    for template in (PARTS, ASKS):
+        tokenizer = tokenizer_of(template)
+
+        def before_the_response(record: dict[str, Any], tokenizer: Any = tokenizer) -> list[int]:
+            path = write_jsonl(tmp_path / "trained.jsonl", [record])
+            cfg = DataConfig(path=str(path), held_out=0, min_answer=1, thinking=thinking)
+            *_, document = split_documents(cfg, tokenizer).train
+            start = [i for i, m in enumerate(document.mask) if m and not document.mask[i - 1]][-1]
+            assert tokenizer.decode(document.ids[start:]).startswith(said["content"])
+            ids: list[int] = document.ids[:start].tolist()
+            return ids
+
+        typed = [*turns[:2], {"role": "user", "content": "And how?"}]
+        for chat, written in ((turns[:1], typed[:1]), (turns, typed)):
+            ids = before_the_response({"messages": [*chat, said]})
+            assert ids == generate.prompt_of(written, args, tokenizer)
+        if template == ASKS:  # the other one writes no tools
+            path = write_jsonl(tmp_path / "asked.jsonl", [record])
+            cfg = DataConfig(thinking=thinking)
+            (prompt,) = whole_prompts(read_prompts_file(path), tokenizer, None, cfg)
+            answered = record | {"messages": [*record["messages"], said]}
+            assert before_the_response(answered) == prompt.ids.tolist()
 
 
 def test_keys_of_prompts_that_are_not_read_are_counted(tmp_path: Path) -> None:
@@ -141,8 +181,8 @@ def test_the_doctor_asks_the_prompts_that_a_run_asks(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n, turns=4) for n in range(45)])
     cfg = DataConfig(str(path), answers="target", max_prompt=24, max_length=100)
     split = read_run_data(cfg, parts)
-    diagnosis = diagnose(cfg, parts, None, 3, AnswersConfig(max_new_tokens=9))
-    assert diagnosis.counts == DataCounts.of(split)
+    diagnosis = diagnose(cfg, parts, None, 3, ResponsesConfig(max_new_tokens=9))
+    assert diagnosis.counts == DataCounts.of_split(split)
     prompts = [*split.train, *split.held_out]
     assert [len(prompt.ids) for prompt in prompts] == [6 + 5 + 5 + 3] * 45
     assert diagnosis.counts.train == 36 and diagnosis.counts.train_tokens == 36 * 19
@@ -164,7 +204,7 @@ def test_the_doctor_counts_the_tokens_that_a_run_keeps(tmp_path: Path) -> None:
     ):
         diagnosis, split = diagnose(cfg, parts, None, 0), read_run_data(cfg, parts)
         documents = [*split.train, *split.held_out]
-        assert diagnosis.counts == DataCounts.of(split)
+        assert diagnosis.counts == DataCounts.of_split(split)
         # a turn of 30 words has 59 tokens and 5 around them, one of 6 words has 11 and 5
         length = 80 if cfg.too_long == "truncate" else 32
         assert max(len(d.ids) for d in documents) <= length
@@ -181,7 +221,7 @@ def test_a_template_that_opens_a_thought_is_no_fault_where_the_target_answers(
     parts = parts_of(tmp_path / "target", template)
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n) for n in range(40)])
     cfg = DataConfig(str(path), answers="target")
-    assert not diagnose(cfg, parts, None, 1, AnswersConfig()).faults
+    assert not diagnose(cfg, parts, None, 1, ResponsesConfig()).faults
 
 
 def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) -> None:
@@ -212,7 +252,9 @@ def test_a_plan_counts_what_a_run_reads(
     cfg = tiny.config("eagle3", "data.path=''", sources, "planning.device=l4", "data.held_out=null")
     amount = outlook(cfg).amount
     split = read_run_data(cfg.data, TargetOnDemand(cfg.target).parts)
-    assert amount.split is not None and DataCounts.of(amount.split) == DataCounts.of(split)
+    assert amount.split is not None and DataCounts.of_split(amount.split) == DataCounts.of_split(
+        split
+    )
     assert split.tally.read == 640 and len(split.held_out) == 120
     assert amount.conversations == len(split.train) == 640 - 120 - split.tally.dropped.total()
     assert amount.tokens == sum(len(document.ids) for document in split.train)

@@ -22,7 +22,7 @@ from train.data.near_duplicates import NEAR, shingles_of, within_conversations
 from train.data.run_data import measured_prompts
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_documents, split_prompts
-from train.data.trained_on import TrainedOn, leave_out, origin_of, told, trained_on
+from train.data.trained_on import TrainedOn, leave_out, origin_of, overlap_in_words, trained_on
 from train.diagnosis import diagnose
 from train.folder import data_of_run, noted_prompts
 from train.initialisation import earlier_drafts
@@ -45,7 +45,7 @@ def test_near_duplicates_are_estimated_as_the_split_judges_them() -> None:
     draw, above, below = random.Random(0), list[bool](), list[bool]()
     for n in range(800):
         words = [f"w{draw.randrange(10**6)}" for _ in range(40)]
-        known = TrainedOn.of([prompt(" ".join(words))])
+        known = TrainedOn.of_texts([prompt(" ".join(words))])
         other = " ".join(edited(words, n % 8 / 40, draw))
         ours, theirs = shingles_of(" ".join(words)), shingles_of(other)
         overlap = len(ours & theirs) / len(ours | theirs)
@@ -62,16 +62,16 @@ def test_near_duplicates_are_estimated_as_the_split_judges_them() -> None:
 def test_words_decide_and_a_shared_instruction_does_not() -> None:
     instruction = " ".join(f"do{n}" for n in range(60))
     asked = [f"{instruction} item {n}" for n in range(40)]
-    known = TrainedOn.of([prompt(x) for x in asked[:20]])
+    known = TrainedOn.of_texts([prompt(x) for x in asked[:20]])
     assert known.exactly([origin_of(x) for x in asked]) == [True] * 20 + [False] * 20
     assert known.nearly([origin_of(x) for x in asked[20:]]) == [False] * 20
-    assert TrainedOn.of([prompt("What IS it?")]).exactly([origin_of("what is it")]) == [True]
+    assert TrainedOn.of_texts([prompt("What IS it?")]).exactly([origin_of("what is it")]) == [True]
     assert TrainedOn().nearly([origin_of("a")]) == [False] and TrainedOn().nearly([]) == []
 
 
 def test_it_takes_32_bytes_a_conversation_and_reads_back(tmp_path: Path) -> None:
     texts = [prompt(f"question {n} about {n * n}") for n in range(3000)]
-    known = TrainedOn.of([*texts, *texts])
+    known = TrainedOn.of_texts([*texts, *texts])
     assert len(known.keys_N) == 3000 and known.complete
     known.write(tmp_path)
     assert (tmp_path / TRAINED_ON).stat().st_size < 3000 * 32 + 2000
@@ -81,14 +81,14 @@ def test_it_takes_32_bytes_a_conversation_and_reads_back(tmp_path: Path) -> None
         assert again is not None and again.complete
         assert np.array_equal(again.keys_N, known.keys_N)
         assert np.array_equal(again.sketches_NC, known.sketches_NC)
-    more = known.joined(TrainedOn.of([prompt("question 1 about 1"), prompt("another")]))
+    more = known.joined(TrainedOn.of_texts([prompt("question 1 about 1"), prompt("another")]))
     assert len(more.keys_N) == 3001 and more.sketches_NC.shape == (3001, 24)
     log = Document("x", np.zeros(1, np.int32), np.zeros(1, np.bool_))
-    assert not known.joined(TrainedOn.of([log])).complete
+    assert not known.joined(TrainedOn.of_texts([log])).complete
     (tmp_path / TRAINED_ON).write_bytes((tmp_path / TRAINED_ON).read_bytes()[:-500])
     with pytest.raises(Damaged, match="is damaged"):
         trained_on(tmp_path)
-    assert told(tmp_path, ["question 1 about 1"]) is None
+    assert overlap_in_words(tmp_path, ["question 1 about 1"]) is None
     assert trained_on(tmp_path / "nowhere" / "best") is None
 
 
@@ -120,10 +120,10 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
     assert {*first.keys_N.tolist()} < {*both.keys_N.tolist()} == {*exported.keys_N.tolist()}
     openings = [chat["messages"][0]["content"] for chat in chats]
     known = [x for x in openings if any(both.exactly([origin_of(x)]))]
-    assert told(tmp_path / "two" / "best", known[:10]) == (
+    assert overlap_in_words(tmp_path / "two" / "best", known[:10]) == (
         "prompts of your own, of which the draft was trained on 10"
     )
-    assert told(tmp_path / "two" / "export", words[:3]) == (
+    assert overlap_in_words(tmp_path / "two" / "export", words[:3]) == (
         "prompts of your own, of which the draft was trained on none"
     )
     with pytest.raises(UserError, match="all held-out prompts were trained on by"):
@@ -156,7 +156,7 @@ def test_all_parts_leave_out_the_same() -> None:
     instruction = " ".join(f"do{n}" for n in range(60))
     near = [prompt(f"{instruction} item {n}") for n in range(10)]
     others = [prompt(f"quite another question about {n}") for n in range(30)]
-    earlier = TrainedOn.of([prompt(f"{instruction} item {n}") for n in range(50, 70)])
+    earlier = TrainedOn.of_texts([prompt(f"{instruction} item {n}") for n in range(50, 70)])
     assert not any(earlier.nearly([origin_of(text.opening) for text in near]))
     test, validation = others, [*near, others[0]]
     split = DataSplit(held_out=[*near, *others], test=test, validation=validation, prompts=test)
@@ -176,7 +176,7 @@ def test_a_further_stage_on_chats_that_all_begin_alike_keeps_what_was_held_out(
         split = split_documents(DataConfig(str(path), held_out=0.3), tokenizer)
         assert len({text.opening for text in (*split.train, *split.held_out)}) == openings
         before = [len(split.test), len(split.prompts)]
-        leave_out(split, TrainedOn.of(split.train), "a draft")
+        leave_out(split, TrainedOn.of_texts(split.train), "a draft")
         left = [len(split.test), len(split.prompts)]
         assert left == before if openings == 1 else 0 < left[0] < before[0]
         assert openings == 1 or "Hello" not in {text.opening for text in split.prompts}
@@ -205,7 +205,7 @@ def test_a_popular_opening_is_known_as_it_was_asked(tmp_path: Path, answers: str
         assert 0 < len(popular) < 40
         assert len({text.placed for text in popular}) == len(popular)
         assert all(text.placed == text.opening for text in side if text not in popular)
-    known = TrainedOn.of(split.train)
+    known = TrainedOn.of_texts(split.train)
     assert known.exactly([origin_of("hello!")]) == known.nearly([origin_of("hello!")]) == [True]
     logged = "<|u|>user\nHello<|e|>\n<|u|>assistant\nyes<|e|>\n<|u|>user\nand this<|e|>"
     held_out = [text.opening for text in split.held_out]
