@@ -274,7 +274,6 @@ KNOWN_CLASSES = set(
         "Setting",
         "Split",
         "Steps",
-        "Table",
         "Team",
         "Text",
         "Trial",

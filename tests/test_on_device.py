@@ -18,9 +18,8 @@ from specdec.decoding.way import Way
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats.draft_export import layout_names
 from specdec.objectives import chunked
-from specdec.objectives.losses import TERMS
+from specdec.objectives.losses import TERMS, LossInputs
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.base import Target
@@ -75,7 +74,9 @@ def test_an_estimate_of_acceptance_is_trained_under_autocast() -> None:
     half = torch.full((1, 1), 0.5, requires_grad=True)
     log_p, log_q = (torch.tensor([[x]]).log() for x in ([0.75, 0.25], [0.5, 0.5]))
     anything, valid = torch.zeros(1, 1, dtype=torch.long), torch.ones(1, 1, dtype=torch.bool)
-    piece = Piece(log_p, log_q, anything, anything, valid, log_q, log_q, log_q, confidence=half)
+    piece = LossInputs(
+        log_p, log_q, anything, anything, valid, log_q, log_q, log_q, confidence=half
+    )
     with torch.autocast(NAME, torch.bfloat16):
         loss = TERMS["confidence"](piece)
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)

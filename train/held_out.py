@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from specdec.errors import require
-from specdec.forcing.table import answers, predicted_rounds
+from specdec.forcing.teacher import answers, predicted_rounds
 from specdec.measure.results import ByDepth, HeldOut
 from specdec.signals import Terminated
 from train.hidden_states.batches import BatchSource

@@ -21,9 +21,8 @@ from benches.turns import ratio, show
 from specdec.errors import require
 from specdec.measure.costs import timed
 from specdec.objectives.chunked import at_once, chunked
-from specdec.objectives.losses import nla
+from specdec.objectives.losses import LossInputs, nla
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
 from specdec.progress import console
 from specdec.targets.loading import load_target, resolved
 from specdec.theory.alpha import acceptance
@@ -52,7 +51,7 @@ def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
             ids = nothing[rows][at]
             unread = {"hidden": logits, "features": logits}
             log_p, log_q = of_target[at] - log_z, logits.log_softmax(-1)
-            piece = Piece(log_p, log_q, ids, ids, valid=ids < 0, logits=logits, **unread)
+            piece = LossInputs(log_p, log_q, ids, ids, valid=ids < 0, logits=logits, **unread)
             return nla(piece).sum(), torch.stack(acceptance(piece)).sum((1, 2))
 
         if way != "fused":

@@ -1,5 +1,10 @@
-"""Rows of text with the target's states for them, from which p is computed."""
+"""Rows of text with the target's states for them, from which p is computed.
 
+The speculation steps of a decoder can be training data, too: the draft's own tokens, and the
+target's states after them, even after the first one that it rejected.
+"""
+
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -8,10 +13,31 @@ from torch import Tensor
 
 from specdec.context import Context, FeatureSpec
 from specdec.forcing.anchors import Anchors, anchors_of
-from specdec.forcing.visited import Visited
+from specdec.runtime.cache import SlotCache
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.base import Target
 from specdec.targets.parts import Parts
+
+
+@dataclass
+class OnTrajectory:
+    """The rounds that a decoder made along the rows of a batch, in the order of their anchors.
+    Depth k is conditioned on the text up to the anchor and the first k tokens that were drafted
+    there; `final_RoKD` is the target's final hidden state after them, from which p is computed."""
+
+    place_Ro: Tensor  # of the anchor at position t of row b: b · T + t
+    accepted_Ro: Tensor
+    drafted_RoK: Tensor  # -1 where nothing was drafted
+    final_RoKD: Tensor
+    summary: Summary  # each [Ro, K]
+
+    def drafted_BTK(self, like_BT: Tensor) -> Tensor:
+        """The drafted tokens at each position of the batch; -1 where no round began."""
+        table = self.drafted_RoK.new_full((like_BT.numel(), self.drafted_RoK.shape[1]), -1)
+        drafted: Tensor = table.index_copy(0, self.place_Ro, self.drafted_RoK).unflatten(
+            0, like_BT.shape
+        )
+        return drafted
 
 
 @dataclass
@@ -22,7 +48,9 @@ class Batch:
     final_BTD: Tensor  # the target's final hidden state, from which p is computed
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # the tokens that count for loss and α
-    visited: Visited | None = None  # a decoder's rounds, whose anchors and drafts are then read
+    visited: OnTrajectory | None = (
+        None  # a decoder's rounds, whose anchors and drafts are then read
+    )
 
     def anchors(self, depth: int, per: str) -> Anchors:
         """All valid positions; if rounds were `visited`, only those where one started. See
@@ -65,3 +93,71 @@ def batch_of(
         text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT
     )
     return Batch(ctx, final, summarise(target, final, sampler), mask_BT)
+
+
+@torch.no_grad()
+def read_drafts(
+    target: Target,
+    needs: FeatureSpec,
+    ids: Sequence[int],
+    anchors: Sequence[int],
+    accepted: Sequence[int],
+    drafted_RoK: Sequence[Sequence[int]],
+) -> tuple[Context, Tensor, Tensor]:
+    """Run the target over one text and, as branches of it, over the rest of each draft: its tokens
+    from the first rejected one to the last but one. Returns the text's context, its final hidden
+    states [1, T, D], and those after the first k tokens of each draft [Ro, K, D], which are
+    arbitrary at depths that were not drafted."""
+    text_1T = torch.tensor([ids], device=target.device)
+    cache = target.new_cache()
+    shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
+    tokens: list[int] = []
+    parents: list[int] = []
+    places = []  # of each round and depth, in the text and then in the branches
+    for anchor, count, draft in zip(anchors, accepted, drafted_RoK, strict=True):
+        place = anchor
+        places.append([place])
+        for k, token in enumerate(draft[:-1]):
+            if k < count and place + 1 < len(ids):
+                place += 1
+            elif token >= 0:
+                parents.append(place - shift)
+                tokens.append(token)
+                place = len(ids) + len(tokens) - 1
+            places[-1].append(place)
+    if not target.reads_trees:
+        ctx, final_1TD = target.features(text_1T, needs)
+        states_TxD = torch.cat([final_1TD[0], *_after_branches(target, ids, tokens, parents)])
+        return ctx, final_1TD, states_TxD[torch.tensor(places, device=target.device)]
+    ctx, final_1TD = target.features(text_1T, needs, cache=cache)
+    states_TxD = final_1TD[0]
+    if tokens:
+        branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
+        _, more = target.features(
+            next(branches), FeatureSpec(), cache=cache, parents_BT=next(branches)
+        )
+        states_TxD = torch.cat([states_TxD, more[0]])
+    return ctx, final_1TD, states_TxD[torch.tensor(places, device=target.device)]
+
+
+def _after_branches(
+    target: Target, ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
+) -> Iterator[Tensor]:
+    """The final hidden states [t, D] after the tokens of each branch in turn, for a target that
+    reads chains only: a branch is read where it leaves the text, and then dropped. A token whose
+    parent is in the text begins a branch."""
+    cache, T, read = target.new_cache(), len(ids), 0
+    begins = [i for i, parent in enumerate(parents) if parent < T]
+    for i, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
+        if more := ids[read : parents[i] + 1]:
+            _read(target, more, cache)
+            cache.keep([len(more)])
+            read += len(more)
+        yield _read(target, tokens[i:end], cache)
+        cache.drop()
+
+
+def _read(target: Target, ids: Sequence[int], cache: SlotCache) -> Tensor:
+    """The final hidden states [T, D] of tokens that continue those of a cache."""
+    ids_1T = torch.tensor([ids], device=target.device)
+    return target.features(ids_1T, FeatureSpec(), cache=cache)[1][0]

@@ -1,10 +1,14 @@
 """Teacher forcing: what a drafter would do at every anchor of a known text.
 
-The loss and every teacher-forced α come from the same pairs of p and q (pairs.py).
+The loss and every teacher-forced α are made of the same p and q, at every anchor and depth. Only
+one chunk's logits exist at a time: p over the draft vocabulary, normalised over the full one, is
+computed from the target's hidden state and three numbers per position (`sampler.Summary`).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,32 +19,70 @@ from torch.nn.functional import pad
 from specdec.context import Moment
 from specdec.drafters.gather import entries, text_after
 from specdec.drafters.predictor import Predictor, vocabulary
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.proposed import point_mass, whole
+from specdec.drafters.proposer import OWN, Drafter
 from specdec.drafters.trainable import Trainable
 from specdec.errors import require
-from specdec.forcing.anchors import Anchors, anchors_of, together
+from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.batch import Batch, exactly, summarise
-from specdec.forcing.pairs import Pairs, kl_divergence, logits_of
-from specdec.forcing.table import Table
 from specdec.frozen import Frozen
 from specdec.objectives.chunked import at_once, chunked, slices
+from specdec.objectives.losses import LossInputs, kl_divergence
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.parts import Parts
-from specdec.theory.alpha import Acceptance, acceptance
+from specdec.theory.alpha import Acceptance, DistributionPair, acceptance, visits
 
-Columns = Callable[[Piece], tuple[Tensor, ...]]
+MoreColumns = Callable[[LossInputs], tuple[Tensor, ...]]
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
+
+
+class AcceptanceTable(NamedTuple):
+    """Acceptance at every anchor of a batch, and the anchors themselves."""
+
+    anchors: Anchors
+    alpha: Acceptance  # each [N, K]; 0 where not valid
+    more: tuple[Tensor, ...] = ()  # extra columns [N, K] that the caller asked for
+
+
+@dataclass(frozen=True)
+class TargetColumns:
+    """What the target says at the anchors of one chunk, at every depth. Depth k at one anchor and
+    k - 1 at the next share one p, whose logits are computed once: of these U entries, `index_NK` is
+    the one of each depth. Ids are indices into the draft vocabulary, -1 for tokens outside it."""
+
+    rows: slice  # the chunk, among all anchors
+    index_NK: Tensor
+    log_p_US: Tensor  # over the draft vocabulary; in training before cutoffs (see `LossInputs`)
+    served_log_p_US: Tensor | None  # after cutoffs, if `log_p_US` is before them
+    final_UD: Tensor  # the target's final hidden states
+    argmax_NK: Tensor  # argmax p
+    label_NK: Tensor  # the text's own token
+    valid_NK: Tensor
+    loss_weight_NK: Tensor  # of each depth in the loss
+    weight_NK: Tensor  # of each depth relative to the others of its anchor
+    accepted_NK: Tensor | None  # at a decoder's anchors: which drafts it accepted
+
+
+@dataclass(frozen=True)
+class TrainingPass:
+    """What all chunks of one training forward pass share."""
+
+    batch: Batch
+    anchors: Anchors
+    progress: float  # share of the run's steps that are done
+    decay_K: Tensor  # the weight of each depth
+    parameters: Sequence[nn.Parameter]  # those that train
+    reference_NKD: Tensor | None  # hidden states of the reference draft, if there is one
 
 
 class TeacherForcing(nn.Module):
     """Runs a drafter at all anchors of a batch, and computes its loss or its acceptance.
 
     `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
-    With `visited`, the drafter is trained on a decoder's rounds: at their anchors, given the tokens
-    that were drafted there, and at all depths, which `hidden` computes as it does in drafting.
-    Raises UserError for a reference that cannot be compared with the draft.
+    With `visited`, the drafter is trained on a decoder's speculation steps: at their anchors, given
+    the tokens that were drafted there, and at all depths, which `hidden` computes as it does in
+    drafting. Raises UserError for a reference that cannot be compared with the draft.
     """
 
     def __init__(
@@ -88,7 +130,12 @@ class TeacherForcing(nn.Module):
         self.drafter = drafter
         self.sampler = sampler
         self._reference = Frozen(reference)
-        self._pairs = Pairs(drafter, target, sampler, self.objective.trains_confidence_apart)
+        # p over the draft vocabulary, and the place of each token in it
+        self._target_logits = target.unembedding(ours_S)
+        self._index_V: Tensor | None = None
+        if ours_S is not None:
+            self._index_V = torch.full((target.vocab_size,), -1, device=ours_S.device)
+            self._index_V[ours_S] = torch.arange(len(ours_S), device=ours_S.device)
         adapts = drafter.adapts_target(drafter.config)
         self._whole = target if adapts else None  # unless needed, its layers may be released
 
@@ -124,85 +171,210 @@ class TeacherForcing(nn.Module):
         anchors: Sequence[Anchors] | None = None,
         moment: Moment | None = None,
         measure: bool = False,
-        more: Columns | None = None,
+        more: MoreColumns | None = None,
         depth: int | None = None,
-    ) -> tuple[Tensor, Tensor] | Table:
-        """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, a `Table`
-        with the columns that `more` computes, at `depth` depths (None: as many as were trained).
-        Both are computed by `forward`, so that DDP and FSDP see every use of the weights.
+    ) -> tuple[Tensor, Tensor] | AcceptanceTable:
+        """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, an
+        `AcceptanceTable` with the columns that `more` computes, at `depth` depths (None: as many as
+        were trained). Both are computed by `forward`, so that DDP and FSDP see every use of the
+        weights.
 
         `anchors` has those of each row; None takes those of `Batch.anchors`, as `measure` always
         does. The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors'
-        total. The sums and the `Table` count every anchor once, whatever its weight. If the
-        target's adapters are trained too, the loss is scaled by the draft's share, and the
-        divergence of the adapted target from the original is added.
+        total. The sums and the table count every anchor once, whatever its weight. If the target's
+        adapters are trained too, the loss is scaled by the draft's share, and the divergence of the
+        adapted target from the original is added.
         """
         moment = moment or Moment(seeds=range(len(batch.mask_BT)))
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
         if measure:
-            return self._table(batch, more, depth)
-        depth, drafter = self.depth, self.drafter
+            return self._measured(batch, more, depth)
+        drafter, reference, depth = self.drafter, self._reference.held, self.depth
         assert isinstance(drafter, Trainable)
+
+        # The draft runs at all anchors at once; the reference, if there is one, at the same ones.
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen = chosen.rounded().to(batch.mask_BT.device)
-        reference = self._reference.held
-        hidden_NKD, compared_NKD = self._hidden(drafter, batch, chosen, moment), None
+        hidden_NKD, reference_NKD = self._hidden(drafter, batch, chosen, moment), None
         if reference is not None:
             assert isinstance(reference, Predictor)
             with torch.no_grad():
-                compared_NKD = self._hidden(reference, batch, chosen)
+                reference_NKD = self._hidden(reference, batch, chosen)
+
+        # Logits over the vocabulary, and the loss, are made chunk by chunk.
         decays = [self.objective.weight(k) for k in range(depth)]
         decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
-        in_turn = drafter.separate_heads and not drafter.estimates_acceptance
-        in_turn = in_turn and not self.objective.couples
-
-        def part(rows: slice, some_NKD: Tensor) -> tuple[Tensor, Tensor]:
-            piece = self._pairs.of(batch, chosen, rows, training=True)
-            weight_NK = chosen.weight_NK[rows]
-
-            def at_depths(k: slice, some_KND: Tensor) -> tuple[Tensor, Tensor]:
-                read_NKD = some_KND.transpose(0, 1)
-                if drafter.separate_heads:
-                    read_NKD = drafter.heads_of(read_NKD, k.start)
-                tensors = self._pairs.read(read_NKD, first=k.start)
-                other_NKS = None
-                if reference is not None and compared_NKD is not None:
-                    with torch.no_grad():
-                        other_NKS = logits_of(reference, compared_NKD[rows, k], first=k.start)
-
-                def few(at: slice, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-                    of = piece(at, k, *tensors)
-                    of.progress = moment.progress
-                    if other_NKS is not None:
-                        of.reference_log_q = self.sampler.uncut.log_probs(other_NKS[at])
-                    loss_NK = self.objective.loss(of)
-                    if of.confidence is not None:  # a gradient of 0, not None, if its weight is 0
-                        loss_NK = loss_NK + 0 * of.confidence
-                    columns = [
-                        torch.ones_like(loss_NK),
-                        loss_NK.detach(),
-                        *acceptance(of.as_served),
-                    ]
-                    counted_5NK = torch.stack(columns) * of.valid
-                    counted_K5 = counted_5NK.permute(2, 0, 1).contiguous().sum(-1)
-                    total = (loss_NK * weight_NK[at, k] * decay_K[k]).sum()
-                    return total, pad(counted_K5, (0, 0, k.start, depth - k.start - len(some_KND)))
-
-                # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
-                size = len(weight_NK) if reference is not None else at_once(tensors[0])
-                whole = size >= len(weight_NK)
-                return few(slice(None), *tensors) if whole else chunked(few, tensors, [], size)
-
-            some_KND = some_NKD.expand(-1, depth, -1).transpose(0, 1)
-            if in_turn:
-                return chunked(at_depths, [some_KND], parameters, 1)
-            return at_depths(slice(0, depth), some_KND)
-
-        parameters = [p for p in drafter.parameters() if p.requires_grad]
-        loss, seen = chunked(part, [hidden_NKD], parameters, self.objective.chunk)
+        trained = [p for p in drafter.parameters() if p.requires_grad]
+        one = TrainingPass(batch, chosen, moment.progress, decay_K, trained, reference_NKD)
+        chunk_loss = partial(self._chunk_loss, one)
+        loss, seen = chunked(chunk_loss, [hidden_NKD], trained, self.objective.chunk)
         if batch is not original:
             loss = share * loss + self._kl_divergence(original, batch, chosen)
         return loss, seen
+
+    def _chunk_loss(
+        self, one: TrainingPass, rows: slice, hidden_NKD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss of a chunk of anchors, and its sums [K, 5], from the draft's hidden
+        states, or from what its separate heads read. These heads are taken one at a time unless
+        their losses depend on each other."""
+        drafter, depth = self.drafter, self.depth
+        assert isinstance(drafter, Trainable)
+        columns = self.target_columns(one.batch, one.anchors, rows, training=True)
+        hidden_KND = hidden_NKD.expand(-1, depth, -1).transpose(0, 1)
+        loss_at = partial(self._loss_at_depths, one, columns)
+        if not drafter.separate_heads or drafter.estimates_acceptance or self.objective.couples:
+            return loss_at(slice(0, depth), hidden_KND)
+        return chunked(loss_at, [hidden_KND], one.parameters, 1)
+
+    def _loss_at_depths(
+        self, one: TrainingPass, columns: TargetColumns, k: slice, hidden_KND: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The part of `_chunk_loss` at some depths. Their logits are made here, and the loss reads
+        them a few anchors at a time."""
+        drafter, reference = self.drafter, self._reference.held
+        assert isinstance(drafter, Trainable)
+        hidden_NKD, reference_NKS = hidden_KND.transpose(0, 1), None
+        if drafter.separate_heads:
+            hidden_NKD = drafter.heads_of(hidden_NKD, k.start)
+        tensors = self.draft_tensors(hidden_NKD, first=k.start)
+        if reference is not None and one.reference_NKD is not None:
+            with torch.no_grad():
+                compared_NKD = one.reference_NKD[columns.rows, k]
+                reference_NKS = logits_of(reference, compared_NKD, first=k.start)
+
+        few = partial(self._loss_of_few, one, columns, k, reference_NKS)
+        # a loss that compares with a reference ranks a chunk's tokens, so it needs them all
+        N = len(hidden_NKD)
+        size = N if reference is not None else at_once(tensors[0])
+        return few(slice(None), *tensors) if size >= N else chunked(few, tensors, [], size)
+
+    def _loss_of_few(
+        self,
+        one: TrainingPass,
+        columns: TargetColumns,
+        k: slice,
+        reference_NKS: Tensor | None,
+        at: slice,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The part of `_loss_at_depths` at some anchors, from their `draft_tensors`."""
+        inputs = self.loss_inputs(columns, at, k, *tensors)
+        inputs.progress = one.progress
+        if reference_NKS is not None:
+            inputs.reference_log_q = self.sampler.uncut.log_probs(reference_NKS[at])
+        loss_NK = self.objective.loss(inputs)
+        if inputs.confidence is not None:  # a gradient of 0, not None, if its weight is 0
+            loss_NK = loss_NK + 0 * inputs.confidence
+        counts_NK = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(inputs.as_served)]
+        counted_5NK = torch.stack(counts_NK) * inputs.valid
+        counted_K5 = counted_5NK.permute(2, 0, 1).contiguous().sum(-1)
+        total = (loss_NK * columns.loss_weight_NK[at, k] * one.decay_K[k]).sum()
+        return total, pad(counted_K5, (0, 0, k.start, self.depth - k.start - len(counted_K5)))
+
+    def target_columns(
+        self, batch: Batch, anchors: Anchors, rows: slice, training: bool = False
+    ) -> TargetColumns:
+        """The target's side of one chunk, the anchors of `rows`. Its logits are computed here, once
+        for all depths. In `training`, p is that before cutoffs, as `LossInputs` says."""
+        cuts = training and self.sampler.truncates
+        T = batch.mask_BT.shape[1]
+        depths = torch.arange(anchors.weight_NK.shape[1], device=batch.mask_BT.device)
+        row_N1 = anchors.row_N[rows, None]
+        at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
+        states, accepted_NK = (batch.final_BTD, batch.summary), None
+        if (visited := batch.visited) is not None:
+            round_N = torch.searchsorted(visited.place_Ro, row_N1[:, 0] * T + at_NK[:, 0])
+            accepted_NK = depths < visited.accepted_Ro[round_N, None]
+            states = visited.final_RoKD, visited.summary
+            where_NK = round_N[:, None] * len(depths) + depths
+        else:
+            near = anchors.nearest
+            ahead = torch.arange(len(depths), device=near.row_N.device)
+            column_NK = (near.position_N[rows, None] + ahead).clamp_max(T - 1)
+            where_NK = near.row_N[rows, None] * T + column_NK
+        where_U, index_NK = where_NK.unique(return_inverse=True)
+        where_U = rounded(where_U).to(depths.device, non_blocking=True)
+        index_NK = index_NK.to(depths.device, non_blocking=True)
+        summary = Summary(*(x.flatten()[where_U] for x in states[1]))
+        final_UD = states[0].flatten(0, 1)[where_U]
+        with torch.no_grad(), exactly(final_UD):
+            logits_US = self._target_logits(final_UD)
+            log_p_US, served_log_p_US = self.sampler.log_probs_of(logits_US, summary), None
+            if cuts:
+                served_log_p_US = log_p_US
+                log_p_US = self.sampler.uncut.log_probs_of(logits_US, summary.uncut)
+        argmax_NK = summary.argmax_N[index_NK]
+        label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
+        if visited is not None:  # the text does not continue what was drafted
+            label_NK = argmax_NK
+        loss_weight_NK = anchors.weight_NK[rows]
+        of_anchor_N1 = loss_weight_NK.amax(-1, keepdim=True)
+        return TargetColumns(
+            rows=rows,
+            index_NK=index_NK,
+            log_p_US=log_p_US,
+            served_log_p_US=served_log_p_US,
+            final_UD=final_UD,
+            argmax_NK=self._draft_ids(argmax_NK),
+            label_NK=self._draft_ids(label_NK),
+            valid_NK=anchors.valid_NK[rows],
+            loss_weight_NK=loss_weight_NK,
+            weight_NK=loss_weight_NK / torch.where(of_anchor_N1 > 0, of_anchor_N1, 1),
+            accepted_NK=accepted_NK,
+        )
+
+    def draft_tensors(
+        self, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
+    ) -> list[Tensor]:
+        """What `loss_inputs` needs of the draft, made from its hidden states at depths from `first`
+        on: its logits, the hidden states, and its confidence if it estimates one. Gradients can
+        flow through all of these. If no loss term trains the confidence, its gradient reaches
+        nothing but the estimate."""
+        drafter, tensors = self.drafter, [logits_of(self.drafter, hidden_NKD, copied_NK, first)]
+        tensors.append(hidden_NKD)
+        if isinstance(drafter, Predictor) and drafter.estimates_acceptance:
+            apart = self.objective.trains_confidence_apart
+            tensors.append(drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD))
+        return tensors
+
+    def loss_inputs(
+        self,
+        columns: TargetColumns,
+        at: slice,
+        k: slice,
+        logits_NKS: Tensor,
+        hidden_NKD: Tensor,
+        confidence_NK: Tensor | None = None,
+    ) -> LossInputs:
+        """p, q and the other tensors that a loss may read, at the anchors `at` of a chunk and at
+        the depths `k`, from what `draft_tensors` gives for them."""
+        index_NK, served = columns.index_NK[at, k], None
+        argmax_NK, label_NK = columns.argmax_NK[at, k], columns.label_NK[at, k]
+        if columns.served_log_p_US is not None:
+            served_log_q = self.sampler.log_probs(logits_NKS.detach())
+            served_log_p = columns.served_log_p_US[index_NK]
+            served = DistributionPair(served_log_p, served_log_q, argmax_NK, label_NK)
+        sampler = self.sampler if served is None else self.sampler.uncut
+        accepted_NK = columns.accepted_NK
+        return LossInputs(
+            log_p=columns.log_p_US[index_NK],
+            log_q=sampler.log_probs(logits_NKS),
+            target_argmax=argmax_NK,
+            label=label_NK,
+            valid=columns.valid_NK[at, k],
+            logits=logits_NKS,
+            hidden=hidden_NKD,
+            features=columns.final_UD[index_NK],
+            confidence=confidence_NK,
+            accepted=None if accepted_NK is None else accepted_NK[at, k],
+            served=served,
+            weight=columns.weight_NK[at, k],
+        )
+
+    def _draft_ids(self, target_ids: Tensor) -> Tensor:
+        """Indices in the draft vocabulary, -1 where it lacks the token."""
+        return target_ids if self._index_V is None else self._index_V[target_ids]
 
     def _adapted(self, batch: Batch, progress: float) -> tuple[Batch, float]:
         """The batch as the target reads it with the adapters that are trained along with the draft,
@@ -234,24 +406,24 @@ class TeacherForcing(nn.Module):
         cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
         return chunked(part, cut, [], self.objective.chunk)[0]
 
-    def _table(self, batch: Batch, more: Columns | None, depth: int | None) -> Table:
+    def _measured(
+        self, batch: Batch, more: MoreColumns | None, depth: int | None
+    ) -> AcceptanceTable:
         anchors = batch.anchors(depth or self.drafter.depth, "token")
-        chunk = self.objective.chunk
         copied_NK, hidden_NKD = self._copied(batch, anchors)
         if copied_NK is None:
             assert isinstance(self.drafter, Predictor)
             hidden_NKD = self._hidden(self.drafter, batch, anchors)
         measured = []
-        for start in range(0, len(hidden_NKD), chunk):
-            rows = slice(start, start + chunk)
+        for rows in slices(hidden_NKD, self.objective.chunk):
+            columns = self.target_columns(batch, anchors, rows)
             copied = None if copied_NK is None else copied_NK[rows]
-            piece = self._pairs.of(batch, anchors, rows)
-            tensors = self._pairs.read(hidden_NKD[rows], copied)
+            tensors = self.draft_tensors(hidden_NKD[rows], copied)
             for at in slices(tensors[0], at_once(tensors[0])):
-                of = piece(at, slice(None), *(x[at] for x in tensors))
-                measured.append((*acceptance(of), *(more(of) if more else ())))
-        columns = [torch.cat(x) * anchors.valid_NK for x in zip(*measured, strict=True)]
-        return Table(anchors, Acceptance(*columns[:3]), tuple(columns[3:]))
+                inputs = self.loss_inputs(columns, at, slice(None), *(x[at] for x in tensors))
+                measured.append((*acceptance(inputs), *(more(inputs) if more else ())))
+        whole_columns = [torch.cat(x) * anchors.valid_NK for x in zip(*measured, strict=True)]
+        return AcceptanceTable(anchors, Acceptance(*whole_columns[:3]), tuple(whole_columns[3:]))
 
     def _hidden(
         self, drafter: Predictor, batch: Batch, anchors: Anchors, moment: Moment | None = None
@@ -292,3 +464,41 @@ class TeacherForcing(nn.Module):
             hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAk)
             hidden_NKD = pad(hidden_BAKD[anchors.row_N, column_N], (0, 0, 0, K - depth))
         return drafter.copied(batch.ctx, at_BA, K)[anchors.row_N, column_N], hidden_NKD
+
+
+def logits_of(
+    drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
+) -> Tensor:
+    """Draft logits [N, K, S] of K depths, from depth `first` on; those of copied tokens, over the
+    target's vocabulary, are 0 at the token and -inf elsewhere."""
+    depths = range(hidden_NKD.shape[1])
+    if copied_NK is None:
+        assert isinstance(drafter, Predictor)
+        return torch.stack([drafter.unembed(hidden_NKD[:, k], first + k) for k in depths], 1)
+    logits_NKV = point_mass(copied_NK, drafter.sizes.target_vocab)
+    for k in depths:
+        if (own_N := copied_NK[:, k] == OWN).any():
+            assert drafter.copying_head is not None
+            head, _ = drafter.copying_head
+            assert isinstance(head, Predictor)
+            logits_NKV[own_N, k] = whole(head, head.unembed(hidden_NKD[own_N, k], k))
+    return logits_NKV
+
+
+def answers(table: AcceptanceTable, batch: Batch) -> list[Acceptance]:
+    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round (prefill
+    emits an answer's first token) to its last token but one. Depths beyond its end are 0."""
+    row_N, position_N = table.anchors.row_N, table.anchors.position_N
+    usable_N = table.anchors.valid_NK[:, 0] & batch.mask_BT[row_N, position_N]
+    place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
+    cuts = ((place_U.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    columns = [column[usable_N].float().cpu().tensor_split(cuts) for column in table.alpha]
+    return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_U)]
+
+
+def predicted_rounds(alpha_TK: Tensor) -> tuple[float, float]:
+    """The tokens of one answer after its first, and the rounds that a decoder is expected to need
+    for them: τ is their ratio. `alpha_TK` has a row for each token but the last; depths beyond the
+    end, where a decoder's tokens are cut off, change nothing. With greedy acceptance these are the
+    decoder's own counts along the same answer."""
+    return float(len(alpha_TK)), float(visits(alpha_TK).sum())

@@ -12,17 +12,21 @@ from specdec.context import Context
 from specdec.decoding.answers import Generation
 from specdec.drafters.proposer import Drafter
 from specdec.forcing.batch import batch_of
-from specdec.forcing.table import predicted_rounds
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import TeacherForcing, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
-from specdec.objectives.piece import Piece
+from specdec.objectives.losses import LossInputs
 from specdec.sampling.sampler import sample
 from specdec.targets.base import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval, share_interval
 from specdec.theory.leviathan import lenient_alpha, lk_divergence, non_iterative_alpha
 
-LENIENCES = (1.0, 0.5, 0.3, 0.1)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
+LENIENCES = (
+    1.0,
+    0.5,
+    0.3,
+    0.1,
+)  # l, as in Table 5 of Leviathan et al. 2023; l = 1 is α itself
 MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
 
 
@@ -51,7 +55,7 @@ def drafting(drafter: Drafter, gamma: int) -> Drafter:
     return same
 
 
-def beyond_acceptance(piece: Piece, generator: torch.Generator) -> tuple[Tensor, ...]:
+def beyond_acceptance(piece: LossInputs, generator: torch.Generator) -> tuple[Tensor, ...]:
     """The columns of `Along` after acceptance: those of `lenient`, then the others in order."""
     p, q, label = piece.p, piece.q, piece.label.clamp_min(0)[..., None]
     log_ratio = (piece.log_q.gather(-1, label) - piece.log_p.gather(-1, label))[..., 0]

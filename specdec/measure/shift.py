@@ -6,8 +6,8 @@ import torch
 
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
-from specdec.forcing.pairs import kl_divergence
 from specdec.measure.results import Shift
+from specdec.objectives.losses import kl_divergence
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.base import Target
 from specdec.theory.intervals import ratio_interval, share_interval

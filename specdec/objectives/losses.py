@@ -1,4 +1,4 @@
-"""The terms of an objective: functions from a `Piece` to a loss [N, K].
+"""The terms of an objective: functions from a `LossInputs` to a loss [N, K].
 
 A term does not reduce, mask or weight: `objective.py` does that once for all. Its constants are
 keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
@@ -8,51 +8,85 @@ which the tests check in float64.
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from specdec.errors import UserError, require
-from specdec.objectives.piece import Piece
 from specdec.sampling.trees import Static
+from specdec.theory.alpha import DistributionPair
 
 LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
 
 
-def kl(piece: Piece) -> Tensor:
+@dataclass
+class LossInputs(DistributionPair):
+    """What a loss term may read: a chunk of anchors at all depths together. It is a pair of log p
+    and log q [N, K, S], with argmax p and the text's own token (`label`) [N, K] as indices into the
+    draft vocabulary, -1 for tokens outside it. p is normalised over the target's whole vocabulary
+    and not renormalised over the draft's, so P = Σ_S p <= 1.
+
+    In training, p and q are those before top-k and top-p: the tokens that cutoffs take from q would
+    have no gradient, even those with mass in p; and a q that equals a p cut by top-p is cut once
+    more when it is served. A q that equals p before the cutoffs equals it after them, too. `served`
+    is the pair after them, without gradients; None where no cutoff is set."""
+
+    # [N, K] bool; depths after a response's end, and those dropped by `Trainable.anchors`, are not
+    # valid
+    valid: Tensor
+    logits: Tensor  # [N, K, S] the draft's, before the sampler
+    hidden: Tensor  # [N, K, D] the draft's hidden states, which `unembed` reads
+    features: Tensor  # [N, K, D] the target's final hidden states, from which p is computed
+    progress: float = 0.0  # share of the run's steps that are done, from 0 to 1
+    confidence: Tensor | None = None  # [N, K] the family's own estimate of α, if it makes one
+    accepted: Tensor | None = None  # [N, K] bool, at a decoder's anchors: which drafts it accepted
+    reference_log_q: Tensor | None = None  # [N, K, S] of a frozen reference draft, if there is one
+    served: DistributionPair | None = None
+    # [N, K] how much a depth counts relative to the others of its anchor; None: as much, if valid.
+    # Where depths are dropped at random, the others stand for them.
+    weight: Tensor | None = None
+
+    @property
+    def as_served(self) -> DistributionPair:
+        """The pair of p and q as decoding has them: what α is measured on."""
+        return self.served or self
+
+
+def kl(inputs: LossInputs) -> Tensor:
     """Σ p (log p - log q), forward KL. ∂/∂z = P q - p."""
-    return (piece.p * (_floor(piece.log_p) - _floor(piece.log_q))).sum(-1)
+    return (inputs.p * (_floor(inputs.log_p) - _floor(inputs.log_q))).sum(-1)
 
 
-def soft_ce(piece: Piece) -> Tensor:
+def soft_ce(inputs: LossInputs) -> Tensor:
     """-Σ p log q, cross-entropy with the target's distribution. ∂/∂z = P q - p, as for `kl`."""
-    return -(piece.p * _floor(piece.log_q)).sum(-1)
+    return -(inputs.p * _floor(inputs.log_q)).sum(-1)
 
 
-def reverse_kl(piece: Piece) -> Tensor:
+def reverse_kl(inputs: LossInputs) -> Tensor:
     """Σ q (log q - log p). ∂/∂z = q (r - E_q[r]) with r = log q - log p."""
-    return (piece.q * (_floor(piece.log_q) - _floor(piece.log_p))).sum(-1)
+    return (inputs.q * (_floor(inputs.log_q) - _floor(inputs.log_p))).sum(-1)
 
 
-def jsd(piece: Piece, beta: float = 0.5) -> Tensor:
+def jsd(inputs: LossInputs, beta: float = 0.5) -> Tensor:
     """Generalised Jensen-Shannon (Agarwal et al. 2024, GKD): b KL(p|m) + (1 - b) KL(q|m),
     m = b p + (1 - b) q, where b is `beta`, the weight of p in the mixture.
     ∂/∂z = (1 - b) q (r - E_q[r]) with r = log q - log m."""
-    log_m = (beta * piece.p + (1 - beta) * piece.q).clamp_min(math.exp(LOG_FLOOR)).log()
-    of_p = (piece.p * (_floor(piece.log_p) - log_m)).sum(-1)
-    of_q = (piece.q * (_floor(piece.log_q) - log_m)).sum(-1)
+    log_m = (beta * inputs.p + (1 - beta) * inputs.q).clamp_min(math.exp(LOG_FLOOR)).log()
+    of_p = (inputs.p * (_floor(inputs.log_p) - log_m)).sum(-1)
+    of_q = (inputs.q * (_floor(inputs.log_q) - log_m)).sum(-1)
     return beta * of_p + (1 - beta) * of_q
 
 
-def top_k(piece: Piece, k: float = 10.0) -> Tensor:
+def top_k(inputs: LossInputs, k: float = 10.0) -> Tensor:
     """-Σ p log q over the k likeliest tokens of p (Zhang et al. 2024, HASS, arXiv 2408.15766).
     p is not renormalised over them.
     ∂/∂z = P_k q - p on these tokens and P_k q elsewhere, P_k being their mass in p."""
-    best_NKC = piece.log_p.topk(min(int(k), piece.log_p.shape[-1]), -1).indices
-    return -(piece.p.gather(-1, best_NKC) * _floor(piece.log_q.gather(-1, best_NKC))).sum(-1)
+    best_NKC = inputs.log_p.topk(min(int(k), inputs.log_p.shape[-1]), -1).indices
+    return -(inputs.p.gather(-1, best_NKC) * _floor(inputs.log_q.gather(-1, best_NKC))).sum(-1)
 
 
-def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
+def adaspec(inputs: LossInputs, keep: float = 0.4) -> Tensor:
     """`kl` on the share `keep` of the tokens, those where it exceeds the KL of a trained reference
     draft by the most; 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p
     on the tokens kept.
@@ -61,41 +95,41 @@ def adaspec(piece: Piece, keep: float = 0.4) -> Tensor:
     authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
     divided by the number of all tokens.
     """
-    reference = piece.reference_log_q
+    reference = inputs.reference_log_q
     assert reference is not None  # checked by `ObjectiveConfig.require_complete`
     with torch.no_grad():
-        more_NK = (piece.p * (_floor(reference) - _floor(piece.log_q))).sum(-1)
-        valid_NK = more_NK.masked_fill(~piece.valid, torch.nan)
+        more_NK = (inputs.p * (_floor(reference) - _floor(inputs.log_q))).sum(-1)
+        valid_NK = more_NK.masked_fill(~inputs.valid, torch.nan)
         kept_NK = more_NK >= valid_NK.nanquantile(1 - keep, dim=0)
-    return kl(piece) * kept_NK
+    return kl(inputs) * kept_NK
 
 
-def ce(piece: Piece) -> Tensor:
+def ce(inputs: LossInputs) -> Tensor:
     """-log q(label), the text's next token; 0 where the draft vocabulary lacks it (label -1).
     ∂/∂z = q - onehot(label)."""
-    at_label = _floor(piece.log_q).gather(-1, piece.label.clamp_min(0)[..., None])[..., 0]
-    return -at_label * (piece.label >= 0)
+    at_label = _floor(inputs.log_q).gather(-1, inputs.label.clamp_min(0)[..., None])[..., 0]
+    return -at_label * (inputs.label >= 0)
 
 
-def tv(piece: Piece) -> Tensor:
+def tv(inputs: LossInputs) -> Tensor:
     """1 - Σ min(p, q) = 1 - β, total variation. ∂/∂z = ½ q (s - E_q[s]), s = sign(q - p)."""
-    return 1 - piece.beta
+    return 1 - inputs.beta
 
 
-def nla(piece: Piece) -> Tensor:
+def nla(inputs: LossInputs) -> Tensor:
     """-log β, the negative log acceptance. ∂/∂z = ∂TV/∂z / β: strong where β is small."""
-    least = LOG_FLOOR + math.log(piece.log_q.shape[-1])  # log β where p and q are disjoint
-    return -piece.log_beta.masked_fill(piece.log_beta.isneginf(), least)
+    least = LOG_FLOOR + math.log(inputs.log_q.shape[-1])  # log β where p and q are disjoint
+    return -inputs.log_beta.masked_fill(inputs.log_beta.isneginf(), least)
 
 
-def lk_hybrid(piece: Piece, eta: float = 3.0) -> Tensor:
+def lk_hybrid(inputs: LossInputs, eta: float = 3.0) -> Tensor:
     """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates where
     the draft is far off and gives way to TV as β grows. ∂/∂z mixes theirs in the same way."""
-    weight = torch.exp(-eta * piece.beta.detach())
-    return weight * kl(piece) + (1 - weight) * tv(piece)
+    weight = torch.exp(-eta * inputs.beta.detach())
+    return weight * kl(inputs) + (1 - weight) * tv(inputs)
 
 
-def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
+def d_pace(inputs: LossInputs, smooth: float = 0.5) -> Tensor:
     """`ce` with each depth weighted by the tokens that depend on it (D-PACE, arXiv 2605.18810):
     w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
     without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
@@ -104,12 +138,12 @@ def d_pace(piece: Piece, smooth: float = 0.5) -> Tensor:
     blocks by the number of rows, not of anchors; that changes the loss by a factor only.
     The setting `objective=d_pace` also sets `objective.depth_decay` to 1.
     """
-    loss_NK = ce(piece)
-    known_NK = (-loss_NK.detach()).exp() * (piece.label >= 0)
-    return _tokens_after(smooth + (1 - smooth) * known_NK, piece) * loss_NK
+    loss_NK = ce(inputs)
+    known_NK = (-loss_NK.detach()).exp() * (inputs.label >= 0)
+    return _tokens_after(smooth + (1 - smooth) * known_NK, inputs) * loss_NK
 
 
-def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Tensor:
+def expected_length(inputs: LossInputs, smooth: float = 0.5, until: float = 0.5) -> Tensor:
     """1 - Π_{j<=k} β_j at depth k. Summed over the depths it is γ - L, where L = Σ_k Π_{j<=k} β_j
     is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
     separate acceptance at each depth).
@@ -122,18 +156,18 @@ def expected_length(piece: Piece, smooth: float = 0.5, until: float = 0.5) -> Te
     (`until=0`: s stays). Depths after an answer's end do not count. The setting
     `objective=expected_length` also sets `objective.depth_decay` to 1.
     """
-    smooth *= _left(piece, until)
-    loss_NK = nla(piece)
+    smooth *= _left(inputs, until)
+    loss_NK = nla(inputs)
     with torch.no_grad():
         beta_NK = (-loss_NK).exp()
         reach_NK = beta_NK.cumprod(-1)
-        weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, piece)
+        weight_NK = _tokens_after(smooth + (1 - smooth) * beta_NK, inputs)
     # the value is 1 - reach; the gradient is that of weight · loss, the weight being a constant
     return 1 - reach_NK + weight_NK * (loss_NK - loss_NK.detach())
 
 
 def expected_tree(
-    piece: Piece, paths: Sequence[Sequence[int]], smooth: float = 0.5, until: float = 0.5
+    inputs: LossInputs, paths: Sequence[Sequence[int]], smooth: float = 0.5, until: float = 0.5
 ) -> Tensor:
     """1 - Σ_v Π_{j<=k} a_j at depth k, over the nodes v of depth k of a static tree of `paths`.
     Summed over the tree's D depths it is D - L, where 1 + L is E[τ]. Depths below the tree are 0.
@@ -162,18 +196,18 @@ def expected_tree(
     early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is
     V ã_0 ∂log β; after the share `until` of the run, V is exact.
     """
-    smooth *= _left(piece, until)
-    levels, K = Static(paths).levels, piece.log_p.shape[1]
+    smooth *= _left(inputs, until)
+    levels, K = Static(paths).levels, inputs.log_p.shape[1]
     require(
         len(levels) <= K,
         f"objective.paths: the tree is {len(levels)} tokens deep, but the draft is trained on {K}: "
         f"give drafter.depth={len(levels)}, or a flatter tree",
     )
     width = 1 + max(rank for level in levels for _, rank in level)
-    mass_NK1, before_NK = torch.ones_like(piece.beta)[..., None], torch.zeros_like(piece.beta)
+    mass_NK1, before_NK = torch.ones_like(inputs.beta)[..., None], torch.zeros_like(inputs.beta)
     by_rank = []
     for _ in range(width):
-        accepted_NK = torch.minimum(piece.p, mass_NK1 * piece.q).sum(-1)
+        accepted_NK = torch.minimum(inputs.p, mass_NK1 * inputs.q).sum(-1)
         by_rank.append(accepted_NK - before_NK)
         mass_NK1, before_NK = mass_NK1 + 1 - accepted_NK[..., None], accepted_NK
     by_rank_NKC = torch.stack(by_rank, -1)
@@ -189,22 +223,22 @@ def expected_tree(
     with torch.enable_grad():
         smoothed_NKC = (1 - smooth) * by_rank_NKC.detach()
         smoothed_NKC[..., 0] += smooth
-        share_NK = _shares(piece)
+        share_NK = _shares(inputs)
         total = by_depth(smoothed_NKC.requires_grad_()) * share_NK[:, : len(levels)]
         (others_NKC,) = torch.autograd.grad(total.sum(), smoothed_NKC)
         others_NKC = others_NKC / share_NK.masked_fill(share_NK == 0, 1)[..., None]
-    first_NK = (others_NKC * smoothed_NKC.detach())[..., 0] * nla(piece)
+    first_NK = (others_NKC * smoothed_NKC.detach())[..., 0] * nla(inputs)
     later_NK = (others_NKC * by_rank_NKC)[..., 1:].sum(-1) * (1 - smooth)
     loss_NK = first_NK - later_NK
     value_NK = nn.functional.pad(1 - by_depth(by_rank_NKC.detach()), (0, K - len(levels)))
     return value_NK + loss_NK - loss_NK.detach()
 
 
-def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
+def smooth_l1(inputs: LossInputs, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
     width D as in EAGLE-1's code: with d their difference and b = `beta`, d²/2b where |d| < b, else
     |d| - b/2. Its gradient is d/(bD) or sign(d)/D. Raises UserError if the widths differ."""
-    hidden, features = piece.hidden, piece.features
+    hidden, features = inputs.hidden, inputs.features
     if hidden.shape != features.shape:
         raise UserError(
             f"objective.terms.smooth_l1 compares hidden states, but the draft's are "
@@ -217,7 +251,7 @@ def smooth_l1(piece: Piece, beta: float = 1.0) -> Tensor:
     return difference.mean(-1)
 
 
-def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
+def on_policy(inputs: LossInputs, decay: float = 0.8) -> Tensor:
     """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token;
     from the first rejected token onwards, reverse KL · `decay`^k at depth k of the round.
     On plain text, where there are no rounds, it is `kl`.
@@ -225,27 +259,27 @@ def on_policy(piece: Piece, decay: float = 0.8) -> Tensor:
     Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone and
     divides by the sum of these weights; here they are exact, and divided by the number of rounds.
     """
-    if piece.accepted is None:
-        return kl(piece)
-    x = piece.log_q
+    if inputs.accepted is None:
+        return kl(inputs)
+    x = inputs.log_q
     depths = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
-    return torch.where(piece.accepted, kl(piece), decay**depths * reverse_kl(piece))
+    return torch.where(inputs.accepted, kl(inputs), decay**depths * reverse_kl(inputs))
 
 
-def confidence(piece: Piece) -> Tensor:
+def confidence(inputs: LossInputs) -> Tensor:
     """Binary cross-entropy of the family's own estimate c of its acceptance against β, as DSpark
     trains it: -β log c - (1 - β) log(1 - c), with no gradient through β, which is the β of serving
-    (`Piece.as_served`). With c = σ(x), ∂/∂x = c - β. Raises UserError for a family that makes no
-    such estimate."""
-    if piece.confidence is None:
+    (`LossInputs.as_served`). With c = σ(x), ∂/∂x = c - β. Raises UserError for a family that makes
+    no such estimate."""
+    if inputs.confidence is None:
         raise UserError(
             "objective.terms.confidence trains a family's own estimate of its acceptance, and this "
             "family makes none: leave the term out"
         )
-    beta = piece.as_served.beta.detach().clamp(0, 1).to(piece.confidence.dtype)
+    beta = inputs.as_served.beta.detach().clamp(0, 1).to(inputs.confidence.dtype)
     # a GPU's autocast forbids this loss, because probabilities in float16 lose their logarithms
     with torch.autocast(beta.device.type, enabled=False):
-        return nn.functional.binary_cross_entropy(piece.confidence, beta, reduction="none")
+        return nn.functional.binary_cross_entropy(inputs.confidence, beta, reduction="none")
 
 
 Term = Callable[..., Tensor]
@@ -263,26 +297,36 @@ COMPARING = ("adaspec",)  # terms that read a reference draft
 OF_TREES = ("expected_tree",)  # terms that read the paths of a tree
 
 
-def _left(piece: Piece, until: float) -> float:
+def _left(inputs: LossInputs, until: float) -> float:
     """The share of smoothing that is left: 1 at a run's start, falling to 0 when the share `until`
     of it is done; 1 throughout if `until` is 0."""
-    return max(0.0, 1 - piece.progress / until) if until > 0 else 1.0
+    return max(0.0, 1 - inputs.progress / until) if until > 0 else 1.0
 
 
-def _tokens_after(chance_NK: Tensor, piece: Piece) -> Tensor:
+def _tokens_after(chance_NK: Tensor, inputs: LossInputs) -> Tensor:
     """Σ_{k>=i} (w_k / w_i) Π_{j<=k} c_j [N, K] over valid depths k, with the chance c of a depth.
     The weights w of the depths are equal, unless some are dropped at random (P-EAGLE): as the loss
     at depth i is multiplied by w_i, its expectation is then that without dropping."""
-    share_NK = _shares(piece)
+    share_NK = _shares(inputs)
     after_NK = (chance_NK.cumprod(-1) * share_NK).flip(-1).cumsum(-1).flip(-1)
     return after_NK / share_NK.masked_fill(share_NK == 0, 1)
 
 
-def _shares(piece: Piece) -> Tensor:
+def _shares(inputs: LossInputs) -> Tensor:
     """How much each depth counts relative to the others of its anchor [N, K]; 0 if not valid."""
-    return piece.valid.to(piece.log_q.dtype) if piece.weight is None else piece.weight * piece.valid
+    return (
+        inputs.valid.to(inputs.log_q.dtype)
+        if inputs.weight is None
+        else inputs.weight * inputs.valid
+    )
 
 
 def _floor(log_x: Tensor) -> Tensor:
     """Replace log 0 by a finite number; other values stay and keep their gradient."""
     return log_x.masked_fill(log_x.isneginf(), LOG_FLOOR)
+
+
+def kl_divergence(logits_p: Tensor, logits_q: Tensor) -> Tensor:
+    """KL(p ‖ q) [...] in nats, of logits [..., V]."""
+    log_p, log_q = (z.float().log_softmax(-1) for z in (logits_p, logits_q))
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

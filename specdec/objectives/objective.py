@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from specdec.errors import nearest, require, require_between, require_known, require_within
-from specdec.objectives.losses import COMPARING, COUPLED, OF_TREES, TERMS
-from specdec.objectives.piece import Piece
+from specdec.objectives.losses import COMPARING, COUPLED, OF_TREES, TERMS, LossInputs
 from specdec.sampling.trees import Static
 
 SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
@@ -49,7 +48,7 @@ class ObjectiveConfig:
             for name in getattr(self, kind):
                 require(name in TERMS, f"objective.{kind}.{name} is unknown{nearest(name, TERMS)}")
         for name, constants in self.constants.items():
-            known = set(inspect.signature(TERMS[name]).parameters) - {"piece", "paths"}
+            known = set(inspect.signature(TERMS[name]).parameters) - {"inputs", "paths"}
             for key, value in constants.items():
                 where = f"objective.constants.{name}.{key}"
                 require(key in known, f"{where} is unknown{nearest(key, known)}")
@@ -91,17 +90,17 @@ class ObjectiveConfig:
         if self.paths is not None:
             Static(self.paths)  # raises if they do not form a tree
 
-    def loss(self, piece: Piece) -> Tensor:
+    def loss(self, inputs: LossInputs) -> Tensor:
         """The weighted sum of the terms [N, K]."""
         terms, used = [], self._used()
-        if piece.confidence is not None and self.trains_confidence_apart:
+        if inputs.confidence is not None and self.trains_confidence_apart:
             used["confidence"] = (1.0, 1.0, 1.0)
         for name, (first, last, until) in used.items():
             constants: dict[str, Any] = dict(self.constants.get(name, {}))
             if name in OF_TREES:
                 constants["paths"] = self.paths
-            weight = first + (last - first) * min(1.0, piece.progress / until)
-            terms.append(weight * TERMS[name](piece, **constants))
+            weight = first + (last - first) * min(1.0, inputs.progress / until)
+            terms.append(weight * TERMS[name](inputs, **constants))
         return reduce(Tensor.add, terms)
 
     @property

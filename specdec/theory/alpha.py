@@ -28,7 +28,7 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
 
 
 @dataclass
-class Pair:
+class DistributionPair:
     """log p and log q at some positions, over the draft vocabulary [..., S]. `target_argmax` [...]
     is argmax p and `label` [...] the text's own token, as indices into the draft vocabulary, -1 for
     tokens outside it. p, q and β are computed once, on first use."""
@@ -84,7 +84,7 @@ class _LogOverlap(torch.autograd.Function):
 
 
 @torch.no_grad()
-def acceptance(pair: Pair) -> Acceptance:
+def acceptance(pair: DistributionPair) -> Acceptance:
     """The three variants of α at each position. A row of q without mass accepts nothing."""
     log_best_N, best_N = pair.log_q.max(-1)
     has_mass = ~log_best_N.isneginf()

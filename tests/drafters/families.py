@@ -23,7 +23,7 @@ from specdec.drafters.peagle import PEagleConfig
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.suffix import SuffixConfig
-from specdec.forcing.pairs import logits_of
+from specdec.forcing.teacher import logits_of
 from specdec.lab.drafters.copy import CopyConfig
 from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
 from specdec.lab.drafters.early_exit import EarlyExitConfig

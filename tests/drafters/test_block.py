@@ -17,8 +17,7 @@ from specdec.drafters.dflash2 import DFlash2, DFlash2Config
 from specdec.drafters.dspark import DSpark, DSparkConfig
 from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.forcing.pairs import logits_of
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import TeacherForcing, logits_of
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

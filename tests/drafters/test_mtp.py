@@ -18,7 +18,7 @@ from specdec.context import Context
 from specdec.drafters.mtp import MTP, MTPConfig
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError
-from specdec.forcing.pairs import logits_of
+from specdec.forcing.teacher import logits_of
 from specdec.formats import draft_export
 from specdec.lab.drafters.mtp_heads import MTPHeads, MTPHeadsConfig
 from specdec.targets.base import Target

@@ -22,13 +22,11 @@ from specdec.drafters.trainable import AnchorsConfig
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
-from specdec.forcing.pairs import Pairs
 from specdec.forcing.teacher import TeacherForcing
 from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
 from specdec.objectives import chunked
-from specdec.objectives.losses import TERMS
+from specdec.objectives.losses import TERMS, LossInputs
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
 from specdec.sampling.sampler import Sampler
 from specdec.targets.base import Target
 from specdec.theory.alpha import acceptance
@@ -308,7 +306,7 @@ PULLING = ["kl", "soft_ce", "reverse_kl", "jsd", "tv", "nla", "lk_hybrid", "expe
 PULLING += ["expected_tree", "top_k", "on_policy", "adaspec"]
 
 
-def training_pieces(target: Target, sampler: Sampler, z_NKS: Tensor) -> Piece:
+def training_pieces(target: Target, sampler: Sampler, z_NKS: Tensor) -> LossInputs:
     """A piece at 6 anchors of a text whose draft logits are these, over the whole vocabulary."""
     drafter = random_drafter(MedusaConfig(depth=2, draft_vocab=None), target, 0.1)
     ids = text(0, 20)[0].tolist()
@@ -316,8 +314,10 @@ def training_pieces(target: Target, sampler: Sampler, z_NKS: Tensor) -> Piece:
     anchors = batch.anchors(2, "token")
     assert len(anchors.row_N) == 8
     anchors = Anchors(anchors.row_N[:6], anchors.position_N[:6], anchors.weight_NK[:6], 6)
-    make = Pairs(drafter, target, sampler, True).of(batch, anchors, slice(0, 6), training=True)
-    piece = make(slice(0, 6), slice(0, 2), z_NKS, torch.zeros(6, 2, 1))
+    forcing = TeacherForcing(drafter, target, sampler)
+    columns = forcing.target_columns(batch, anchors, slice(0, 6), training=True)
+    states_NKD = torch.zeros(6, 2, 1)
+    piece = forcing.loss_inputs(columns, slice(0, 6), slice(0, 2), z_NKS, states_NKD)
     piece.progress, piece.reference_log_q = 1.0, torch.zeros_like(z_NKS).log_softmax(-1)
     return piece
 
@@ -374,7 +374,7 @@ def test_alpha_in_training_is_that_of_serving(
     drafter.__class__ = Estimating
     ids = text(0, 20)[0].tolist()
     batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 8 + [True] * 12])
-    cfg, pieces = ObjectiveConfig(), list[Piece]()
+    cfg, pieces = ObjectiveConfig(), list[LossInputs]()
     forcing = TeacherForcing(drafter, target, sampler, cfg)
     loss = cfg.loss
     monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
@@ -396,7 +396,7 @@ def test_alpha_in_training_is_that_of_serving(
 def test_a_piece_knows_how_much_a_depth_stands_for(target: Target) -> None:
     """Of P-EAGLE's depths, those that are kept weigh as much more as they are fewer."""
     drafter = random_drafter(PEagleConfig(depth=3, draft_vocab=None, keep=0.5), target, 0.1)
-    cfg, pieces = ObjectiveConfig(terms={"expected_length": 1.0}), list[Piece]()
+    cfg, pieces = ObjectiveConfig(terms={"expected_length": 1.0}), list[LossInputs]()
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg)
     batch = batch_with(target, drafter, 12)
     mask, document, position = (x[0].cpu().numpy() for x in row(batch))

@@ -20,11 +20,9 @@ from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.forcing.batch import Batch
-from specdec.forcing.table import Table
-from specdec.forcing.teacher import TeacherForcing
-from specdec.objectives.losses import kl, on_policy, reverse_kl
+from specdec.forcing.teacher import AcceptanceTable, TeacherForcing
+from specdec.objectives.losses import LossInputs, kl, on_policy, reverse_kl
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
@@ -104,7 +102,7 @@ def test_at_zero_the_table_is_the_decoder_s_own_acceptance(case: Made) -> None:
     accepts of it what the decoder accepted."""
     forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
     table = forcing(case.batch, measure=True, more=lambda piece: (piece.log_q.argmax(-1),))
-    assert isinstance(table, Table)
+    assert isinstance(table, AcceptanceTable)
     accepted = by_prompt(case, table.alpha.greedy.cumprod(-1).sum(-1))
     vocab_S = case.drafter.vocab_S
     proposed_NK = table.more[0] if vocab_S is None else vocab_S[table.more[0]]
@@ -179,10 +177,10 @@ def test_draft_opd_switches_divergence_at_the_first_rejection() -> None:
     nothing = torch.zeros(2, 3)
     accepted = torch.tensor([[True, False, False], [True, True, True]])
 
-    def piece(accepted: torch.Tensor | None) -> Piece:
+    def piece(accepted: torch.Tensor | None) -> LossInputs:
         log_q = z.log_softmax(-1)
         unread = [nothing] * 3
-        return Piece(log_p, log_q, nothing, nothing, accepted, *unread, accepted=accepted)
+        return LossInputs(log_p, log_q, nothing, nothing, accepted, *unread, accepted=accepted)
 
     found = on_policy(piece(accepted), decay=0.5)
     forward, reverse = kl(piece(None)), reverse_kl(piece(None))

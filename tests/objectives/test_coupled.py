@@ -15,6 +15,7 @@ from specdec.decoding.rules import RULES
 from specdec.errors import UserError
 from specdec.objectives.losses import (
     TERMS,
+    LossInputs,
     adaspec,
     d_pace,
     expected_length,
@@ -24,7 +25,6 @@ from specdec.objectives.losses import (
     smooth_l1,
 )
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.objectives.piece import Piece
 from tests.decoding.tree_laws import expected_accepted
 from tests.laws import Tables
 from tests.objectives.test_losses import S, piece_of
@@ -44,7 +44,7 @@ def beta(p: Tensor, z: Tensor) -> Tensor:
     return torch.minimum(p, z.softmax(-1)).sum(-1)
 
 
-def piece(p: Tensor, z: Tensor, progress: float) -> Piece:
+def piece(p: Tensor, z: Tensor, progress: float) -> LossInputs:
     return replace(piece_of(p, z.log_softmax(-1)), progress=progress)
 
 
@@ -322,7 +322,7 @@ def test_on_policy_is_forward_where_accepted_and_reverse_after() -> None:
 # Features
 
 
-def of_states(hidden: Tensor, features: Tensor) -> Piece:
+def of_states(hidden: Tensor, features: Tensor) -> LossInputs:
     p = torch.full((*hidden.shape[:-1], S), 1 / S)
     return replace(piece_of(p, p.log()), hidden=hidden, features=features)
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.objectives.losses import COMPARING, COUPLED, LOG_FLOOR, TERMS, confidence
-from specdec.objectives.piece import Piece
+from specdec.objectives.losses import COMPARING, COUPLED, LOG_FLOOR, TERMS, LossInputs, confidence
 
 S = 7
 # those of one position that read p and q alone; the others have tests of their own
@@ -35,15 +34,15 @@ class Constants:
 CFG = Constants()
 
 
-def piece_of(p: Tensor, log_q: Tensor, label: Tensor | None = None) -> Piece:
+def piece_of(p: Tensor, log_q: Tensor, label: Tensor | None = None) -> LossInputs:
     """A piece of these p and log q [..., S], whose other tensors nobody reads."""
     valid = torch.ones(p.shape[:-1], dtype=torch.bool)
     label = torch.zeros(p.shape[:-1], dtype=torch.long) if label is None else label
     nothing = torch.zeros(*p.shape[:-1], 1, dtype=p.dtype)
-    return Piece(p.log(), log_q, p.argmax(-1), label, valid, *[nothing] * 3)
+    return LossInputs(p.log(), log_q, p.argmax(-1), label, valid, *[nothing] * 3)
 
 
-def term(name: str, piece: Piece, cfg: Constants) -> Tensor:
+def term(name: str, piece: LossInputs, cfg: Constants) -> Tensor:
     of_term: dict[str, dict[str, float]] = {
         "jsd": {"beta": cfg.beta},
         "lk_hybrid": {"eta": cfg.eta},

@@ -21,7 +21,7 @@ from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.drafters.suffix import SuffixConfig
 from specdec.errors import UserError
-from specdec.forcing.visited import read_drafts
+from specdec.forcing.batch import read_drafts
 from specdec.lab.decoding.beam import beam_search
 from specdec.lab.drafters.counts import BigramConfig
 from specdec.lab.drafters.early_exit import EarlyExitConfig

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.theory.alpha import (
-    Pair,
+    DistributionPair,
     acceptance,
     expected_tokens,
     overlap,
@@ -23,9 +23,9 @@ from specdec.theory.intervals import Interval, ratio_interval, share_interval
 from specdec.theory.leviathan import expected_tokens as tokens
 
 
-def pair_of(p: Tensor, q: Tensor, target_argmax: list[int]) -> Pair:
+def pair_of(p: Tensor, q: Tensor, target_argmax: list[int]) -> DistributionPair:
     argmax = torch.tensor(target_argmax)
-    return Pair(p.log(), q.log(), argmax, torch.full_like(argmax, -1))
+    return DistributionPair(p.log(), q.log(), argmax, torch.full_like(argmax, -1))
 
 
 # --- overlap and acceptance ------------------------------------------------------------------
@@ -132,7 +132,9 @@ def test_acceptance_does_not_renormalise() -> None:
 
 def test_acceptance_carries_no_gradient() -> None:
     z = torch.randn(4, 5, requires_grad=True)
-    pair = Pair(torch.rand(4, 5).log_softmax(-1), z.log_softmax(-1), *torch.zeros(2, 4).long())
+    pair = DistributionPair(
+        torch.rand(4, 5).log_softmax(-1), z.log_softmax(-1), *torch.zeros(2, 4).long()
+    )
     assert pair.beta.requires_grad
     assert not any(x.requires_grad for x in acceptance(pair))
 
@@ -140,7 +142,9 @@ def test_acceptance_carries_no_gradient() -> None:
 def test_acceptance_leaves_the_pair_its_gradient() -> None:
     """Whichever comes first, the measure or the loss."""
     z = torch.randn(4, 5, requires_grad=True)
-    pair = Pair(torch.rand(4, 5).log_softmax(-1), z.log_softmax(-1), *torch.zeros(2, 4).long())
+    pair = DistributionPair(
+        torch.rand(4, 5).log_softmax(-1), z.log_softmax(-1), *torch.zeros(2, 4).long()
+    )
     acceptance(pair)
     assert pair.beta.requires_grad and pair.q.requires_grad
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, FeatureSpec
-from specdec.forcing.batch import Batch, batch_of, summarise
-from specdec.forcing.visited import Visited, read_drafts
+from specdec.forcing.batch import Batch, OnTrajectory, batch_of, read_drafts, summarise
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.base import Target
 from train.data.sequences import Row
@@ -136,7 +135,9 @@ def assembled(
     by_position = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
     place_Ro = (by_position[:, 0] >= 0).nonzero()[:, 0]
     drafted = by_position[place_Ro, 0], by_position[place_Ro, 1:]
-    return Batch(ctx, final, summary, mask_BT, Visited(place_Ro, *drafted, *states(after_drafts)))
+    return Batch(
+        ctx, final, summary, mask_BT, OnTrajectory(place_Ro, *drafted, *states(after_drafts))
+    )
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:

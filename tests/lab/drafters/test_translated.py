@@ -20,8 +20,7 @@ from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
 from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
-from specdec.forcing.table import Table
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import AcceptanceTable, TeacherForcing
 from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.bridge import Bridge
 from specdec.lab.drafters.translated import Translated, TranslatedConfig
@@ -313,7 +312,7 @@ def test_alpha_of_teacher_forcing_is_what_the_decoder_accepts(
         mask = [False] * len(prompt) + [True] * (len(ids) - len(prompt))
         batch = batch_of(target, drafter.needs, Sampler(1.0), [ids], [mask])
         table = TeacherForcing(drafter, target, Sampler(1.0))(batch, measure=True)
-        assert isinstance(table, Table)
+        assert isinstance(table, AcceptanceTable)
         hits = dict(
             zip(table.anchors.position_N.tolist(), table.alpha.greedy.cumprod(-1).sum(-1).tolist())
         )
@@ -343,7 +342,7 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
         mask = [False] * len(prompt) + [True] * 3
         batch = batch_of(target, drafter.needs, sampler, [ids], [mask])
         table = TeacherForcing(drafter, target, sampler)(batch, measure=True)
-        assert isinstance(table, Table)
+        assert isinstance(table, AcceptanceTable)
         n = table.anchors.position_N.tolist().index(len(prompt) - 1)
         final = target.features(torch.tensor([ids]), FeatureSpec())[1][0]
         p = sampler.probs(target.logits(final[len(prompt) - 1 : len(prompt) + 1]))

@@ -34,8 +34,7 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
-from specdec.forcing.table import Table
-from specdec.forcing.teacher import TeacherForcing
+from specdec.forcing.teacher import AcceptanceTable, TeacherForcing
 from specdec.formats import draft_checkpoint
 from specdec.lab.decoding.beam import beam_search
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
@@ -253,7 +252,7 @@ def test_one_pass_over_documents_is_each_alone() -> None:
         )
 
 
-def forced(target: Seq2SeqTarget, drafter: Drafter, texts: list[list[int]]) -> Table:
+def forced(target: Seq2SeqTarget, drafter: Drafter, texts: list[list[int]]) -> AcceptanceTable:
     batch = batch_of(
         target,
         drafter.needs,
@@ -262,7 +261,7 @@ def forced(target: Seq2SeqTarget, drafter: Drafter, texts: list[list[int]]) -> T
         [[False] * (t.index(0) + 1) + [True] * (len(t) - t.index(0) - 1) for t in texts],
     )
     table = TeacherForcing(drafter, target, Sampler(1.0))(batch, measure=True)
-    assert isinstance(table, Table)
+    assert isinstance(table, AcceptanceTable)
     return table
 
 
