@@ -202,6 +202,19 @@ def test_no_module_imports_upwards() -> None:
     assert up == UPWARDS
 
 
+def test_the_core_never_imports_the_lab() -> None:
+    """It finds what the lab brings by name (specdec/plugins.py). Scripts are command lines of
+    both."""
+    reaching = {
+        (path_of(module), path_of(imported))
+        for module in modules()
+        if not module.startswith(("specdec.lab", "scripts"))
+        for imported in imports(module)
+        if imported.startswith("specdec.lab")
+    }
+    assert reaching == set()
+
+
 def test_no_family_is_named_outside_its_places() -> None:
     named = {
         (path_of(module), family)

@@ -1,10 +1,11 @@
 """The tables of a report, for experts: they follow its first screen, as a reader asks for them.
 Headings of the third level are folded in HTML."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from specdec.measure.results import Measured, Results, Training
+from specdec.plugins import Plugins
 from specdec.report import first, theory
 from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
 from specdec.theory.intervals import FEWEST
@@ -15,6 +16,10 @@ VARIANTS = {
     "greedy_draft": "greedy-draft, p(argmax q)",
     "greedy": "greedy, argmax p = argmax q",
 }
+# Blocks of Markdown about the results, in the section on theory
+FIGURES: Plugins[Callable[[Results], list[str]]] = Plugins(
+    "draftsmith.report_figures", "figure of the report", {"theory": theory.section}
+)
 
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
@@ -31,7 +36,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
         "Costs": _costs(results),
         "Confidence": [*_picture("reliability", pictures), *_confidence(results)],
         "Training": [*_picture("training", pictures), *_training(results)],
-        "What theory says": theory.section(results),
+        "What theory says": [block for name in FIGURES for block in FIGURES[name](results)],
         "Setting and machine": [_setting(results), f"Machine: {results.machine}."],
     }
     blocks += [
