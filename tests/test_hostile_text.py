@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import wandb
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
@@ -33,7 +34,8 @@ from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
 from tests.measure.test_results import results as measured
 from tests.test_house import modules, path_of
 from tests.tiny import REPOSITORY, Tiny
-from train.tracking import Tracker
+from train.tracked_run import TrackConfig
+from train.wandb_tracking import WandbRun
 
 HOSTILE = (
     "![](http://beacon.example/x.png)",
@@ -327,14 +329,13 @@ def test_a_plot_takes_dollars_for_dollars(tmp_path: Path) -> None:
 # Weights & Biases, scripts, and a whole job
 
 
-def test_a_table_of_samples_is_plain(tmp_path: Path) -> None:
+def test_a_table_of_samples_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[Any] = []
-    tracker = Tracker(tmp_path)
-    tracker._run = SimpleNamespace(  # type: ignore[assignment]
-        log=logged.append, summary={}, log_artifact=lambda _: None
-    )
+    shown = SimpleNamespace(log=logged.append, summary={}, log_artifact=lambda _: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: shown)
+    run = WandbRun(TrackConfig(), tmp_path, "run", "1a", {})
     (tmp_path / "draft").mkdir()
-    tracker.report(hostile_results("\x1b]0;x\x07 \u202e"), {}, tmp_path / "draft")
+    run.log_results(hostile_results("\x1b]0;x\x07 \u202e"), {}, tmp_path / "draft")
     tables = [table for entry in logged for table in entry.values()]
     assert tables
     for table in tables:

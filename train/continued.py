@@ -48,6 +48,7 @@ CHANGES: dict[str, Change] = {
     **{f"decode.{name}": Change.ALLOWED for name in _DECODE},
     "also": Change.ALLOWED,
     "export": Change.ALLOWED,
+    "track.tracker": Change.ALLOWED,
     "track.mode": Change.ALLOWED,
     "track.project": Change.ALLOWED,
     "track.entity": Change.ALLOWED,

@@ -45,7 +45,7 @@ from train.rows_per_step import RowsPerStep
 from train.run_config import Config
 from train.run_documents import Texts
 from train.shards import line_of_beginning
-from train.tracking import OF_WANDB
+from train.tracking import files_of_trackers
 
 # the setting of runs from before there was a validation part
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
@@ -53,9 +53,12 @@ HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as t
 KEPT = 4000  # the most prompts in it
 BEGAN = "began"  # the file that says when a run began to answer prompts
 PLAN = "plan.json"
-# what a run may have written before it has begun
-NAMES = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT, *OF_WANDB)))
-EARLY = re.compile(rf"\.?({NAMES})(\.[0-9a-f]{{32}})?|\.lock|shares")
+
+
+def is_early(name: str) -> bool:
+    """Whether a run may have written a file of this name before it has begun."""
+    names = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT, *files_of_trackers())))
+    return bool(re.fullmatch(rf"\.?({names})(\.[0-9a-f]{{32}})?|\.lock|shares", name))
 
 
 @contextmanager
@@ -85,7 +88,7 @@ def locked(folder: Path) -> Iterator[None]:
             except UserError:
                 if not ((folder / BEGAN).exists() or (folder / "config.json").exists()):
                     new = {*folder.iterdir()} - before
-                    _remove({path for path in new if EARLY.fullmatch(path.name)})
+                    _remove({path for path in new if is_early(path.name)})
                 raise
 
 

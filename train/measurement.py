@@ -173,7 +173,7 @@ def _write(
 ) -> None:
     """Write and log the report, and export the draft."""
     pictures = report.write(folder / "report", results)
-    tracker.report(results, pictures, folder / "best")
+    tracker.log_results(results, pictures, folder / "best")
     report.show(results, console)
     console.print(f"report: {folder / 'report' / 'report.md'}")
     _export(cfg, folder, drafter, target)

@@ -111,10 +111,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if spread:
             console.print(spread)
         identity = ranks.first(lambda: config_of(folder).get("identity") or uuid4().hex)
-        if sharing is None:  # before the responses: W&B may not let the run begin
+        if sharing is None:  # before the responses: the tracker may not let the run begin
             shares = [cfg.data.held_out, cfg.data.validation]
             settings = of_value([digest_of_settings(cfg), *shares])
-            ranks.first(lambda: tracker.begin_wandb(cfg.track, cfg.name, asdict(cfg), settings))
+            ranks.first(lambda: tracker.begin_run(cfg.track, cfg.name, asdict(cfg), settings))
 
         # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
         # The features that it computes while it answers are kept.

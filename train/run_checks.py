@@ -24,7 +24,7 @@ from train.hidden_states.store import megabytes
 from train.initialisation import require_starts
 from train.run_config import Config
 from train.run_documents import Texts
-from train.tracking import require_login
+from train.tracking import require_tracker
 
 
 def check(cfg: Config, folder: Path) -> None:
@@ -33,7 +33,7 @@ def check(cfg: Config, folder: Path) -> None:
     require_same_run(folder, cfg)
     cfg.check()
     require_readable(cfg.data)
-    require_login(cfg.track)
+    require_tracker(cfg.track)
     for named in (cfg.objective.reference, cfg.stage.draft):
         if named is not None:
             draft_checkpoint.read_card(named)

@@ -40,7 +40,7 @@ from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
 from train.plan import BudgetConfig
 from train.planning.devices import PlanningConfig
-from train.tracking import TrackConfig
+from train.tracked_run import TrackConfig
 from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"

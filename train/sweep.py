@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec.terminal import one_line
-from train.tracking import LONGEST_TAG, TrackConfig
+from train.tracked_run import LONGEST_TAG, TrackConfig
 
 
 def tracked(track: TrackConfig, name: str, number: int, own: Sequence[str]) -> TrackConfig:

@@ -38,7 +38,7 @@ from specdec.progress import Terminal
 from specdec.report import report, tables
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
-from train.tracking import main_figures
+from train.wandb_tracking import main_figures
 
 
 def at(value: float, spread: float = 0.05, n: int = 900) -> Interval:

@@ -17,7 +17,8 @@ from tests.tiny import Tiny
 from tests.told import require_one_line
 from train.run_config import CONF, Arguments, composed, folder_of_hydra, register
 from train.sweep import SweepTrial, best_of, tracked
-from train.tracking import TrackConfig, Tracker
+from train.tracked_run import TrackConfig
+from train.tracking import Tracker
 
 LOW = SweepTrial(Path("sweep/0"), ["optim.lr=0.001", "name=x"], 1.25)
 HIGH = SweepTrial(Path("sweep/1"), ["optim.lr=0.01", "name=x"], 1.5)
@@ -95,7 +96,7 @@ def test_a_run_of_wandb_ends_with_the_exit_code_of_the_command(
     monkeypatch.setattr(wandb, "init", shown.init)
     try:
         with Tracker(tmp_path) as tracker:
-            tracker.begin_wandb(TrackConfig(group="sweep", tags=["a=1"]), "name", {}, "1a")
+            tracker.begin_run(TrackConfig(group="sweep", tags=["a=1"]), "name", {}, "1a")
             if error is not None:
                 raise error
     except BaseException as raised:

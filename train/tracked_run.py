@@ -1,0 +1,65 @@
+"""A run in a tracker such as Weights & Biases: its settings, and what a tracker implements."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec.errors import require, require_known
+from specdec.measure.results import Results
+
+MODES = ("offline", "online", "disabled")
+LONGEST_TAG = 64  # characters of a tag that W&B takes
+
+
+@dataclass
+class TrackConfig:
+    """`tracker`: where runs are shown beside metrics.jsonl: wandb, or a tracker of an installed
+    package. `mode`: offline (needs no key or network; `wandb sync` uploads later), online or
+    disabled. `title` is the run's name in the tracker (null: `name`); `group` and `tags` say what
+    it belongs to. In a sweep, their defaults come from the trial: its title is the sweep's name and
+    the trial's number, its group the sweep, and its tags the settings that the sweep varies."""
+
+    tracker: str = "wandb"
+    mode: str = "offline"
+    project: str = "draftsmith"
+    entity: str | None = None
+    title: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require_known("track", self, mode=MODES)
+        for tag in self.tags:
+            require(
+                1 <= len(tag) <= LONGEST_TAG,
+                f"track.tags: {tag[:80]!r} has {len(tag)} characters: W&B takes 1 to {LONGEST_TAG}",
+            )
+
+
+class TrackedRun:
+    """One run of training as a tracker shows it, from `__init__` to `finish`, in the main process.
+    A tracker is a subclass of this, named in `TRACKERS` (train/tracking.py). In the run's folder it
+    may write what has the tracker's name."""
+
+    @classmethod
+    def require_login(cls, cfg: TrackConfig) -> None:
+        """Raise UserError if runs are to be shown online but cannot be. Called before the target is
+        loaded."""
+
+    def __init__(
+        self, cfg: TrackConfig, folder: Path, name: str, run_id: str, settings: Mapping[str, Any]
+    ) -> None:
+        """Open the run of this id, or continue it if the tracker has it already. `folder` is the
+        run's folder, `name` its name unless `cfg.title` gives another, and `settings` its whole
+        configuration. Raises UserError if the tracker does not allow it."""
+
+    def log(self, step: int, figures: Mapping[str, object]) -> None:
+        """Log figures of a step. The entries of a list are named `name/0`, `name/1`, …"""
+        raise NotImplementedError
+
+    def log_results(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
+        """Log what was measured, the report's pictures by name, and the folder of the draft."""
+
+    def finish(self, exit_code: int) -> None:
+        """End the run, with the exit code of the command."""
