@@ -285,8 +285,9 @@ def engine() -> Iterator[Any]:
     """vLLM, which is imported once in a session."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
+        from benches.engine import VllmWorker
 
-        with MeasuredServer() as engine:
+        with VllmWorker() as engine:
             yield engine
 
 
@@ -328,8 +329,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
         way = Way(drafter, Chain(min(3, drafter.depth)))  # one by one: batches flip near-ties
         results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
     draft_export.write_export(tmp_path / "draft", drafter, target)
-    layout = draft_export.layout_of(drafter.config.name, "hf")
-    engine.serve(whole_target, tmp_path / "draft", layout, 3, dtype)
+    engine.serve(whole_target, tmp_path / "draft", drafter.config.name, 3, dtype)
     if dtype == "float32":
         theirs = [engine.answer(g.prompt, NEW) for g in results]
         assert [s.ids for s in theirs] == [g.ids for g in results]

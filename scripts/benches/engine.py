@@ -19,9 +19,9 @@ from benches.turns import Answer, Answerer, compare, in_turn, ours, tau
 
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
+from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.formats.layout import ExportLayout
 from specdec.measure.choosing import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.measure.setup import Setup
 from specdec.progress import console
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))
 
 
-class Engine:
+class VllmWorker:
     """vLLM in a process of its own (scripts/vllm_worker.py), which answers one prompt at a time
     once `serve` has told it what to serve. Its methods raise UserError if vLLM fails."""
 
@@ -48,7 +48,7 @@ class Engine:
         )
         self.serving = False
 
-    def __enter__(self) -> "Engine":
+    def __enter__(self) -> "VllmWorker":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -61,18 +61,20 @@ class Engine:
         self,
         target: Path,
         draft: Path,
-        layout: ExportLayout | None,
+        drafter: str | None,
         gamma: int,
         dtype: str,
         compiled: bool = False,
     ) -> None:
-        """Serve these folders, in place of what was served before. `layout` is that of the draft;
-        None decodes plainly."""
+        """Serve these folders, in place of what was served before. `drafter` is that of the
+        draft; None decodes plainly."""
         if self.serving:
             self._asked("")
         how: dict[str, Any] = {"draft": None, "method": None, "parallel": False}
-        if layout is not None:
-            how = {"draft": str(draft), "method": layout.method, "parallel": layout.parallel}
+        if drafter is not None:
+            asked = Vllm().speculative_config(drafter, str(draft), gamma)
+            parallel = asked.get("parallel_drafting", False)
+            how = {"draft": str(draft), "method": asked["method"], "parallel": parallel}
         how |= {"target": str(target), "gamma": gamma, "dtype": dtype, "compiled": compiled}
         self._asked(json.dumps(how))
         self.serving = True
@@ -110,7 +112,8 @@ def engine(draft: Path, timing: Serving) -> None:
     and are timed with their prefill. If a static tree is expected to be fastest, our decoder is
     timed with it too; vLLM's CPU backend has no trees.
     """
-    layout = draft_export.layout_of(draft_checkpoint.read_card(draft).family, "hf")
+    family = draft_checkpoint.read_card(draft).family
+    draft_export.layout_of(family, "hf")
     there = (VENV / "bin" / "python").exists()
     require(there, f"{VENV} holds no serving environment: run scripts/serving-env first")
     at_hand = setting([draft], timing, LEARNING)
@@ -123,12 +126,12 @@ def engine(draft: Path, timing: Serving) -> None:
         draft_export.write_export(root / "draft", drafter, target)
         target.save(root / "target")
         answerers: dict[str, Answerer] = {}
-        engines: list[Engine] = []
+        engines: list[VllmWorker] = []
         for mode, compiled in timing.modes.items():
             mine = partial(ours, target, timing.new)
             plain, chain = Way(compiled=compiled), Way(drafter, Chain(gamma), compiled=compiled)
-            for name, served_as, way in (("plain", None, plain), ("speculative", layout, chain)):
-                engines.append(stack.enter_context(Engine()))
+            for name, served_as, way in (("plain", None, plain), ("speculative", family, chain)):
+                engines.append(stack.enter_context(VllmWorker()))
                 folders = root / "target", root / "draft"
                 engines[-1].serve(*folders, served_as, gamma, dtype, compiled)
                 answer = partial(engines[-1].answer, limit=timing.new)
@@ -156,7 +159,12 @@ def engine(draft: Path, timing: Serving) -> None:
 
 
 def on_shared_text(
-    vllm: Engine, target: Target, drafter: Drafter, gamma: int, prompt: list[int], text: list[int]
+    vllm: VllmWorker,
+    target: Target,
+    drafter: Drafter,
+    gamma: int,
+    prompt: list[int],
+    text: list[int],
 ) -> Iterator[tuple[Answer, Answer]]:
     """Our answers and vLLM's along one of our texts, where both write the same tokens.
 

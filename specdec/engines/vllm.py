@@ -1,16 +1,21 @@
-"""The hidden states that vLLM writes to files, by the connector in scripts/hidden_states.py.
+"""vLLM: how it is started, asked and measured, and the files in which it writes hidden states.
 
-A file holds `hidden_states` [T, layers, D], in the order in which the response lists the layers,
-and `token_ids` [T]. A lock on FILE.lock is held until the file is complete. Whoever reads the file
-deletes both, but only files of our connector: an engine may name any path. Its folder holds a file
-`FOLDER_MARK`, and the header of each of its files holds `MARK`.
+Everything here is as in vLLM 0.32. It runs in an environment of its own (scripts/serving-env), with
+our connector for hidden states (scripts/hidden_states.py).
+
+A file of hidden states holds `hidden_states` [T, layers, D], in the order in which the response
+lists the layers, and `token_ids` [T]. A lock on FILE.lock is held until the file is complete.
+Whoever reads the file deletes both, but only files of our connector: an engine may name any path.
+Its folder holds a file `FOLDER_MARK`, and the header of each of its files holds `MARK`.
 """
 
 import fcntl
 import json
 import os
+import re
 import stat
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,14 +24,179 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from specdec.engines.client import ServerUnavailable
+from specdec.engines.base import (
+    COMPLETIONS,
+    CompletionRequest,
+    DraftToServe,
+    Engine,
+    SpeculationCounts,
+    TargetToServe,
+    python_path_with,
+    version_at,
+)
+from specdec.engines.client import Server, ServerUnavailable
 from specdec.errors import UserError, first_line, require, unreadable
 
-ASKED = {"include_output_tokens": True}  # of `kv_transfer_params`: those of the answer, too
+METHODS = {  # of a drafter, the method of the speculative config
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "medusa": "medusa",
+    "mtp": "mtp",
+    "dflash": "dflash",
+    "jetspec": "dflash",
+    "lm": "draft_model",
+}
+PARALLEL = {"peagle"}  # drafters with the option `parallel_drafting`
+
+COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
+POSITION = re.compile(r'position="(\d+)"')
+
+RESPONSE_STATES = {"include_output_tokens": True}  # `kv_transfer_params`: of the response, too
 FOLDER_MARK = ".draftsmith-states"  # in a folder for hidden states; see scripts/hidden_states.py
 MARK = {"written_by": "draftsmith"}  # in the header of each of its files
 LONGEST_HEADER = 2**20  # bytes
 REMEDY = "start the engine with scripts/serve (docs/engines.md)"
+
+
+class Vllm(Engine):
+    """vLLM, and any server that takes its fields or ignores them."""
+
+    name, title, owners = "vllm", "vLLM", ("vllm",)
+    layouts = dict.fromkeys(METHODS, "hf")
+    install = "run scripts/serving-env"
+
+    # Serving
+
+    def python(self, repository: Path) -> Path:
+        venv = os.environ.get("DRAFTSMITH_SERVING_VENV", repository / ".venv-serving")
+        return Path(venv) / "bin" / "python"
+
+    def environment(self, scripts: Path) -> Mapping[str, str]:
+        """vLLM finds the connector for hidden states in the scripts' folder."""
+        space = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")
+        return {"PYTHONPATH": python_path_with(scripts), "VLLM_CPU_KVCACHE_SPACE": space}
+
+    def serve_command(
+        self, python: Path, target: TargetToServe, host: str, port: int, options: Sequence[str]
+    ) -> list[str]:
+        """Without vLLM's prefix cache: hidden states would lack what was cached."""
+        line = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
+        line += ["--model", target.model, "--dtype", target.dtype, "--no-enable-prefix-caching"]
+        line += ["--served-model-name", target.name]
+        if target.revision:
+            line += ["--revision", target.revision]
+        if target.trust_remote_code:
+            line.append("--trust-remote-code")
+        if not target.has_cuda:
+            line.append("--enforce-eager")
+        return [*line, "--host", host, "--port", str(port), *options]
+
+    def speculative_config(self, drafter: str, draft: str, gamma: int) -> dict[str, Any]:
+        if drafter not in METHODS:
+            raise UserError(f"{draft}: vLLM has no method for a draft of {drafter}")
+        how = {"method": METHODS[drafter], "model": draft, "num_speculative_tokens": gamma}
+        return how | ({"parallel_drafting": True} if drafter in PARALLEL else {})
+
+    def draft_options(self, draft: DraftToServe) -> list[str]:
+        how = self.speculative_config(draft.drafter, str(draft.folder), draft.gamma)
+        options = ["--speculative-config", json.dumps(how)]
+        options += ["--per-request-spec-decode-metrics", "summary"]  # see `speculation_of`
+        return options + (["--hf-overrides", draft.overrides] if draft.overrides else [])
+
+    def states_options(self, layers: Sequence[int], folder: Path) -> list[str]:
+        hidden = {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+        method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
+        connector = {
+            "kv_connector": "HiddenStates",
+            "kv_connector_module_path": "hidden_states",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(folder)},
+        }
+        return [
+            "--speculative-config",
+            json.dumps(method | {"draft_model_config": hidden}),
+            "--kv-transfer-config",
+            json.dumps(connector),
+        ]
+
+    def remove_unread_states(self, folder: Path) -> None:
+        remove_states(folder)
+
+    def shown_commands(
+        self, drafter: str, draft: str, target: str, gamma: int, overrides: str | None
+    ) -> tuple[str, ...]:
+        more = f' --hf-overrides "$(cat {overrides})"' if overrides else ""
+        how = json.dumps(self.speculative_config(drafter, draft, gamma))
+        return (f"vllm serve {target}{more} --speculative-config \\", f"  '{how}'")
+
+    # Requests
+
+    def completion_body(self, request: CompletionRequest) -> tuple[str, dict[str, Any]]:
+        """Ids go out and come back. A response that may have to be read as text keeps its special
+        tokens."""
+        body: dict[str, Any] = {"prompt": list(request.prompt), "max_tokens": request.limit}
+        if request.eos is not None:
+            body["stop_token_ids"] = list(request.eos)
+        body["return_token_ids"] = True
+        if request.text_needed:
+            body["skip_special_tokens"] = False
+        body |= self.sampling(request.sampler, request.seed)
+        if request.states is not None:
+            body["kv_transfer_params"] = RESPONSE_STATES if request.states == "response" else {}
+        return COMPLETIONS, body
+
+    def title_at(self, server: Server) -> str:
+        version = version_at(server, "/version", "version")
+        return f"{f'vLLM {version}' if version else 'the engine'} at {server.url}"
+
+    # Hidden states
+
+    def hidden_states(
+        self, reply: Any, text: Sequence[int], layers: Sequence[int], width: int
+    ) -> list[Tensor]:
+        return states_of(reply, text, layers, width)
+
+    # Figures of speculation
+
+    def require_drafting(self, server: Server) -> None:
+        require(
+            self.speculation_so_far(server) is not None,
+            f"{server.url} has no counters of speculation (vllm:spec_decode in its /metrics): "
+            "serve the target with the draft, as scripts/serve --draft does",
+        )
+
+    def speculation_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
+        """From `metrics.speculative_decoding`, which vLLM gives with
+        --per-request-spec-decode-metrics."""
+        metrics = reply.get("metrics")
+        figures = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        if figures is None:
+            return None
+        try:
+            by_accepted = [int(count) for count in figures["acceptance_histogram"]]
+        except (TypeError, KeyError, ValueError) as error:
+            raise UserError(
+                f"{server.url} gives figures of speculation without an acceptance_histogram: "
+                "serve without --per-request-spec-decode-metrics, so that its counters are read"
+            ) from error
+        by_position = tuple(sum(by_accepted[k:]) for k in range(1, len(by_accepted)))
+        return SpeculationCounts(sum(by_accepted), sum(by_position), by_position)
+
+    def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
+        """From the counters in /metrics whose names begin with vllm:spec_decode."""
+        counts, by_position = Counter[str](), Counter[int]()
+        for name, labels, value in COUNTER.findall(str(server.get(f"{server.root}/metrics"))):
+            position, count = POSITION.search(labels), int(float(value))
+            if name == "accepted_tokens_per_pos" and position:
+                by_position[int(position[1])] += count
+            else:
+                counts[name] += count
+        if not counts and not by_position:
+            return None
+        positions = range(1 + max(by_position, default=-1))
+        deep = tuple(by_position[k] for k in positions)
+        return SpeculationCounts(counts["drafts"], counts["accepted_tokens"], deep)
 
 
 def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int) -> list[Tensor]:

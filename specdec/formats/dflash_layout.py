@@ -64,4 +64,4 @@ def from_engine(drafter: Block, tensors: Tensors) -> Tensors:
     return eagle3_layout.from_engine(drafter, tensors)
 
 
-LAYOUTS = {"hf": ExportLayout("dflash", config, to_engine, from_engine, refuse_biased_head)}
+LAYOUTS = {"hf": ExportLayout(config, to_engine, from_engine, refuse_biased_head)}

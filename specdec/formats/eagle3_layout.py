@@ -85,8 +85,8 @@ def from_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 LAYOUTS = {
-    "hf": ExportLayout("eagle3", hf, to_engine, from_engine),
+    "hf": ExportLayout(hf, to_engine, from_engine),
     "speculators": ExportLayout(
-        "eagle3", speculators, to_engine, from_engine, prefixes={"midlayer.": "layers.0."}
+        speculators, to_engine, from_engine, prefixes={"midlayer.": "layers.0."}
     ),
 }

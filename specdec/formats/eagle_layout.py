@@ -24,4 +24,4 @@ def config(drafter: Eagle, target: Parts) -> Description:
     }
 
 
-LAYOUTS = {"hf": ExportLayout("eagle", config, refuse=refuse_biased_head)}
+LAYOUTS = {"hf": ExportLayout(config, refuse=refuse_biased_head)}

@@ -36,7 +36,6 @@ class ExportLayout:
     `objection` takes the drafter's logits on a short text and says why an engine would draft
     differently, or returns None."""
 
-    method: str  # vLLM's name for drafting with such weights
     config: Callable[[Any, Parts], Description]
     to_engine: Callable[[Any, Tensors], Tensors] = unchanged
     from_engine: Callable[[Any, Tensors], Tensors] = unchanged
@@ -44,8 +43,6 @@ class ExportLayout:
     objection: Callable[[Any, Tensor], str | None] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
-    parallel: bool = False  # vLLM's option `parallel_drafting`
-    served: bool = True  # whether vLLM offers the method, and not only code that loads the weights
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, Parts], Description] | None = None
 

@@ -54,7 +54,9 @@ def objection(drafter: LM, logits_NS: Tensor) -> str | None:
 
 LAYOUTS = {
     "hf": ExportLayout(
-        *("draft_model", config, to_engine, from_engine),
+        config,
+        to_engine,
+        from_engine,
         objection=objection,
         prefixes={"model.": ""},
         whole_model=True,

@@ -26,7 +26,6 @@ def config(drafter: Medusa, target: Parts) -> Description:
 
 LAYOUTS = {
     "hf": ExportLayout(
-        "medusa",
         config,
         heads_layout.to_engine,
         heads_layout.from_engine,

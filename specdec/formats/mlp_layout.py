@@ -55,12 +55,10 @@ def from_engine(drafter: Mlp, tensors: Tensors) -> Tensors:
 PREFIXES = {heads_layout.HEAD: "speculator.head.", "": "speculator."}
 LAYOUTS = {
     "hf": ExportLayout(
-        "mlp_speculator",
         config,
         to_engine,
         from_engine,
         objection=heads_layout.objection,
         prefixes=PREFIXES,
-        served=False,
     )
 }

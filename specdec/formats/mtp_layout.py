@@ -118,4 +118,4 @@ PREFIXES = {
     "layers.0.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",
     "layers.": "model.mtp.layers.",
 }
-LAYOUTS = {"hf": ExportLayout("mtp", config, refuse=refuse, prefixes=PREFIXES, overrides=overrides)}
+LAYOUTS = {"hf": ExportLayout(config, refuse=refuse, prefixes=PREFIXES, overrides=overrides)}

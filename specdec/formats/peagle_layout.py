@@ -30,8 +30,6 @@ def refuse(drafter: PEagle, target: Parts) -> None:
 
 
 LAYOUTS = {
-    "hf": replace(eagle3_layout.LAYOUTS["hf"], config=hf, parallel=True),
-    "speculators": replace(
-        eagle3_layout.LAYOUTS["speculators"], config=speculators, refuse=refuse, parallel=True
-    ),
+    "hf": replace(eagle3_layout.LAYOUTS["hf"], config=hf),
+    "speculators": replace(eagle3_layout.LAYOUTS["speculators"], config=speculators, refuse=refuse),
 }

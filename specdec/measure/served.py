@@ -1,32 +1,24 @@
 """A draft in a serving engine: acceptance by position, τ and tokens/s, beside plain serving.
 
-All figures are the engine's own. Acceptance comes from the figures that vLLM 0.32 gives with each
-response (`metrics.speculative_decoding`, with --per-request-spec-decode-metrics) or, without them,
-from its counters of speculation, read before and after each response, so that nobody else may use
-the engine meanwhile. Prompts are answered one at a time, in turn with and without drafts. τ counts
-the tokens of the responses, without those that a round accepts beyond their end.
+All figures are the engine's own. Acceptance comes from the figures that an engine gives with each
+response or, without them, from its counters of speculation, read before and after each response, so
+that nobody else may use the engine meanwhile. Prompts are answered one at a time, in turn with and
+without drafts. τ counts the tokens of the responses, without those that a speculation step accepts
+beyond their end.
 """
 
-import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rich.progress import Progress
 
-from specdec.engines.client import (
-    COMPLETIONS,
-    Model,
-    RequestRejected,
-    Server,
-    ServerUnavailable,
-    model_of,
-    sampling,
-)
+from specdec.engines.base import CompletionRequest, SpeculationCounts
+from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.known_engines import model_of
 from specdec.errors import UserError, require
 from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
@@ -38,9 +30,8 @@ from specdec.theory.intervals import (
     share_interval,
 )
 
+T = TypeVar("T")
 FILE = "served.json"  # in the folder of an evaluation
-COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
-POSITION = re.compile(r'position="(\d+)"')
 SETTLING = 5.0  # seconds within which an engine counts what it has answered
 
 
@@ -91,102 +82,67 @@ class MeasuredServer:
 
     def __init__(self, server: Server, target: Parts, speculates: bool) -> None:
         self.server, self.target, self.speculates = server, target, speculates
-        self.model: Model = model_of(server, [target.name, Path(target.name).name])
+        self.model = model_of(server, [target.name, Path(target.name).name])
+        self.engine = self.model.engine
         if speculates:
-            require(
-                bool(self.counts()),
-                f"{server.url} has no counters of speculation (vllm:spec_decode in its /metrics): "
-                "serve the target with the draft, as scripts/serve --draft does",
-            )
+            _measured(lambda: self.engine.require_drafting(server))
 
     @property
     def title(self) -> str:
-        try:
-            version = f"vLLM {self.server.get(f'{self.server.root}/version')['version']}"
-        except (RequestRejected, ServerUnavailable, TypeError, KeyError):
-            version = "the engine"
-        return f"{version} at {self.server.url}"
-
-    def counts(self) -> Counter[str]:
-        """vLLM's counters of speculation since it started: drafts, accepted_tokens, and by position
-        accepted_tokens_per_pos/0 and so on."""
-        counts = Counter[str]()
-        for name, labels, value in COUNTER.findall(
-            str(self._asked("GET", f"{self.server.root}/metrics"))
-        ):
-            position = POSITION.search(labels)
-            counts[f"{name}/{position[1]}" if position else name] += int(float(value))
-        return counts
+        return self.engine.title_at(self.server)
 
     def reply(
         self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
     ) -> TimedResponse:
-        """The engine's answer. Raises UserError if it gives no ids, or if its counters count more
-        or less than this answer."""
-        body = {
-            "model": self.model.name,
-            "prompt": list(prompt),
-            "max_tokens": limit,
-            "stop_token_ids": list(self.target.eos),
-            "return_token_ids": True,
-            **sampling(sampler, seed),
-        }
-        before = self.counts() if self.speculates else Counter[str]()
+        """The engine's answer. Raises UserError if it gives no ids or no figures of speculation, or
+        if its counters count more or less than this answer."""
+        request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
+        path, fields = self.engine.completion_body(request)
+        body = {"model": self.model.name, **fields}
+        before = self._counters() if self.speculates else None
         started = time.perf_counter()
-        reply = self._asked("POST", COMPLETIONS, body)
+        reply = _measured(lambda: self.server.ask("POST", path, body))
         seconds = time.perf_counter() - started
         try:
-            choice = reply["choices"][0]
-            ids, read = choice["token_ids"], choice["prompt_token_ids"]
-        except (TypeError, KeyError, IndexError):
+            response = self.engine.completion(reply)
+            ids, read = response.ids, response.prompt
+        except ServerUnavailable:
             ids = read = None
         require(
             isinstance(ids, list) and bool(ids) and read == list(prompt),
             f"{self.server.url} does not return the ids of the prompt and of its answer: this "
-            "needs vLLM, or another engine that obeys return_token_ids",
+            "needs an engine that obeys return_token_ids (docs/engines.md)",
         )
         if not self.speculates:
             return TimedResponse(ids, seconds)
-        if (own := self._figures_of(reply, len(ids))) is not None:
-            return TimedResponse(ids, seconds, *own)
-        counted = self._counted(before, len(ids))
-        names = [f"accepted_tokens_per_pos/{k}" for k in range(1 + _deepest(counted))]
-        return TimedResponse(
-            ids, seconds, counted["drafts"], tuple(counted[name] for name in names)
-        )
+        counted = self.engine.speculation_of(reply, self.server)
+        if counted is None:
+            counted = self._counted(before, len(ids))
+        else:
+            committed = 1 + counted.steps + counted.accepted
+            # the steps while a long prompt is read emit nothing, so there may be more than these
+            require(
+                committed >= len(ids),
+                f"{self.server.url} says that its rounds made {committed} tokens for a response of "
+                f"{len(ids)}: its figures do not fit its responses",
+            )
+        return TimedResponse(ids, seconds, counted.steps, counted.by_position)
 
-    def _figures_of(self, reply: Any, length: int) -> tuple[int, tuple[int, ...]] | None:
-        """The rounds of this response of `length` tokens, and how many accepted each position, from
-        the figures that vLLM gives with it; None if it gives none."""
-        metrics = reply.get("metrics")
-        figures = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-        if figures is None:
-            return None
-        try:
-            by_accepted = [int(count) for count in figures["acceptance_histogram"]]
-        except (TypeError, KeyError, ValueError) as error:
-            raise UserError(
-                f"{self.server.url} gives figures of speculation without an acceptance_histogram: "
-                "serve without --per-request-spec-decode-metrics, so that its counters are read"
-            ) from error
-        committed = 1 + sum((1 + n) * count for n, count in enumerate(by_accepted))
-        # the rounds while a long prompt is read emit nothing, so there may be more than these
-        require(
-            committed >= length,
-            f"{self.server.url} says that its rounds made {committed} tokens for a response of "
-            f"{length}: its figures do not fit its responses",
-        )
-        positions = range(1, len(by_accepted))
-        return sum(by_accepted), tuple(sum(by_accepted[k:]) for k in positions)
+    def _counters(self) -> SpeculationCounts | None:
+        return _measured(lambda: self.engine.speculation_so_far(self.server))
 
-    def _counted(self, before: Counter[str], length: int) -> Counter[str]:
+    def _counted(self, before: SpeculationCounts | None, length: int) -> SpeculationCounts:
         """What was counted for an answer of this many tokens, once all of it is: one from prefill
-        and, in each round, the accepted ones and one more."""
+        and, in each step, the accepted ones and one more."""
         waited = time.monotonic()
         while True:
-            now = self.counts()
-            counted = Counter({name: now[name] - before[name] for name in now})
-            tokens = 1 + counted["drafts"] + counted["accepted_tokens"]
+            now = self._counters()
+            if before is None or now is None:
+                raise UserError(
+                    f"{self.server.url} gives no figures of speculation: nothing was measured"
+                )
+            counted = now.since(before)
+            tokens = 1 + counted.steps + counted.accepted
             if tokens >= length:
                 break
             require(
@@ -195,7 +151,8 @@ class MeasuredServer:
                 "counters do not fit its answers",
             )
             time.sleep(0.02)
-        beyond = 2 + _deepest(now)  # of the last round, and of one that was already under way
+        # of the last step, and of one that was already under way
+        beyond = 1 + len(now.by_position)
         require(
             tokens <= length + 2 * beyond,
             f"{self.server.url} counted {tokens} tokens for an answer of {length}: somebody else "
@@ -203,19 +160,13 @@ class MeasuredServer:
         )
         return counted
 
-    def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        try:
-            return self.server.ask(method, path, body)
-        except (RequestRejected, ServerUnavailable) as error:
-            raise UserError(f"the engine failed ({error}): nothing was measured") from error
 
-
-def _deepest(counts: Counter[str]) -> int:
-    """The last position that the counters know."""
-    names = [
-        name.partition("/")[2] for name in counts if name.startswith("accepted_tokens_per_pos/")
-    ]
-    return max(map(int, names), default=-1)
+def _measured(ask: Callable[[], T]) -> T:
+    """What an engine answers. Raises UserError if it fails."""
+    try:
+        return ask()
+    except (RequestRejected, ServerUnavailable) as error:
+        raise UserError(f"the engine failed ({error}): nothing was measured") from error
 
 
 def measure_served(

@@ -11,7 +11,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.formats.draft_export import LAYOUTS
+from specdec.engines.base import Engine
+from specdec.engines.known_engines import ENGINES
+from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES
 from specdec.measure.results import Described, Measured, Results
 
@@ -137,7 +139,7 @@ def _times(one: Measured) -> str:
 
 
 def commands(results: Results) -> list[Command]:
-    """How to serve what the verdict names, and how vLLM serves the draft. Empty if the results do
+    """How to serve what the verdict names, and how engines serve the draft. Empty if the results do
     not say where the draft is."""
     if not results.draft:
         return []
@@ -146,7 +148,8 @@ def commands(results: Results) -> list[Command]:
         Command(f"With {name}, by our own decoder:", (_generate(ways[0], results),))
         for name, ways in _by_name(served, results).items()
     ]
-    return [*own, *_vllm(results)]
+    engines = [_by_engine(engine, results) for engine in ENGINES.values()]
+    return [*own, *(command for command in engines if command)]
 
 
 def _generate(one: Measured, results: Results) -> str:
@@ -183,28 +186,23 @@ def as_engines_draft(results: Results) -> list[Measured]:
     return [one for one in chains if one.way.chain and one.way.length == "fixed"]
 
 
-def _vllm(results: Results) -> list[Command]:
-    """How vLLM serves the draft, if it does. It drafts chains, whatever is fastest here."""
-    layout = LAYOUTS.get((results.drafter, LAYOUT))
-    chains = as_engines_draft(results)
-    if layout is None or not layout.served or not chains:
-        return []
+def _by_engine(engine: Engine, results: Results) -> Command | None:
+    """How an engine serves the draft, if it does. It drafts chains, whatever is fastest here."""
+    name, chains = engine.layouts.get(results.drafter), as_engines_draft(results)
+    if name is None or not chains:
+        return None
+    layout = layout_of(results.drafter, name)
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
+    overrides = f"{EXPORT}/{OVERRIDES}" if layout.overrides else None
+    serving = engine.shown_commands(results.drafter, EXPORT, TARGET, gamma, overrides)
     alike: dict[float, Measured] = {}
     for one in chains:
         if one.way.gamma == gamma:  # the first is the one that was asked for
             alike.setdefault(one.way.temperature, one)
     here = ", ".join(f"{_times(one)} at T = {t:g}" for t, one in alike.items())
-    settings = {"method": layout.method, "model": EXPORT, "num_speculative_tokens": gamma}
-    settings |= {"parallel_drafting": True} if layout.parallel else {}
-    overrides = f' --hf-overrides "$(cat {EXPORT}/{OVERRIDES})"' if layout.overrides else ""
-    return [
-        Command(
-            f"In vLLM, which drafts chains (here, chains of {gamma} are {here}):",
-            (
-                f"scripts/export {results.draft} --to {EXPORT} --with-target {TARGET}",
-                f"vllm serve {TARGET}{overrides} --speculative-config \\",
-                f"  '{json.dumps(settings)}'",
-            ),
-        )
-    ]
+    exporting = f"scripts/export {results.draft} --to {EXPORT} --with-target {TARGET}"
+    exporting += "" if name == LAYOUT else f" --layout {name}"
+    return Command(
+        f"In {engine.title}, which drafts chains (here, chains of {gamma} are {here}):",
+        (exporting, *serving),
+    )

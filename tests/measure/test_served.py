@@ -14,7 +14,7 @@ from rich.progress import Progress
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
-from specdec.engines import client
+from specdec.engines import server_pool
 from specdec.engines.client import Server
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
@@ -37,7 +37,7 @@ Serve = Callable[..., FakeEngine]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "WAITS", (0.01,))
+    monkeypatch.setattr(server_pool, "WAITS", (0.01,))
     monkeypatch.setattr(served, "SETTLING", 0.1)
 
 

@@ -362,8 +362,6 @@ def test_an_engine_is_spoken_to_line_by_line(
     from benches import engine
     from benches.turns import Answer
 
-    from specdec.formats.draft_export import LAYOUTS
-
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
     counts = '"num_drafts": [4], "num_accepted_tokens": [3], "num_accepted_tokens_per_pos": [2, 1]'
@@ -374,8 +372,8 @@ def test_an_engine_is_spoken_to_line_by_line(
     python.chmod(0o755)
     monkeypatch.setattr(engine, "VENV", tmp_path)
     folders = Path("target"), Path("draft")
-    with engine.Engine() as served:
-        served.serve(*folders, LAYOUTS["eagle3", "hf"], 2, "float32")
+    with engine.VllmWorker() as served:
+        served.serve(*folders, "eagle3", 2, "float32")
         assert served.answer([1, 2], 2) == Answer([7, 8], 0.5, 4, [2, 1])
         served.serve(*folders, None, 2, "bfloat16")
         for _ in range(2):  # it has ended, or ends while it is written to

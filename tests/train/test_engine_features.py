@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.engines import client
+from specdec.engines import server_pool
 from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.targets import loading
 from specdec.targets.base import Target
@@ -33,7 +33,7 @@ Serve = Callable[..., FakeEngine]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(server_pool, "WAITS", (0.01, 0.01))
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engines import client
+from specdec.engines import server_pool
 from specdec.errors import UserError
 from specdec.targets.loading import TargetConfig, load_target
 from tests.engine import FakeEngine
@@ -56,7 +56,7 @@ def job(overrides: list[str], folder: str) -> None:
     """The whole job, but for measuring; each answer is written as soon as it is there."""
     torch.set_num_threads(1)
     pipeline.finished = lambda *_: None  # type: ignore[assignment]
-    client.WAITS = (0.02, 0.02)
+    server_pool.WAITS = (0.02, 0.02)
     engine_responses.SECONDS = 0.0
     with suppress(UserError):  # that the engine is gone
         pipeline.run(compose(overrides), folder)

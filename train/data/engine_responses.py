@@ -18,18 +18,9 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specdec.context import FeatureSpec
-from specdec.engines.client import (
-    COMPLETIONS,
-    Engines,
-    Failed,
-    Request,
-    RequestRejected,
-    Server,
-    ServerUnavailable,
-    choice_of,
-    sampling,
-)
-from specdec.engines.vllm import ASKED, states_of
+from specdec.engines.base import Completion, CompletionRequest
+from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.files import make_folder, write_whole
 from specdec.integrity import sealed
@@ -125,13 +116,13 @@ class ComparedServers(Generic[K, T]):
             self._keep(server, name, result)
 
 
-def engines_of(setting: str, urls: Sequence[str], target: Parts) -> Engines:
-    """The engines at these addresses. Raises UserError as `Engines` does."""
+def servers_of(setting: str, urls: Sequence[str], target: Parts) -> ServerPool:
+    """The servers at these addresses. Raises UserError as `ServerPool` does."""
     wanted = [target.name, Path(target.name).name]
-    return Engines([Server.at_address(setting, url) for url in urls], wanted)
+    return ServerPool([Server.at_address(setting, url) for url in urls], wanted)
 
 
-def require_room_in(engines: Engines, longest: int) -> None:
+def require_room_in(engines: ServerPool, longest: int) -> None:
     """Raise UserError if a text of this many tokens is too long for an engine."""
     require(
         engines.room is None or longest <= engines.room,
@@ -142,7 +133,7 @@ def require_room_in(engines: Engines, longest: int) -> None:
 
 
 def answers_of(
-    engines: Engines,
+    engines: ServerPool,
     target: Parts,
     asked: Mapping[str, Sequence[int]],
     seeds: Mapping[str, int],
@@ -153,54 +144,51 @@ def answers_of(
 ) -> Iterator[tuple[str, EngineResponse | Failed]]:
     """The answers of at most `limit` tokens to prompts, by their names, in the order in which they
     come, with the states after these `layers`. Raises UserError for an answer that cannot be the
-    target's, and as `Engines.results` does."""
+    target's, and as `ServerPool.results` does."""
     requests = [
-        Request(
+        NamedRequest(
             name,
-            COMPLETIONS,
-            {
-                "prompt": list(prompt),
-                "max_tokens": limit,
-                "stop_token_ids": list(target.eos),
-                "return_token_ids": True,
-                "skip_special_tokens": False,
-                **sampling(sampler, seeds[name]),
-                **({} if layers is None else {"kv_transfer_params": ASKED}),
-            },
+            CompletionRequest(
+                prompt=prompt,
+                limit=limit,
+                sampler=sampler,
+                seed=seeds[name],
+                eos=target.eos,
+                states=None if layers is None else "response",
+                text_needed=True,
+            ),
         )
         for name, prompt in asked.items()
     ]
 
     def parsed(name: str, reply: Any, server: Server) -> EngineResponse:
-        ids = ids_of(reply, asked[name], target, limit)
+        engine = engines.engine_at(server)
+        ids = ids_of(engine.completion(reply), asked[name], target, limit)
         if layers is None:
             return EngineResponse(ids, server)
-        return EngineResponse(
-            ids, server, states_of(reply, [*asked[name], *ids], layers, target.width)
-        )
+        text = [*asked[name], *ids]
+        return EngineResponse(ids, server, engine.hidden_states(reply, text, layers, target.width))
 
     return engines.results(requests, at_once, parsed)
 
 
-def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
+def ids_of(response: Completion, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
     """The ids of a response, up to and including the first that ends it, also if the engine strips
     that id. Raises UserError if they cannot be the target's; RequestRejected if the response came
     as text and the prompt is no prefix of the whole text's ids; ServerUnavailable if there is no
     response in the reply, or one that was broken off."""
-    choice = choice_of(reply)
-    ids, read = choice.get("token_ids"), choice.get("prompt_token_ids")
-    reason, text = choice.get("finish_reason"), choice.get("text")
-    if ids is None and not isinstance(text, str):
+    ids, reason = response.ids, response.finish_reason
+    if ids is None and response.text is None:
         raise ServerUnavailable("an answer without ids and without text")
     if reason not in ("stop", "length"):
         raise ServerUnavailable(f"an answer that was broken off (finish_reason {reason!r})")
     require(
-        read is None or read == list(prompt),
+        response.prompt is None or response.prompt == list(prompt),
         "the engine read other tokens than were sent to it: it does not serve this target, or "
         "changes prompts: serve the checkpoint of target.path",
     )
     if ids is None:
-        ids = _of_text(str(text), prompt, target)
+        ids = _of_text(str(response.text), prompt, target)
     rows = target.vocab_size
     sound = isinstance(ids, list) and all(type(i) is int and 0 <= i < rows for i in ids)
     require(
@@ -208,8 +196,8 @@ def ids_of(reply: Any, prompt: Sequence[int], target: Parts, limit: int) -> list
         f"the engine answered with ids outside the target's vocabulary of {rows}: it serves "
         "another model: serve the checkpoint of target.path",
     )
-    if reason == "stop" and not {*ids} & {*target.eos}:  # vLLM says by which id, but for eos
-        stop = choice.get("stop_reason")
+    if reason == "stop" and not {*ids} & {*target.eos}:  # an engine may not say by which id
+        stop = response.stop
         ids = [*ids, stop if type(stop) is int and stop in target.eos else _end_of(target)]
     ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
     answer: list[int] = ids[: ends[0] if ends else limit]
@@ -399,7 +387,7 @@ def _ask(
     refused before another mistake, if others had been answered in an earlier run."""
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
     parts = target.parts
-    client = engines_of("answers.from", cfg.engines, parts)
+    client = servers_of("answers.from", cfg.engines, parts)
     require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     console.print(f"answers{' and features' if keep else ''} from {client.title}")

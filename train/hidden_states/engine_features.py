@@ -9,16 +9,9 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.engines.client import (
-    COMPLETIONS,
-    Engines,
-    Failed,
-    Request,
-    Server,
-    choice_of,
-    sampling,
-)
-from specdec.engines.vllm import states_of
+from specdec.engines.base import CompletionRequest
+from specdec.engines.client import Server
+from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
@@ -29,10 +22,10 @@ from train.data.engine_responses import (
     AT_ONCE,
     SECONDS,
     ComparedServers,
-    engines_of,
     features_of,
     require_room_in,
     require_same_states,
+    servers_of,
 )
 from train.data.sequences import Row
 from train.hidden_states.batches import documents
@@ -66,7 +59,7 @@ def fill_from_engines(
         i: x for i, x in enumerate(row.ids[at].tolist() for row in rows for at in documents(row))
     }
     store.prepare(sum(map(len, texts.values())))
-    engines = engines_of("features.from", urls, target)
+    engines = servers_of("features.from", urls, target)
     require_room_in(engines, max(map(len, texts.values())) + 1)
     console.print(f"features from {engines.title}")
     task = bars.add_task("engine's features", total=sum(map(len, texts.values())))
@@ -114,17 +107,21 @@ def fill_from_engines(
 
 
 def states_of_documents(
-    engines: Engines, texts: dict[int, list[int]], layers: Sequence[int], width: int
+    engines: ServerPool, texts: dict[int, list[int]], layers: Sequence[int], width: int
 ) -> Any:
     """The states after these layers [T, D] of each text, and the token that the engine would write
     next, in the order in which they come."""
-    how = {"max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {}}
-    how |= sampling(Sampler(0.0), 0)
-    requests = [Request(i, COMPLETIONS, {"prompt": ids, **how}) for i, ids in texts.items()]
+    requests = [
+        NamedRequest(i, CompletionRequest(ids, 1, Sampler(0.0), seed=0, states="prompt"))
+        for i, ids in texts.items()
+    ]
 
     def parsed(i: int, reply: Any, server: Server) -> DocumentStates:
-        after = choice_of(reply).get("token_ids") or [-1]
-        return DocumentStates(states_of(reply, texts[i], layers, width), after[0], server)
+        engine = engines.engine_at(server)
+        after = engine.completion(reply).ids or [-1]
+        return DocumentStates(
+            engine.hidden_states(reply, texts[i], layers, width), after[0], server
+        )
 
     return engines.results(requests, REQUESTS, parsed)
 

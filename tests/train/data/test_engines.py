@@ -13,8 +13,9 @@ import pytest
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.engines import client
+from specdec.engines import client, server_pool
 from specdec.engines.client import Server
+from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
 from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig
@@ -36,7 +37,7 @@ Answer = Callable[..., list[Document]]
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "WAITS", (0.01, 0.01))
+    monkeypatch.setattr(server_pool, "WAITS", (0.01, 0.01))
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_nothing_is_asked_twice(
     answer: Answer, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine breaks down after 5 answers: these are kept, and the rest is asked of another."""
-    monkeypatch.setattr(client, "IN_A_ROW", 4)
+    monkeypatch.setattr(server_pool, "IN_A_ROW", 4)
     broken = serve(lambda number, reply: reply if number < 5 else None)
     with pytest.raises(UserError, match=r"4 requests in a row failed.*received before is kept"):
         answer(broken, batch=1)
@@ -215,7 +216,7 @@ def test_refused_prompts_that_a_run_left_over_do_not_end_the_next(
     """A run is killed before it notes the two that were refused, and begun again; if they are too
     many in a row, each run notes some of them."""
     answer(serve(), count=PROMPTS - 2)
-    monkeypatch.setattr(client, "IN_A_ROW", in_a_row)
+    monkeypatch.setattr(server_pool, "IN_A_ROW", in_a_row)
     refusing = serve(lambda number, reply: 400)
     for _ in range(2 if in_a_row == 1 else 0):
         with pytest.raises(UserError, match="1 requests in a row failed"):
@@ -354,14 +355,15 @@ def test_ids_of_texts(target: TargetOnDemand) -> None:
 
     def ids(text: str, reason: str = "stop", limit: int = 9) -> list[int]:
         choice = {"text": text, "finish_reason": reason}
-        return ids_of({"choices": [choice]}, prompt, parts, limit)
+        return ids_of(Vllm().completion({"choices": [choice]}), prompt, parts, limit)
 
     for text in ("may run", "may run<|im_end|>", "may run<|im_end|> dog"):
         assert ids(text) == [*answer, end]
     assert ids("may run", "length") == answer and ids("may run", limit=1) == answer[:1]
     joined = tokenizer("cat")["input_ids"] * 2  # written as one word, which is unknown
     with pytest.raises(client.RequestRejected, match="do not begin with the prompt's"):
-        ids_of({"choices": [{"text": "t", "finish_reason": "stop"}]}, joined, parts, 9)
+        reply = {"choices": [{"text": "t", "finish_reason": "stop"}]}
+        ids_of(Vllm().completion(reply), joined, parts, 9)
 
 
 def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
@@ -386,7 +388,7 @@ def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
 
     def ids(limit: int = 9, **more: Any) -> list[int]:
         choice = {"token_ids": answer_of, "finish_reason": "stop", **more}
-        return ids_of({"choices": [choice]}, [5], parts, limit)
+        return ids_of(Vllm().completion({"choices": [choice]}), [5], parts, limit)
 
     assert ids() == [*answer_of, end] and ids(len(answer_of)) == answer_of
     assert ids(token_ids=[*answer_of, end]) == [*answer_of, end] and ids(token_ids=[]) == [end]

@@ -1,0 +1,69 @@
+"""The table of engines by name, and which of them answers at an address.
+
+Another package adds an engine with an entry point of the group `draftsmith.engines` that names an
+instance of its `Engine`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.engines.base import Engine
+from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.vllm import Vllm
+from specdec.errors import UserError, require
+from specdec.plugins import Plugins
+
+
+def require_engine(name: str, value: Any) -> None:
+    """Raise UserError for an entry that is no engine of this name."""
+    fits = isinstance(value, Engine) and value.name == name
+    require(fits, f"it is no instance of an Engine whose name is {name!r}")
+
+
+ENGINES = Plugins[Engine]("draftsmith.engines", "engine", {"vllm": Vllm()}, require_engine)
+DEFAULT_ENGINE = "vllm"  # also for a server that no engine recognises
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a server calls the model that it serves, how many tokens a text may have there, and the
+    engine that it is."""
+
+    name: str
+    room: int | None
+    engine: Engine
+
+
+def engine_of(owner: Any) -> Engine:
+    """The engine whose list of models says `owned_by`: one of the core, the lab or an installed
+    package, else the default."""
+    if not any(owner in engine.owners for engine in ENGINES.values()):
+        ENGINES.add_installed()
+    recognised = (engine for engine in ENGINES.values() if owner in engine.owners)
+    return next(recognised, ENGINES[DEFAULT_ENGINE])
+
+
+def model_of(server: Server, wanted: Sequence[str]) -> ServedModel:
+    """The model of a server: its only one, or the one whose name or path is among `wanted`. Raises
+    UserError if the server does not answer, or serves several models under other names."""
+    try:
+        models = server.get("/models")["data"]
+        names = [str(model["id"]) for model in models]
+    except (RequestRejected, ServerUnavailable) as error:
+        raise UserError(
+            f"no engine answers at {server.url} ({error}): start one there (docs/engines.md), or "
+            "give its address"
+        ) from error
+    except (TypeError, KeyError) as error:
+        raise UserError(f"{server.url} lists no models, as OpenAI's interface has it") from error
+    own = [m for m in models if {m["id"], m.get("root")} & {*wanted}]
+    if len(models) == 1:
+        own = list(models)
+    require(
+        len(own) == 1,
+        f"{server.url} serves {', '.join(names) or 'no model'}: serve the target alone, or under "
+        f"the name {wanted[0]}",
+    )
+    engine = engine_of(own[0].get("owned_by"))
+    return ServedModel(str(own[0]["id"]), engine.longest_text(own[0]), engine)
