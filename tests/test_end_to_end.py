@@ -355,9 +355,9 @@ def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     """The address of vLLM, started by scripts/serve with float32 and these arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        from benches.serving import VLLM
+        from benches.serving import ServedEngine
     usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
-    server = VLLM(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
+    server = ServedEngine(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
     try:
         server.start()
         yield server.url

@@ -1,4 +1,4 @@
-"""vLLM and the run that it answers for, killed again and again at random moments."""
+"""An engine and the run that it answers for, killed again and again at random moments."""
 
 import json
 import random
@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Annotated
 
 from benches.launching import started
-from benches.serving import VLLM
+from benches.serving import ServedEngine
 from benches.turns import show
 
 from specdec.errors import UserError, require
@@ -21,13 +21,13 @@ from specdec.progress import console
 ENDS = 900  # seconds that a run may take
 DELAY = 0.5  # the kill comes at most so many seconds after the last awaited answer
 AT_ONCE = 8  # requests of the run
-VICTIMS = (("vLLM",), ("run",), ("vLLM", "run"))
+VICTIMS = (("engine",), ("run",), ("engine", "run"))
 
 
 def engine_kills(
     *,
-    count: Annotated[int, "SIGKILLs of vLLM, of the run, or of both"] = 10,
-    conversations: Annotated[int, "that vLLM answers"] = 120,
+    count: Annotated[int, "SIGKILLs of the engine, of the run, or of both"] = 10,
+    conversations: Annotated[int, "that the engine answers"] = 120,
     seed: Annotated[int, "of the moments and of who is killed"] = 1,
 ) -> None:
     """SIGKILLs of vLLM, of a run with `features.from`, and of both, at random moments.
@@ -39,7 +39,7 @@ def engine_kills(
     draw, rows = random.Random(seed), list[list[str]]()
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        server = VLLM(folder, "drafter=eagle3_small", "target.dtype=float32")
+        server = ServedEngine(folder, "drafter=eagle3_small", "target.dtype=float32")
         whole, killed = (Run(folder / x, server.url, conversations) for x in ("whole", "killed"))
         try:
             server.start()
@@ -58,7 +58,7 @@ def engine_kills(
                 require(killed.running, too_late)
                 if "run" in victims:
                     killed.kill()
-                if "vLLM" in victims:
+                if "engine" in victims:
                     server.kill()
                     killed.stopped()
                 require_missing(len(whole.answers()) - known, server.answers - asked)

@@ -1,4 +1,4 @@
-"""vLLM's HTTP server, started by `scripts/serve`."""
+"""An engine's HTTP server, started by `scripts/serve`."""
 
 import os
 import signal
@@ -19,8 +19,8 @@ STARTS = 600  # seconds that it may take to start
 ASKED = '"POST /v1/completions HTTP/1.1" 200'  # in its log, after each answer
 
 
-class VLLM:
-    """vLLM at an address of this machine, with these arguments of `scripts/serve`, and with
+class ServedEngine:
+    """An engine at an address of this machine, with these arguments of `scripts/serve`, and with
     `theirs` of its own. Its log and its hidden states are in a folder. It can be killed and started
     again."""
 
@@ -28,13 +28,14 @@ class VLLM:
         with socket.socket() as one:
             one.bind(("127.0.0.1", 0))
             port = str(one.getsockname()[1])
-        self.url, self.log = f"http://127.0.0.1:{port}/v1", folder / "vllm.log"
+        self.url, self.log = f"http://127.0.0.1:{port}/v1", folder / "engine.log"
         self.command = [sys.executable, "scripts/serve", *ours, "--port", port]
         self.command += ["--states", str(folder / "states"), "--", *theirs]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start vLLM, unless it runs, and wait until it answers. Raises UserError if it ends."""
+        """Start the engine, unless it runs, and wait until it answers. Raises UserError if it
+        ends."""
         if self.process is not None:
             return
         self.process = started(self.command, self.log)
@@ -45,13 +46,13 @@ class VLLM:
                 return
             require(
                 self.process.poll() is None,
-                f"vLLM ended: {self.log.read_text(encoding='utf-8')[-2000:]}",
+                f"the engine ended: {self.log.read_text(encoding='utf-8')[-2000:]}",
             )
             time.sleep(0.5)
-        raise UserError(f"vLLM did not answer within {STARTS} seconds: {self.log}")
+        raise UserError(f"the engine did not answer within {STARTS} seconds: {self.log}")
 
     def kill(self) -> None:
-        """Kill vLLM and its workers."""
+        """Kill the engine and its workers."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.engines.base import Engine
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.engine_interface import Engine
 from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
 from specdec.plugins import Plugins

@@ -11,8 +11,8 @@ from http.client import HTTPConnection
 from socket import SHUT_RDWR
 from typing import Any, Generic, TypeVar
 
-from specdec.engines.base import CompletionRequest, Engine
 from specdec.engines.client import CONNECTING, RequestRejected, Server, ServerUnavailable
+from specdec.engines.engine_interface import CompletionRequest, Engine
 from specdec.engines.known_engines import model_of
 from specdec.errors import UserError
 

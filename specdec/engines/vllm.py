@@ -24,7 +24,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from specdec.engines.base import (
+from specdec.engines.client import Server, ServerUnavailable
+from specdec.engines.engine_interface import (
     COMPLETIONS,
     CompletionRequest,
     DraftToServe,
@@ -34,7 +35,6 @@ from specdec.engines.base import (
     python_path_with,
     version_at,
 )
-from specdec.engines.client import Server, ServerUnavailable
 from specdec.errors import UserError, first_line, require, unreadable
 
 METHODS = {  # of a drafter, the method of the speculative config

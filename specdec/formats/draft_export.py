@@ -39,9 +39,9 @@ from specdec.formats.layout import (
     MARK,
     OVERRIDES,
     WEIGHTS,
-    Description,
     ExportLayout,
     renamed,
+    rotary_note,
 )
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.base import Target
@@ -167,22 +167,8 @@ def write_export(
             )
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
-        f"{len(tensors)} tensors read back, logits {same}; a network of {CONFIG} as vLLM builds it "
-        f"differs by {elsewhere:.0e} of the largest logit{_partial(config)}{_stops(target)}"
-    )
-
-
-def _partial(config: Description) -> str:
-    """Which readers would draft other tokens, where only a part of each head is rotated."""
-    of_layers = config.get("transformer_layer_config", config)
-    whole = of_layers.get("model_type") in ("llama", "qwen3")  # whose classes rotate whole heads
-    share = (of_layers.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
-    if not whole or share == 1:
-        return ""
-    return (
-        f"; only {share:.3g} of each head is rotated, as in the target: serve it with vLLM, since "
-        "SGLang and transformers' own Llama and Qwen3 rotate whole heads and would draft other "
-        "tokens"
+        f"{len(tensors)} tensors read back, logits {same}; a network of {CONFIG} as engines build "
+        f"it differs by {elsewhere:.0e} of the largest logit{rotary_note(config)}{_stops(target)}"
     )
 
 

@@ -92,3 +92,17 @@ def special_tokens(target: Parts) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}
+
+
+def rotary_note(config: Description) -> str:
+    """Which readers would draft other tokens, where only a part of each head is rotated."""
+    of_layers = config.get("transformer_layer_config", config)
+    whole = of_layers.get("model_type") in ("llama", "qwen3")  # whose classes rotate whole heads
+    share = (of_layers.get("rope_parameters") or {}).get("partial_rotary_factor", 1)
+    if not whole or share == 1:
+        return ""
+    return (
+        f"; only {share:.3g} of each head is rotated, as in the target: serve it with vLLM, since "
+        "SGLang and transformers' own Llama and Qwen3 rotate whole heads and would draft other "
+        "tokens"
+    )

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from rich.progress import Progress
 
-from specdec.engines.base import CompletionRequest, SpeculationCounts
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.engine_interface import CompletionRequest, SpeculationCounts
 from specdec.engines.known_engines import model_of
 from specdec.errors import UserError, require
 from specdec.files import write_json

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.engines.base import Engine
+from specdec.engines.engine_interface import Engine
 from specdec.engines.known_engines import ENGINES
 from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES

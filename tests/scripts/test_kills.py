@@ -58,8 +58,8 @@ def test_two_answers_to_one_prompt_are_found(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:
-    from benches.serving import VLLM
+    from benches.serving import ServedEngine
 
-    with pytest.raises(UserError, match="vLLM ended: ") as told:
-        VLLM(tmp_path, "--gamma", "many").start()
+    with pytest.raises(UserError, match="the engine ended: ") as told:
+        ServedEngine(tmp_path, "--gamma", "many").start()
     assert "--gamma" in str(told.value)

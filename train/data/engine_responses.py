@@ -18,8 +18,8 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specdec.context import FeatureSpec
-from specdec.engines.base import Completion, CompletionRequest
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
+from specdec.engines.engine_interface import Completion, CompletionRequest
 from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.files import make_folder, write_whole

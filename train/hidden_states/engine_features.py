@@ -9,8 +9,8 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.engines.base import CompletionRequest
 from specdec.engines.client import Server
+from specdec.engines.engine_interface import CompletionRequest
 from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.progress import console
