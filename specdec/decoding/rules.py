@@ -127,6 +127,16 @@ def point_mass(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Te
     return rejection(tokens_BC, None, p_BV)
 
 
+def lenience(
+    tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, factor: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Leviathan et al. 2023, Appendix A.5: `rejection` with factor · q for q, factor in (0, 1].
+    Lossy, but no token becomes likelier than p / factor."""
+    if q_BV is None:
+        q_BV = one_hot(tokens_BC[:, 0], p_BV)
+    return rejection(tokens_BC, factor * q_BV, p_BV)
+
+
 # --- rules of the whole tree ---------------------------------------------------------------
 
 
@@ -177,6 +187,15 @@ def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
     return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
+def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
+    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x if p(x) >= factor · max p, with p at
+    T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
+    best_BM, argmax_BM = logits_BMV.max(-1)
+    kept_BG = drafted_values(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
+    end_B = longest_path_end(kept_BG, proposal)
+    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
+
+
 # --- by name -----------------------------------------------------------------------------------
 
 _CORE = {
@@ -191,6 +210,7 @@ _CORE = {
         lossless=False,
         parameters={"epsilon": 1, "delta": math.inf},
     ),
+    "lenience": Rule(lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}),
 }
 RULES: Plugins[Rule] = Plugins(
     "draftsmith.verification_methods",

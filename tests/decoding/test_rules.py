@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES, greedy, point_mass, recursive, rejection
+from specdec.decoding.rules import RULES, greedy, lenience_at_zero, point_mass, recursive, rejection
 from specdec.decoding.verify import verify
 from specdec.errors import UserError
-from specdec.lab.decoding.verification_methods import kseq, lenience_at_zero
+from specdec.lab.decoding.verification_methods import kseq
 from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,

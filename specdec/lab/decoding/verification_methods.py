@@ -1,8 +1,6 @@
-"""Verification methods of papers that production rarely needs: non-iterative rejection, lenience,
-k-SEQ and traversal. `specdec.decoding.rules` says what a method is, and finds these by name.
+"""Verification methods of papers that production rarely needs: non-iterative rejection, k-SEQ
+and traversal. `specdec.decoding.rules` says what a method is, and finds these by name.
 """
-
-import math
 
 import torch
 from torch import Tensor
@@ -11,17 +9,12 @@ from specdec.context import Proposal
 from specdec.decoding.rules import (
     Law,
     Rule,
-    Verdict,
-    drafted_values,
-    longest_path_end,
     normalised,
     one_hot,
     point_mass,
     probability_ratio,
-    rejection,
     smallest_normal,
     survival,
-    verdict,
     without_token,
 )
 from specdec.theory.leviathan import non_iterative_alpha
@@ -36,25 +29,6 @@ def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple
         q_BV = one_hot(tokens_BC[:, 0], p_BV)
     accepted_B1 = non_iterative_alpha(p_BV, q_BV)[:, None]
     return (probability_ratio(p_BV, q_BV, tokens_BC) * accepted_B1).clamp_max(1), p_BV
-
-
-def lenience(
-    tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, factor: float = 0.5
-) -> tuple[Tensor, Tensor]:
-    """Leviathan et al. 2023, Appendix A.5: `rejection` with factor · q for q, factor in (0, 1].
-    Lossy, but no token becomes likelier than p / factor."""
-    if q_BV is None:
-        q_BV = one_hot(tokens_BC[:, 0], p_BV)
-    return rejection(tokens_BC, factor * q_BV, p_BV)
-
-
-def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5) -> Verdict:
-    """Leviathan et al. 2023, Appendix A.5, at T = 0: keep x if p(x) >= factor · max p, with p at
-    T = 1; the longest kept path wins, and the next token is the argmax after it. Lossy."""
-    best_BM, argmax_BM = logits_BMV.max(-1)
-    kept_BG = drafted_values(logits_BMV, proposal) >= proposal.above(best_BM) + math.log(factor)
-    end_B = longest_path_end(kept_BG, proposal)
-    return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
 
 def kseq(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,6 +111,3 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
 NON_ITERATIVE = Rule(non_iterative, name="non_iterative")
 KSEQ = Rule(kseq, siblings="with", name="kseq")
 TRAVERSAL = Rule(whole=traversal, siblings="without", name="traversal")
-LENIENCE = Rule(
-    lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}, name="lenience"
-)
