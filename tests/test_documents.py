@@ -33,6 +33,7 @@ from specdec.decoding.speculative import speculative_generate
 from specdec.drafters import DRAFTERS, shipped
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError
+from specdec.plugins import lab_entries
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
 
@@ -173,6 +174,15 @@ def test_every_recipe_and_family_has_its_words() -> None:
         assert f"`{path.stem}`" in TEXTS["docs/recipes.md"] or path.stem == "quickstart", path.stem
     for family in shipped():
         assert f"`{family.Config.name}`" in TEXTS["docs/choosing.md"], family
+    core, lab = (
+        TEXTS["docs/choosing.md"].split("## Core drafters")[1].split("## Drafters of the lab")
+    )
+    rows = {
+        name for row in re.findall(r"(?m)^\| (`.*?) \|", lab) for name in re.findall("`(.*?)`", row)
+    }
+    assert rows - {"drafter="} == {*lab_entries(DRAFTERS.group)}
+    for name in (*lab_entries(RULES.group), *lab_entries(LENGTHS.group)):
+        assert f"`{name}`" in lab and f"`{name}`" not in core, name
     for name in (*RULES, *LENGTHS):
         assert f"`{name}" in TEXTS["docs/decoding.md"] or name in ("fixed", "auto"), name
 
