@@ -24,10 +24,10 @@ from specdec.files import record
 from specdec.formats import draft_checkpoint
 from specdec.measure.choosing import NODES
 from specdec.progress import console
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.targets.spread import AUTO
+from specdec.targets.target import Target
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")
@@ -228,7 +228,7 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
     return cfg, origin
 
 
-def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: Parts) -> None:
+def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: TargetParts) -> None:
     """Say what each round drafts and where that was chosen (see `decoding`), and whether the draft
     was trained for it. Raises UserError as `require_fitting` does."""
     require_fitting(cfg, drafter, target)

@@ -5,8 +5,9 @@ All of them run the same code and go on with the same results. What does not dep
 processes of one machine that compute at the same time slow each other down. So the first process
 alone measures time, by its own clock, while the others wait, idle.
 
-If the processes hold one target together (specdec/targets/divided.py), they are a team: the first
-then does all work that is shared out otherwise, and the others compute their parts of its passes.
+If the processes hold one target together (specdec/targets/tensor_parallel.py), they are a team: the
+first then does all work that is shared out otherwise, and the others compute their parts of its
+passes.
 """
 
 from collections.abc import Callable, Iterator, Sequence

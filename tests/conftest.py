@@ -38,7 +38,7 @@ LONG = {
     "scripts/test_training_benches.py",
     "targets/test_gguf.py",
     "lab/targets/test_seq2seq.py",
-    "targets/test_states.py",
+    "targets/test_recurrent_states.py",
     "test_documents.py",
     "test_shared_files.py",
     "train/data/test_engines.py",

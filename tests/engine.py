@@ -24,7 +24,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 OF_ENGINE = '{engine="0",model_name="tiny"'  # labels of vLLM's counters
 Fault = Callable[[int, dict[str, Any]], dict[str, Any] | int | None]

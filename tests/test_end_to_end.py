@@ -43,9 +43,9 @@ from specdec.measure.served import MeasuredServer, measure_served
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets import loading
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import loop, pipeline
@@ -95,7 +95,7 @@ TRAINING = [  # one step an epoch, over the same three rows or all but one or tw
 ]
 
 
-class Shared(TargetOnDemand):
+class Shared(TargetLoader):
     """One target for all the jobs of this process, which none of them gives back."""
 
     loaded: Target | None = None
@@ -144,7 +144,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             )
         else:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(pipeline, "TargetOnDemand", Shared)
+                patch.setattr(pipeline, "TargetLoader", Shared)
                 patch.setattr(pipeline, "finished", lambda *_: None)
                 train.run(compose([*given, "track=none"]), folder / name)
         done.touch()

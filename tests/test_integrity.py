@@ -20,7 +20,7 @@ from specdec.files import read_json, sealed_lines, write_json
 from specdec.formats import draft_checkpoint
 from specdec.integrity import KEY, Damaged, of_file, of_tensors, of_value, sealed, unsealed
 from specdec.sampling.confidence import Calibration, Calibrations
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.runs import as_before
 from tests.tiny import architectures, random_drafter, random_target
 

@@ -22,7 +22,7 @@ from specdec.objectives.losses import TERMS, LossInputs
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text
 from tests.pretend import NAME, counted, module, syncs

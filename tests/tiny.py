@@ -43,8 +43,8 @@ from specdec.forcing import batch
 from specdec.forcing.batch import Batch
 from specdec.objectives.losses import TERMS
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.device import DEVICE
 from train.run_config import CONF, Config, composed, quoted, register
 

@@ -21,7 +21,7 @@ from specdec.compat import forget_precision
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
 from specdec.targets.loading import TargetConfig, device_of
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from train.launcher import end_with_launcher
 
 T = TypeVar("T")
@@ -91,7 +91,7 @@ def accelerator_of(target: TargetConfig, precision: str = "auto") -> Accelerator
     return accelerator
 
 
-def ranks_of(accelerator: Accelerator, target: TargetOnDemand | None = None) -> Ranks:
+def ranks_of(accelerator: Accelerator, target: TargetLoader | None = None) -> Ranks:
     """The processes as `specdec` knows them; they may hold the target together."""
     team = None if target is None else target.team
     return Ranks(accelerator.process_index, accelerator.num_processes, team)

@@ -25,8 +25,8 @@ from specdec.measure import costs
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.progress import console
-from specdec.targets.base import Target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from train import optim
 from train.accelerated import from_main, ranks_of
 from train.data.sequences import Document, Prompt, pack
@@ -51,7 +51,7 @@ def planned(
     cfg: Config,
     folder: Path,
     split: DataSplit[Any],
-    target: TargetOnDemand,
+    target: TargetLoader,
     accelerator: Accelerator,
     started: float,
 ) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specdec.drafters import frequent_tokens
 from specdec.measure.results import CutResponses
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train.data.conversations import TEXTS, DataConfig
 from train.data.response_files import (
     ResponsesConfig,
@@ -80,7 +80,7 @@ class Diagnosis:
 
 def diagnose(
     cfg: DataConfig,
-    target: Parts,
+    target: TargetParts,
     draft_vocab: int | None,
     samples: int,
     answers: ResponsesConfig | None = None,
@@ -179,7 +179,10 @@ def _quantiles(lengths: Sequence[int]) -> list[int]:
 
 
 def _samples(
-    texts: Sequence[Document | Prompt], target: Parts, most: int, answers: ResponsesConfig | None
+    texts: Sequence[Document | Prompt],
+    target: TargetParts,
+    most: int,
+    answers: ResponsesConfig | None,
 ) -> list[ShownSequence]:
     """Texts as training reads them. After a prompt comes the target's response, if one is stored,
     or its place."""
@@ -204,7 +207,7 @@ def _samples(
     return samples
 
 
-def _sample(text: Document | Prompt, target: Parts, most: int) -> ShownSequence:
+def _sample(text: Document | Prompt, target: TargetParts, most: int) -> ShownSequence:
     """A text as it is shown, up to `most` tokens."""
     ids, tokenizer = text.ids[:most], target.tokenizer
     mask = text.mask[:most] if isinstance(text, Document) else np.zeros(len(ids), np.bool_)
@@ -285,7 +288,7 @@ def _weights(texts: Sequence[Document | Prompt]) -> dict[float, int]:
     return {} if counts.keys() <= {1.0} else dict(sorted(counts.items()))
 
 
-def _stops(texts: Sequence[Any], target: Parts) -> dict[str, int]:
+def _stops(texts: Sequence[Any], target: TargetParts) -> dict[str, int]:
     """The stop tokens that answers end in, and NO_STOP for those that end in none."""
     ends = Counter[int | None]()
     for text in texts:
@@ -296,7 +299,7 @@ def _stops(texts: Sequence[Any], target: Parts) -> dict[str, int]:
     return {names[i]: n for i, n in ends.most_common()}
 
 
-def _faults(split: DataSplit[Document], stops: dict[str, int], target: Parts) -> list[str]:
+def _faults(split: DataSplit[Document], stops: dict[str, int], target: TargetParts) -> list[str]:
     faults = []
     uncertain, read = split.tally.dropped[DISAGREE], split.tally.read
     if uncertain > MOST_WRONG * read:
@@ -311,7 +314,7 @@ def _faults(split: DataSplit[Document], stops: dict[str, int], target: Parts) ->
     return faults
 
 
-def _stopping(target: Parts) -> str:
+def _stopping(target: TargetParts) -> str:
     names = ", ".join(repr(target.tokenizer.decode([i])) for i in target.eos) or "it has none"
     return (
         f" ({names}), so a draft would not learn where they stop: mend the chat template, or the "

@@ -25,7 +25,7 @@ from specdec.errors import UserError, require, require_within
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint
 from specdec.progress import console
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train.data.sequences import Document
 from train.hidden_states.batches import BatchSource, OnlineBatches
 
@@ -65,7 +65,7 @@ def earlier_drafts(stage: StageConfig, config: Any) -> list[Path]:
 
 
 def initial_drafter(
-    stage: StageConfig, config: Any, target: Parts, documents: Sequence[Document], seed: int
+    stage: StageConfig, config: Any, target: TargetParts, documents: Sequence[Document], seed: int
 ) -> Drafter:
     """The drafter that a stage trains, in float32. A pruned draft vocabulary holds the assistant's
     most frequent tokens. If the config names a draft's folder as the `head`, that draft becomes a
@@ -85,7 +85,7 @@ def initial_drafter(
     return drafter
 
 
-def require_starts(stage: StageConfig, config: Any, target: Parts) -> None:
+def require_starts(stage: StageConfig, config: Any, target: TargetParts) -> None:
     """Raise UserError for an earlier draft that no stage of this config can start from, whatever
     its texts turn out to be: the draft of `drafter.from`, and one that is a part of the drafter."""
     if stage.draft is not None:
@@ -94,7 +94,7 @@ def require_starts(stage: StageConfig, config: Any, target: Parts) -> None:
         draft_checkpoint.read_draft(named, target)
 
 
-def _fitting(folder: Path, new_tokens: int, config: Any, target: Parts) -> Predictor:
+def _fitting(folder: Path, new_tokens: int, config: Any, target: TargetParts) -> Predictor:
     """The draft in `folder`. Raises UserError unless training can go on from it with this config
     and, in its vocabulary, `new_tokens` tokens more."""
     kind = family(config.name)
@@ -136,7 +136,11 @@ def _with_settings_of(earlier: Predictor, config: Any) -> Any:
 
 
 def _continued(
-    folder: Path, new_tokens: int, config: Any, target: Parts, said: Sequence[NDArray[np.int32]]
+    folder: Path,
+    new_tokens: int,
+    config: Any,
+    target: TargetParts,
+    said: Sequence[NDArray[np.int32]],
 ) -> Drafter:
     """The draft in `folder` with this config, and with up to `new_tokens` tokens of `said` added to
     its vocabulary. Raises UserError if the draft does not fit."""

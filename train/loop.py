@@ -30,7 +30,7 @@ from specdec.formats import draft_checkpoint
 from specdec.measure.results import Training
 from specdec.progress import tell
 from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train import optim, training_checkpoint
 from train.accelerated import from_main
 from train.forecast import forecast, looks
@@ -124,7 +124,7 @@ class Learner:
     accelerator: Accelerator
     state: State
     folder: Path  # of the run
-    parts: Parts  # of the target
+    parts: TargetParts  # of the target
     portion: int  # rows that a step reads
     statistics: Tensor  # this process's sums over anchors since the last record, by depth
     unread: list[UnreadStep] = field(default_factory=list)
@@ -202,7 +202,7 @@ class Learner:
 
 def prepare_learner(
     forcing: TeacherForcing,
-    parts: Parts,
+    parts: TargetParts,
     cfg: LoopConfig,
     schedule: OptimConfig,
     folder: Path,

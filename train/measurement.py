@@ -22,9 +22,9 @@ from specdec.measure.results import FILE, Results, Training
 from specdec.progress import console
 from specdec.ranks import ALONE, Ranks
 from specdec.report import report
-from specdec.targets.base import Target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.data.sequences import Prompt
 from train.run_config import Config
 from train.run_documents import Texts
@@ -43,7 +43,7 @@ def finished(
     folder: Path,
     texts: Texts,
     training: Training | None,
-    on_demand: TargetOnDemand,
+    on_demand: TargetLoader,
     ranks: Ranks,
     tracker: Tracker,
     progress: Progress,
@@ -94,7 +94,7 @@ def finished(
     return results
 
 
-def _unmeasured(cfg: Config, folder: Path, on_demand: TargetOnDemand) -> None:
+def _unmeasured(cfg: Config, folder: Path, on_demand: TargetLoader) -> None:
     """Export the best draft of a run that is not measured. The target's parts are enough, unless
     the draft runs the target's layers."""
     if not cfg.needs_layers:
@@ -182,7 +182,7 @@ def _write(
         console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
-def _export(cfg: Config, folder: Path, drafter: Drafter, target: Parts) -> None:
+def _export(cfg: Config, folder: Path, drafter: Drafter, target: TargetParts) -> None:
     if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
         checked = draft_export.write_export(
             folder / "export", drafter, target, cfg.export, folder / "best"

@@ -21,7 +21,7 @@ from specdec.measure.results import Training
 from specdec.progress import bars, console
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import opening
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
 from train.budget import planned
@@ -101,7 +101,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         # Load the target, and check what the run asks of it.
         with accelerator.main_process_first():  # one process makes a GGUF target dense
             placed = replace(cfg.target, device=str(accelerator.device))
-            target = TargetOnDemand(placed, alone=bool(cfg.features.engines))
+            target = TargetLoader(placed, alone=bool(cfg.features.engines))
             fingerprint = target.parts.fingerprint()
         ranks = ranks_of(accelerator, target)
         if cfg.needs_layers:
@@ -173,7 +173,7 @@ def _trained(
     folder: Path,
     identity: str,
     drafter: Drafter,
-    target: TargetOnDemand,
+    target: TargetLoader,
     texts: Texts,
     features: RunHiddenStates,
     accelerator: Accelerator,

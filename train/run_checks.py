@@ -16,7 +16,7 @@ from specdec.errors import require
 from specdec.files import require_writable
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train import training_checkpoint
 from train.data.reader import require_readable
 from train.folder import require_same_run
@@ -39,7 +39,7 @@ def check(cfg: Config, folder: Path) -> None:
             draft_checkpoint.read_card(named)
 
 
-def check_target(cfg: Config, folder: Path, parts: Parts) -> None:
+def check_target(cfg: Config, folder: Path, parts: TargetParts) -> None:
     """Everything that can be checked before a text is read: that engines serve the target where
     they are to answer for it, that the drafts that a run begins with are of this target, that the
     draft can be exported to the run's folder, and that there is room for it. Raises UserError."""
@@ -71,7 +71,7 @@ def folders_of(cfg: Config, folder: Path) -> list[Path]:
     return places
 
 
-def _require_room_for_draft(cfg: Config, folder: Path, parts: Parts) -> None:
+def _require_room_for_draft(cfg: Config, folder: Path, parts: TargetParts) -> None:
     """Raise UserError if a new run's disk has no room for the least that training writes: a
     checkpoint of the weights and one number for each from the optimizer, and the best draft."""
     lora = getattr(cfg.drafter, "lora", None)  # then the drafter shows its trained weights late
@@ -90,7 +90,7 @@ def _require_room_for_draft(cfg: Config, folder: Path, parts: Parts) -> None:
     )
 
 
-def check_texts(cfg: Config, drafter: Drafter, parts: Parts, texts: Texts) -> None:
+def check_texts(cfg: Config, drafter: Drafter, parts: TargetParts, texts: Texts) -> None:
     """Raise UserError for texts that are too long, and for decoding that would fail later."""
     documents = [*texts.train, *texts.validation]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)

@@ -15,8 +15,8 @@ from specdec.errors import UserError
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import answered
@@ -49,7 +49,7 @@ class Texts:
 def split_of(
     data: DataConfig,
     answers: ResponsesConfig,
-    parts: Parts,
+    parts: TargetParts,
     ranks: Ranks,
     depth: int = 1,
     starts_from: Collection[Path] = (),
@@ -95,7 +95,7 @@ def texts_of(
     cfg: Config,
     split: DataSplit[Any],
     measured: int,
-    target: TargetOnDemand,
+    target: TargetLoader,
     store: HiddenStateStore | None,
     accelerator: Accelerator,
     progress: Progress,
@@ -159,7 +159,7 @@ def _unanswered(prompt: Prompt) -> Document:
 def answer_share(
     cfg: Config,
     split: DataSplit[Any],
-    target: TargetOnDemand,
+    target: TargetLoader,
     store: HiddenStateStore | None,
     accelerator: Accelerator,
     progress: Progress,

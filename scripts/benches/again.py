@@ -14,7 +14,7 @@ from specdec.formats import draft_checkpoint
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.results import FILE, Results
 from specdec.progress import bars, console
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from train.data.run_data import held_out_prompts
 from train.folder import config_of, data_of_run
 

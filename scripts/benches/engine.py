@@ -26,7 +26,7 @@ from specdec.measure.choosing import LEARNING, acceptance_by_rank, fastest_shape
 from specdec.measure.setup import Setup
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 HERE = Path(__file__).parent.parent
 VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-serving"))

@@ -19,7 +19,7 @@ from specdec.drafters import family
 from specdec.errors import require
 from specdec.forcing.batch import Batch, summarise
 from specdec.forcing.teacher import TeacherForcing
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from train import optim
 from train.accelerated import accelerator_of
 from train.data.sequences import Document
@@ -72,7 +72,7 @@ def step() -> None:
     register()
     cfg = composed([*job["overrides"], f"data.max_length={job['tokens']}"])
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)
-    parts = TargetOnDemand(cfg.target).parts
+    parts = TargetLoader(cfg.target).parts
     T, generator = job["tokens"], torch.Generator().manual_seed(0)
     ids_1T = torch.randint(parts.vocab_size, (1, T), generator=generator)
     document = Document("long", ids_1T[0].numpy().astype(np.int32), np.ones(T, np.bool_))

@@ -8,12 +8,12 @@ from benches.turns import show
 from torch import Tensor
 from torch.nn import functional as F
 
+from specdec.compat import packed_product
 from specdec.errors import require
 from specdec.measure.machine import processor_name
 from specdec.progress import console
 from specdec.runtime.cpu.machine_probes import seconds
-from specdec.runtime.cpu.packed_linear import DTYPES, obstacle, pays, product
-from specdec.runtime.cpu.packed_linear import packed as packed_copy
+from specdec.runtime.cpu.packed_linear import DTYPES, obstacle, packed_copy, pays
 
 SHAPES = ((576, 576), (3072, 576), (576, 1536), (2048, 2048))  # SmolLM2-135M's, and a wider one
 COLD = 1 << 25  # bytes of weights read between two uses of one, so that no cache still holds it
@@ -59,7 +59,7 @@ def _gain(out: int, width: int, dtype: torch.dtype, rows: int, repeats: int) -> 
     copies = [packed_copy(weight) for weight in weights]
 
     def ours() -> list[Tensor]:
-        return [product(x, copy, None) for copy in copies]
+        return [packed_product(x, copy, None) for copy in copies]
 
     def public() -> list[Tensor]:
         return [F.linear(x, weight) for weight in weights]

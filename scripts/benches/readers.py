@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specdec.errors import UserError, require
 from specdec.progress import console
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from train.data.run_data import DataCounts, measured_prompts
 from train.data.sequences import Prompt
 from train.diagnosis import diagnose
@@ -231,7 +231,7 @@ def _outcome(folder: Path, settings: Sequence[str]) -> Outcome:
     cfg, outcome, silent = composed(settings), Outcome(settings), StringIO()
     answers = [f"answers.root={folder / 'answers'}"]
     cfg = composed([*settings, *answers])
-    place, target = folder / "run", TargetOnDemand(cfg.target).parts
+    place, target = folder / "run", TargetLoader(cfg.target).parts
     tokenizer = target.tokenizer
 
     def of_run() -> tuple[DataCounts, str]:

@@ -13,7 +13,7 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError, require
 from specdec.formats import draft_checkpoint
 from specdec.progress import console
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from train.data.run_data import held_out_prompts
 from train.folder import data_of_run
 

@@ -41,10 +41,10 @@ from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.base import Target
 from specdec.targets.causal import Reading
 from specdec.targets.loading import TargetConfig, auto_class, load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from train import pipeline
 from train.run_config import Config, quoted, register, resolve
 from train.run_documents import Texts
@@ -67,7 +67,7 @@ ALONE = {
     Reading.ROWS: ", rows by length",
     Reading.REPLAY: ", replayed",
     Reading.APART: ", replayed row by row",
-    Reading.TEXTS: ", whole texts",
+    Reading.RECOMPUTE: ", whole texts",
 }
 OK, REFUSED, NONE, FAULT = "ok", "refused", "not made", "FAULT"
 # a run of two steps in float32
@@ -418,7 +418,7 @@ measured = pipeline.finished
 
 
 def without_measurement(
-    cfg: Config, folder: Path, texts: Texts, _training: Any, target: TargetOnDemand, *_: Any
+    cfg: Config, folder: Path, texts: Texts, _training: Any, target: TargetLoader, *_: Any
 ) -> None:
     """The end of a run without its measurement: decode with the trained draft, and export it."""
     drafter, whole = draft_checkpoint.load_draft_with_target(folder / "best", target.whole())
@@ -522,7 +522,7 @@ def share_of_causal(found: Sequence[tuple[Tiny, list[Outcome]]]) -> str:
     whole = sum(wanted <= {(o.step, o.state) for o in x} for x in causal)
     of_all = f" ({whole / len(causal):.0%})" if causal else ""
     anew = sum(
-        wanted <= {(o.step, o.state) for o in x} and x[1].detail.endswith(ALONE[Reading.TEXTS])
+        wanted <= {(o.step, o.state) for o in x} and x[1].detail.endswith(ALONE[Reading.RECOMPUTE])
         for x in causal
     )
     return (

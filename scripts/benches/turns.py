@@ -11,7 +11,7 @@ from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.measure.costs import timed
 from specdec.progress import bars, console
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 
 class Answer(NamedTuple):

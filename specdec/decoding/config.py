@@ -10,7 +10,7 @@ from specdec.errors import require, require_between, require_known, require_with
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature
 from specdec.sampling.trees import DEEPEST, Chain, Static
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.theory.intervals import FEWEST
 
 TREES = ("static", "dynamic", "best_first")
@@ -141,7 +141,7 @@ def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
     return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
-def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: Parts) -> None:
+def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) -> None:
     """Raise UserError if the drafter, the target or the length policy cannot do what `cfg` asks
     for."""
     name, policy = drafter.config.name, LENGTHS[cfg.length]

@@ -29,8 +29,8 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.trees import Chain, Shape
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 
 @torch.inference_mode()
@@ -218,7 +218,7 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
 
 
 def require_room(
-    target: Parts,
+    target: TargetParts,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     drafter: Drafter | None = None,

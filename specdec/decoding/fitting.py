@@ -6,8 +6,8 @@ import torch
 
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import prefill
-from specdec.runtime.memory import free_bytes
-from specdec.targets.base import Target
+from specdec.runtime.device import free_bytes
+from specdec.targets.target import Target
 
 SHARE = 0.8  # of the free memory that a batch may take
 GROWTH = 2  # a layer's cache that grows is copied, and may reserve up to as much again

@@ -28,7 +28,7 @@ from specdec.errors import UserError, first_line, nearest, require
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 # warpers that transformers runs after temperature, top-k and top-p or, for top_h, between them
 LATE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")

@@ -12,7 +12,7 @@ from specdec.errors import require
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def fitting_rule(
     return rule
 
 
-def require_read(target: Parts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
+def require_read(target: TargetParts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
     """Raise UserError if the target reads no branches, and a tree is drafted, the drafter sends
     scouts (which branch off), or passes are compiled."""
     if target.reads_trees:

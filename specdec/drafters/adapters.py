@@ -13,8 +13,8 @@ from torch import nn
 from specdec.drafters.pretrained import LoraOptions, with_adapters
 from specdec.drafters.views import shallow
 from specdec.errors import require
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts, body_of
+from specdec.targets.parts import TargetParts, body_of
+from specdec.targets.target import Target
 
 Adapted = tuple[str, int, int]  # a linear layer: name in the base model, widths of input and output
 
@@ -62,10 +62,10 @@ class Adapters(nn.Module):
         return type(target)(model, target.tokenizer, name, target.revision)
 
 
-def adapted_layers(target: Parts, layers: int, lora: LoraOptions) -> list[Adapted]:
+def adapted_layers(target: TargetParts, layers: int, lora: LoraOptions) -> list[Adapted]:
     """The linear layers that get adapters, all within the target's first `layers` layers. Raises
     UserError if their weights are stored quantised, since adapters could not be added to them, and
-    for a target with two streams (`Parts.require_one_width`)."""
+    for a target with two streams (`TargetParts.require_one_width`)."""
     assert isinstance(target, Target)
     target.require_one_width()
     require(

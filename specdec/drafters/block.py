@@ -35,7 +35,7 @@ from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 MANY = 4096  # slots from which what follows attention is computed again in the backward pass
 
@@ -79,7 +79,7 @@ class Block(Trainable):
     parallel: ClassVar[bool] = False  # whether no depth reads a drafted token
     causal: ClassVar[bool] = False  # whether a slot sees only itself and the slots before it
     first: ClassVar[int] = 1  # the slot that predicts depth 0, the token after the anchor
-    target: Parts
+    target: TargetParts
     _head: Callable[[Tensor], Tensor]
 
     def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
@@ -101,7 +101,7 @@ class Block(Trainable):
         self.compiled = Compiled(self.run, SHORT + self.slots)
 
     @classmethod
-    def plan(cls, config: BlockConfig, target: Parts) -> BlockSizes:
+    def plan(cls, config: BlockConfig, target: TargetParts) -> BlockSizes:
         L, n = target.depth, config.num_layers
         spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
         layers = chosen_layers(config.layers, spread, target)
@@ -109,7 +109,7 @@ class Block(Trainable):
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
         return cls.Sizes.of(config, target, layers=layers, llama=llama, mask_token=mask)
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
         `start=target` then copies the parts of the target's last layers that fit, around a
         pass-through of the highest feature. Query norms are set to keep the size of scores."""
@@ -134,7 +134,7 @@ class Block(Trainable):
                 gain_Dh = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
             attention.q_norm.weight.mul_(gain_Dh)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self.target, self._head = target, target.unembedding(self.vocab_S)
 
     def read(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:

@@ -24,7 +24,7 @@ from specdec.drafters.gather import tokens_from
 from specdec.drafters.growth import with_depth
 from specdec.errors import require
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -93,7 +93,7 @@ class DFlash2(Block):
         size = sizes.draft_vocab or sizes.target_vocab
         self.candidate_selector = Selector(D, config.rank, sizes.target_vocab, size)
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         super().start(target)
         nn.init.normal_(self.candidate_selector.predecessor_codebook, std=0.02)
         self.candidate_selector.successor_codebook.zero_()

@@ -20,7 +20,7 @@ from specdec.drafters.layer import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require_within
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Eagle(Solved):
         self.fc = nn.Linear(2 * D, D, bias=False)
         self.layers = nn.ModuleList([Layer(self.llama, D)])
 
-    def copy_from(self, target: Parts) -> None:
+    def copy_from(self, target: TargetParts) -> None:
         """Copy the target's last layer whole if it has the parts of a Llama layer, else nothing.
 
         The copy works on states after the final norm; the original reads and writes the residual

@@ -21,7 +21,7 @@ from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
 from specdec.drafters.regression import Squares, low_rank, ridge
 from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 MOST_LAYERS = 64
 KEPT = 0.8  # the factor on M_h in a start by regression (see `Eagle3.regress`)
@@ -90,7 +90,7 @@ class Eagle3(Solved):
             self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
 
     @classmethod
-    def plan(cls, config: Eagle3Config, target: Parts) -> Eagle3Sizes:
+    def plan(cls, config: Eagle3Config, target: TargetParts) -> Eagle3Sizes:
         L = target.depth
         require(
             config.start == "random" or config.num_layers <= L,
@@ -101,7 +101,7 @@ class Eagle3(Solved):
         llama = llama_of(target, config.intermediate_size)
         return cls.Sizes.of(config, target, llama=llama, layers=layers)
 
-    def copy_from(self, target: Parts) -> None:
+    def copy_from(self, target: TargetParts) -> None:
         """Also copy the head and the final norm. If the target's layers do not have the parts of
         a Llama layer, copy only those that fit."""
         D = self.llama.hidden_size

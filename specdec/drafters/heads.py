@@ -20,7 +20,7 @@ from specdec.drafters.growth import with_depth
 from specdec.drafters.proposer import Sizes
 from specdec.drafters.trainable import Trainable
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 MOST_LAYERS = 64  # the most layers that one head may have
 
@@ -47,10 +47,10 @@ class Heads(Trainable):
         self.lm_heads: Any = nn.ModuleList(nn.Linear(width, size, bias=bias) for _ in range(count))
 
     @classmethod
-    def plan(cls, config: Any, target: Parts) -> Any:
+    def plan(cls, config: Any, target: TargetParts) -> Any:
         return cls.Sizes.of(config, target, width=target.width)
 
-    def copy_head(self, target: Parts) -> None:
+    def copy_head(self, target: TargetParts) -> None:
         """Start all LM heads as the target's."""
         for head in self.lm_heads:
             head.weight.copy_(target.own_head(self.vocab_S))

@@ -34,7 +34,7 @@ from specdec.files import record
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.trees import Chain, Growth, Shape
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # the shortest match of each cell
@@ -145,14 +145,14 @@ class Hybrid(Drafter):
         return kind(config, sizes)
 
     @classmethod
-    def plan(cls, config: HybridConfig, target: Parts) -> HybridSizes:
+    def plan(cls, config: HybridConfig, target: TargetParts) -> HybridSizes:
         return cls.build(config, target).sizes
 
     @classmethod
     def build(
         cls,
         config: HybridConfig,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Hybrid":
@@ -186,7 +186,7 @@ class Hybrid(Drafter):
         drafter.attach(target)
         return drafter
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self.copier.attach(target)
         self.head.attach(target)
 

@@ -28,7 +28,7 @@ from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -82,12 +82,12 @@ class Hydra(Heads):
         )
 
     @classmethod
-    def plan(cls, config: HydraHeadsConfig, target: Parts) -> HydraSizes:
+    def plan(cls, config: HydraHeadsConfig, target: TargetParts) -> HydraSizes:
         sizes: HydraSizes = super().plan(config, target)
         sizes.llama = llama_of(target) if config.prefix else None
         return sizes
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.zero_()
@@ -114,7 +114,7 @@ class Hydra(Heads):
             if isinstance(linear, nn.Linear):
                 linear.bias.zero_()
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         target.require_one_width()
         self._embedding = Frozen(target.embedding)
 

@@ -12,7 +12,7 @@ from specdec.drafters.attention import Attend, Attention
 from specdec.drafters.norm import RMSNorm
 from specdec.drafters.rope import FULL, alike, of_full_attention, rotary_width
 from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
-from specdec.targets.parts import UNBOUNDED, Parts
+from specdec.targets.parts import UNBOUNDED, TargetParts
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
 LONGEST = 1 << 17  # positions of a draft whose target sets no limit
@@ -140,7 +140,7 @@ def copy_fitting(x: Tensor, source: Tensor | None) -> None:
         x.copy_(source)
 
 
-def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
+def copy_last(target: TargetParts, ours: Mapping[str, Tensor]) -> Tensor | None:
     """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
     norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and
     returns None."""
@@ -152,7 +152,7 @@ def copy_last(target: Parts, ours: Mapping[str, Tensor]) -> Tensor | None:
     return after
 
 
-def llama_of(target: Parts, intermediate_size: int | None = None) -> dict[str, Any]:
+def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[str, Any]:
     """The keys of a LlamaConfig for a layer shaped like the target's own, and `rotary_dim` if only
     so many numbers of a head are rotated. Where the target's layers differ, it is shaped like the
     last one with full attention. Nothing of the target's config is shared or changed."""

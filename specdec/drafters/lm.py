@@ -30,8 +30,8 @@ from specdec.runtime.cache import (
 from specdec.runtime.cpu.compiled_pass import LIMITS, SHORT, Compiled
 from specdec.runtime.cpu.lean_pass import LeanPass
 from specdec.runtime.quantised import without_method
-from specdec.targets.heads import transform_of
-from specdec.targets.parts import Parts, body_of, config_of_layers
+from specdec.targets.output_head import transform_of
+from specdec.targets.parts import TargetParts, body_of, config_of_layers
 
 
 @dataclass
@@ -59,7 +59,7 @@ class LM(Pretrained):
         self._lean: tuple[nn.Module, LeanPass | None] | None = None
 
     @classmethod
-    def plan(cls, config: LMConfig, target: Parts) -> LMSizes:
+    def plan(cls, config: LMConfig, target: TargetParts) -> LMSizes:
         decoder_layers(target, config.name)
         theirs = without_method(target.config.to_dict())
         if config.source == "target":
@@ -91,7 +91,7 @@ class LM(Pretrained):
     def build(
         cls,
         config: LMConfig,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
@@ -144,7 +144,7 @@ class LM(Pretrained):
             return False
         return worst < LIMITS[self.model.dtype]
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         if self.config.source != "target":
             return super().start(target)
         kept = _cut(self.config, target)
@@ -194,7 +194,7 @@ class LM(Pretrained):
             layers = getattr(body, "layers", None)
             lean = None
             if isinstance(layers, nn.ModuleList):
-                lean = LeanPass.of(self.model, body, layers, self.model.config)
+                lean = LeanPass.recognise(self.model, body, layers, self.model.config)
             self._lean = self.model, lean if lean is not None and self._agrees(lean) else None
         return self._lean[1]
 
@@ -245,7 +245,7 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tupl
     return ids_BTx, Place(position_BTx, mask_BTxTx, position_BTx)
 
 
-def _cut(config: LMConfig, target: Parts) -> list[int]:
+def _cut(config: LMConfig, target: TargetParts) -> list[int]:
     """The target's layers that are kept, ascending."""
     L = target.depth
     kept = sorted(set(config.layers or [0, 1, L - 2, L - 1]))

@@ -31,9 +31,9 @@ from specdec.drafters.views import decoder_layers
 from specdec.errors import require_within
 from specdec.frozen import Frozen
 from specdec.sampling.trees import Growth
-from specdec.targets.base import Target
-from specdec.targets.documents import by_document
-from specdec.targets.parts import Parts, longrope_lines
+from specdec.targets.parts import TargetParts, longrope_lines
+from specdec.targets.sequence_packing import by_document
+from specdec.targets.target import Target
 
 
 @dataclass
@@ -109,14 +109,14 @@ class Medusa(Heads):
         return config.adapter.rank > 0
 
     @classmethod
-    def plan(cls, config: MedusaConfig, target: Parts) -> MedusaSizes:
+    def plan(cls, config: MedusaConfig, target: TargetParts) -> MedusaSizes:
         sizes: MedusaSizes = super().plan(config, target)
         if cls.adapts_target(config):
             L = decoder_layers(target, config.name)
             sizes.adapted = adapted_layers(target, L, config.adapter)
         return sizes
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         if self.adapts_target(self.config):
             assert isinstance(target, Target)
             self.body = Frozen(self.adapters.view(target, len(target.layers)))
@@ -146,7 +146,7 @@ class Medusa(Heads):
         plain.noted_alpha = self.noted_alpha
         return plain, self.adapters.merged(target)
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         for block in self.blocks:
             for layer in block.layers:  # type: ignore[union-attr]
                 layer.weight.zero_()

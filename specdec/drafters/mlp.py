@@ -24,7 +24,7 @@ from specdec.drafters.heads import Heads, HeadsSizes
 from specdec.drafters.regression import Squares, ridge
 from specdec.errors import require
 from specdec.frozen import Frozen
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 EPS = 1e-6  # the eps of every norm
 AT_ONCE = 8192  # rows of an embedding table that are computed at a time
@@ -87,11 +87,11 @@ class Mlp(Heads):
         self.state_weight = 0.5 ** (0.5 / n)
         self.token_weight = math.sqrt((1 - self.state_weight**2) * D / 2)
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         for weight in (w for w in self.parameters() if w.ndim == 2):
             nn.init.normal_(weight, std=self.inner_dim**-0.5)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self._target = Frozen(target)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:

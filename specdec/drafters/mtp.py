@@ -45,7 +45,7 @@ from specdec.drafters.solved import STARTS, Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Module(Layer):
         output: Tensor = self.final_layernorm(stream)
         return output
 
-    def copy_last(self, target: Parts) -> None:
+    def copy_last(self, target: TargetParts) -> None:
         """Copy the target's last layer if it is Llama's. The state comes from after the final
         norm, so `hnorm` divides by that norm's weight and `final_layernorm` applies it again."""
         own = ("enorm.", "hnorm.", "final_layernorm.", "eh_proj.")
@@ -133,7 +133,7 @@ class MTP(Solved):
     def fusions(self) -> list[nn.Linear]:
         return [module.eh_proj for module in self.stack]
 
-    def copy_from(self, target: Parts) -> None:
+    def copy_from(self, target: TargetParts) -> None:
         """Copy the target's own modules; the last of them serves all further depths. If it has none
         whose tensors all fit, because its block is not Llama's, copy the target's last layer."""
         theirs: dict[str, Tensor] = {}

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from specdec.drafters.attention import Attention, KeyValue, fused
 from specdec.drafters.gather import entries
-from specdec.runtime.cpu.machine_probes import Answer, agreement
+from specdec.runtime.cpu.machine_probes import ProbeResult, agreement
 
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
@@ -255,18 +255,18 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     return grouped
 
 
-def flexible(query: Tensor, depths: int) -> Answer:
+def flexible(query: Tensor, depths: int) -> ProbeResult:
     """Whether to use flex attention for heads like these on their device: on a CPU it has no
     backward pass; elsewhere it must run and agree with `_blocks`."""
     if query.is_cpu:
-        return Answer(False, "flex attention has no backward pass on a CPU")
+        return ProbeResult(False, "flex attention has no backward pass on a CPU")
     return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
 
 
 @cache
 def _probed(
     device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int, depths: int
-) -> Answer:
+) -> ProbeResult:
     """`flexible` by trial, on one text of 1,024 anchors."""
     generator, A = torch.Generator().manual_seed(0), 1024
     drawn = [

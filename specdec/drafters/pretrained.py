@@ -29,9 +29,9 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
-from specdec.targets.documents import by_document
 from specdec.targets.loading import load_source
-from specdec.targets.parts import Parts, body_of, head_scaling, longrope_lines
+from specdec.targets.parts import TargetParts, body_of, head_scaling, longrope_lines
+from specdec.targets.sequence_packing import by_document
 
 LINEAR = (nn.Linear, Conv1D)
 
@@ -114,7 +114,7 @@ class Pretrained(Trainable):
     def build(
         cls,
         config: Any,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
@@ -132,7 +132,7 @@ class Pretrained(Trainable):
     def train_depth(self) -> int:
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         if self.config.source != "random":
             trained = load_source(self.Auto, self.config.source, str(target.device))
             resize(trained, self.sizes.target_vocab)

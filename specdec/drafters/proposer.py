@@ -23,8 +23,8 @@ from specdec.errors import require, require_known, require_within
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.trees import DEEPEST, Growth, Shape
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 NOTHING, OWN = -1, -2  # in place of a copied id (see `Drafter.copied`)
 
@@ -41,7 +41,7 @@ class Sizes:
     draft_vocab: int | None = None
 
     @classmethod
-    def of(cls, config: Any, target: Parts, **more: Any) -> Self:
+    def of(cls, config: Any, target: TargetParts, **more: Any) -> Self:
         """The sizes for this config and target, with the values `more` of a family's own fields.
         `draft_vocab` is None unless it is smaller than the target's vocabulary."""
         V, asked = target.vocab_size, getattr(config, "draft_vocab", None)
@@ -115,7 +115,7 @@ class Drafter(nn.Module, ABC):
         return False
 
     @classmethod
-    def plan(cls, config: Any, target: Parts) -> Any:
+    def plan(cls, config: Any, target: TargetParts) -> Any:
         """The `Sizes` of a drafter with this config for this target."""
         return cls.Sizes.of(config, target)
 
@@ -123,7 +123,7 @@ class Drafter(nn.Module, ABC):
     def build(
         cls,
         config: Any,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: "Drafter | None" = None,
     ) -> Self:
@@ -145,7 +145,7 @@ class Drafter(nn.Module, ABC):
             set_buffer(module, leaf, x.to(self.get_buffer(name).device))
         return self
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         """Keep references to the frozen parts of the target that the drafter reads. They are never
         saved."""
 
@@ -230,7 +230,7 @@ def starts_of(config: Any) -> Sequence[str]:
 
 
 def chosen_layers(
-    configured: Sequence[int] | None, default: Sequence[int], target: Parts
+    configured: Sequence[int] | None, default: Sequence[int], target: TargetParts
 ) -> list[int]:
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""

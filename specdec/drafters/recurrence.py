@@ -29,7 +29,7 @@ from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Recurrent(Trainable):
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     fc: nn.Linear
     layers: Any
-    _target: Frozen[Parts]  # set by `attach`
+    _target: Frozen[TargetParts]  # set by `attach`
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
@@ -68,7 +68,7 @@ class Recurrent(Trainable):
         self.compiled = Compiled(self.run, SHORT)
 
     @classmethod
-    def plan(cls, config: Any, target: Parts) -> Any:
+    def plan(cls, config: Any, target: TargetParts) -> Any:
         return cls.Sizes.of(config, target, llama=llama_of(target, config.intermediate_size))
 
     @property
@@ -104,10 +104,10 @@ class Recurrent(Trainable):
         """What the next depth reads in place of a feature, from the output [..., D]."""
         return hidden
 
-    def copy_from(self, target: Parts) -> None:
+    def copy_from(self, target: TargetParts) -> None:
         """Copy the parts of the target's last layer that fit."""
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
         deviation 0.02, or the target's last layer around a pass-through of the feature."""
         for module in self.modules():
@@ -120,7 +120,7 @@ class Recurrent(Trainable):
                 fc.weight[:, -D:] = torch.eye(D)
             self.copy_from(target)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self._target = Frozen(target)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.plugins import Plugins, lab_entries
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 GROUP = "draftsmith.drafters"
 CORE = {  # imported when first used: a hybrid's module imports this one
@@ -56,7 +56,9 @@ def family(name: str) -> type[Drafter]:
     return DRAFTERS.named(name)
 
 
-def with_copying(head: Drafter, copying: str, target: Parts, gamma: int | None = None) -> Drafter:
+def with_copying(
+    head: Drafter, copying: str, target: TargetParts, gamma: int | None = None
+) -> Drafter:
     """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
     kind = DRAFTERS["hybrid"]
     return kind.build(kind.Config(copying=copying, gamma=gamma or head.depth), target, earlier=head)

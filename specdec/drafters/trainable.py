@@ -11,7 +11,7 @@ from specdec.context import Context, FeatureSpec, Known, Moment
 from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, require, require_between
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Trainable(Predictor):
     def build(
         cls,
         config: Any,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
@@ -82,7 +82,7 @@ class Trainable(Predictor):
                 drafter.inherit(earlier)
         return drafter
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         """Set the weights that training starts from."""
 
     def inherit(self, earlier: Predictor) -> None:

@@ -22,8 +22,8 @@ from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache, cache_argument, model_inputs
 from specdec.sampling.trees import Growth
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,7 @@ class View(Predictor):
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
         """The cache to continue, which has read all tokens but the anchors."""
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         assert isinstance(target, Target)
         self.target, self.body = target, Frozen(self.view(target))
 
@@ -83,14 +83,14 @@ class View(Predictor):
         return Growth(grow(anchor_B1, None)[:, -1], grow)
 
 
-def decoder_layers(target: Parts, name: str) -> int:
+def decoder_layers(target: TargetParts, name: str) -> int:
     """How many layers a decoder-only target has. Raises UserError if it has an encoder."""
     whole = getattr(target.model.config, "is_encoder_decoder", False)
     require(not whole, f"drafter={name} needs a decoder-only target, not an encoder-decoder")
     return target.depth
 
 
-def viewed_layers(target: Parts, name: str) -> int:
+def viewed_layers(target: TargetParts, name: str) -> int:
     """`decoder_layers`, for a draft that runs them itself. Raises UserError also if one of them
     keeps a state, which drafts would move."""
     require(

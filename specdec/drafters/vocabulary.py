@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from specdec.errors import UserError, first_line, require
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 # a tokenizer has at least one of these; without any, transformers makes up an empty one
 FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -25,7 +25,7 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def fitted(
-    source: str, model: Mapping[str, Any], target: Parts
+    source: str, model: Mapping[str, Any], target: TargetParts
 ) -> tuple[dict[str, Any], int | None]:
     """The config of a draft's model (`model`, as in `source`) with the target's V rows, and its
     number S of rows if that is less. Raises UserError for a model of another tokenizer or, where
@@ -56,7 +56,7 @@ def resize(model: Any, V: int) -> None:
                 layer.bias[rows:] = 0
 
 
-def _compared(source: str, target: Parts) -> bool:
+def _compared(source: str, target: TargetParts) -> bool:
     """Whether the tokenizers of a draft's source and of the target could be compared. Raises
     UserError naming the first id that means another token."""
     if target.tokenizer is None or not any(map(_file(source), FILES)):

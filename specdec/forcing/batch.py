@@ -15,8 +15,8 @@ from specdec.context import Context, FeatureSpec
 from specdec.forcing.anchors import Anchors, anchors_of
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 
 @dataclass
@@ -61,7 +61,9 @@ class Batch:
         return anchors_of(*text, depth, per=per, drafted_BTK=drafted)
 
 
-def summarise(target: Parts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128) -> Summary:
+def summarise(
+    target: TargetParts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128
+) -> Summary:
     """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T].
 
     Results are written to tensors that are made first: small ones that outlive a chunk would lie

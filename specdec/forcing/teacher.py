@@ -30,7 +30,7 @@ from specdec.objectives.chunked import at_once, chunked, slices
 from specdec.objectives.losses import LossInputs, kl_divergence
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.theory.alpha import Acceptance, DistributionPair, acceptance, visits
 
 MoreColumns = Callable[[LossInputs], tuple[Tensor, ...]]
@@ -88,7 +88,7 @@ class TeacherForcing(nn.Module):
     def __init__(
         self,
         drafter: Drafter,
-        target: Parts,
+        target: TargetParts,
         sampler: Sampler,
         objective: ObjectiveConfig | None = None,
         reference: Drafter | None = None,

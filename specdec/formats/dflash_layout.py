@@ -22,12 +22,12 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 HEAD = "lm_head.weight"
 
 
-def config(drafter: Block, target: Parts) -> Description:
+def config(drafter: Block, target: TargetParts) -> Description:
     """`architectures: [DFlashDraftModel]`, a Qwen3. Its layer ids are one less than ours."""
     return {
         **layers_of(drafter.llama),

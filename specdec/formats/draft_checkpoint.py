@@ -38,8 +38,8 @@ from specdec.files import (
 from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
@@ -78,7 +78,7 @@ class Card:
 def write_draft(
     folder: Path | str,
     drafter: Drafter,
-    target: Parts,
+    target: TargetParts,
     weights: Mapping[str, Tensor] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
@@ -158,7 +158,7 @@ def load_draft_with_target(
     return drafter.eval(), target
 
 
-def read_draft(folder: Path | str, target: Parts) -> Drafter:
+def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
     """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
     damaged calibration, and, naming the tensor, for one that is missing, extra, or of another shape

@@ -44,9 +44,9 @@ from specdec.formats.layout import (
     rotary_note,
 )
 from specdec.runtime.cpu.packed_linear import is_packed, pack
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.targets.saved import both_forms, save_tokenizer
+from specdec.targets.target import Target
 
 PATTERNS = [  # of the files of exports whose mark does not list them
     *(MARK, CONFIG, OVERRIDES, "model*.safetensors", "model.safetensors.index.json"),
@@ -86,7 +86,7 @@ def layout_of(family: str, name: str) -> ExportLayout:
     return LAYOUTS[family, name]
 
 
-def require_exportable(config: Any, target: Parts, layout: str) -> None:
+def require_exportable(config: Any, target: TargetParts, layout: str) -> None:
     """Raise UserError if no draft with this config could be exported for this target, whatever its
     weights turn out to be. Nothing is computed, so this can be asked before training."""
     chosen = layout_of(config.name, layout)
@@ -101,7 +101,7 @@ def require_exportable(config: Any, target: Parts, layout: str) -> None:
         chosen.overrides(drafter, target)
 
 
-def _require_causal(target: Parts) -> None:
+def _require_causal(target: TargetParts) -> None:
     """Raise UserError for an encoder-decoder: the formats are for targets that read one text."""
     require(
         not target.model.config.is_encoder_decoder,
@@ -112,7 +112,7 @@ def _require_causal(target: Parts) -> None:
 def write_export(
     folder: Path | str,
     drafter: Drafter,
-    target: Parts,
+    target: TargetParts,
     layout: str = LAYOUT,
     draft: Path | None = None,
 ) -> str:
@@ -172,7 +172,7 @@ def write_export(
     )
 
 
-def _stops(target: Parts) -> str:
+def _stops(target: TargetParts) -> str:
     """What to tell an engine so that it ends answers where they ended here; mostly nothing."""
     unknown = sorted(set(target.eos) - set(target.declared_eos))
     said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
@@ -201,7 +201,7 @@ def write_target(folder: Path, target: Target) -> None:
         _write_mark(partial, "target", LAYOUT, target)
 
 
-def _write_mark(folder: Path, drafter: str, layout: str, target: Parts) -> None:
+def _write_mark(folder: Path, drafter: str, layout: str, target: TargetParts) -> None:
     """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
     mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
@@ -249,7 +249,7 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read_export(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT) -> Drafter:
+def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = LAYOUT) -> Drafter:
     """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
@@ -267,7 +267,7 @@ def read_export(folder: Path, like: Drafter, target: Parts, layout: str = LAYOUT
 
 
 @torch.no_grad()
-def short_text_logits(drafter: Drafter, target: Parts) -> Tensor:
+def short_text_logits(drafter: Drafter, target: TargetParts) -> Tensor:
     """A drafter's logits [N, S] at all depths, for a few anchors of a short text. Random states
     stand for the target's where its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size

@@ -6,10 +6,10 @@ from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.formats.layout import Description, ExportLayout, Tensors, one_layer, special_tokens
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def hf(drafter: Eagle3, target: Parts) -> Description:
+def hf(drafter: Eagle3, target: TargetParts) -> Description:
     """`architectures: [LlamaForCausalLMEagle3]`, for vLLM and SGLang."""
     ids = list(drafter.needs.layers)
     return {
@@ -25,7 +25,7 @@ def hf(drafter: Eagle3, target: Parts) -> Description:
     }
 
 
-def speculators(drafter: Eagle3, target: Parts) -> Description:
+def speculators(drafter: Eagle3, target: TargetParts) -> Description:
     """The speculators format: `vllm serve DIR` needs nothing else."""
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.depth}
     architectures = list(target.model.config.architectures or [])
@@ -49,7 +49,7 @@ def layers(drafter: Eagle3) -> Description:
     return {**one_layer(drafter), "num_hidden_layers": drafter.config.num_layers}
 
 
-def described(drafter: Eagle3, target: Parts) -> Description:
+def described(drafter: Eagle3, target: TargetParts) -> Description:
     """The description of the network that both layouts share."""
     alike = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {

@@ -9,10 +9,10 @@ from specdec.formats.layout import (
     shared_head,
     special_tokens,
 )
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def config(drafter: Eagle, target: Parts) -> Description:
+def config(drafter: Eagle, target: TargetParts) -> Description:
     """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`."""
     return {
         **one_layer(drafter),

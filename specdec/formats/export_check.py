@@ -29,11 +29,11 @@ from specdec.drafters.predictor import Predictor
 from specdec.drafters.proposer import Drafter
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
 from specdec.formats.reference_networks import BY_FAMILY, FINAL, CheckText, ExportFolder
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @torch.no_grad()
-def reference_logits(folder: Path | str, target: Parts, trial: CheckText) -> Tensor:
+def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) -> Tensor:
     """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
     that an engine would not load."""
     folder = Path(folder)
@@ -55,7 +55,7 @@ def reference_logits(folder: Path | str, target: Parts, trial: CheckText) -> Ten
 
 
 @torch.no_grad()
-def drafter_logits(drafter: Drafter, target: Parts, trial: CheckText) -> Tensor:
+def drafter_logits(drafter: Drafter, target: TargetParts, trial: CheckText) -> Tensor:
     """The logits [N, V] of a drafter of ours."""
     state, original = drafter.state_dict(), drafter
     drafter = type(original)(original.config, original.sizes)
@@ -83,7 +83,7 @@ def drafter_logits(drafter: Drafter, target: Parts, trial: CheckText) -> Tensor:
 
 
 def reference_gap(
-    folder: Path | str, drafter: Drafter, target: Parts, trial: CheckText | None = None
+    folder: Path | str, drafter: Drafter, target: TargetParts, trial: CheckText | None = None
 ) -> float:
     """The largest difference between the logits of an export in somebody else's code and those of
     the drafter, relative to the largest logit; infinite if their vocabularies differ."""
@@ -95,7 +95,7 @@ def reference_gap(
     return float((mine - theirs)[inside].abs().max() / mine[inside].abs().max().clamp_min(1e-9))
 
 
-def largest_gap(target: Parts) -> float:
+def largest_gap(target: TargetParts) -> float:
     """The largest `reference_gap` that rounding explains: the networks are computed in float32, but
     a head that is shared with the target in the target's dtype."""
     return 1e-4 + 4 * torch.finfo(target.dtype).eps

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from specdec.drafters.rope import share_of
 from specdec.errors import require
-from specdec.targets.parts import Parts, soft_cap
+from specdec.targets.parts import TargetParts, soft_cap
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served
@@ -36,15 +36,15 @@ class ExportLayout:
     `objection` takes the drafter's logits on a short text and says why an engine would draft
     differently, or returns None."""
 
-    config: Callable[[Any, Parts], Description]
+    config: Callable[[Any, TargetParts], Description]
     to_engine: Callable[[Any, Tensors], Tensors] = unchanged
     from_engine: Callable[[Any, Tensors], Tensors] = unchanged
-    refuse: Callable[[Any, Parts], None] | None = None
+    refuse: Callable[[Any, TargetParts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
     # keys that the engine looks for in the target's own config; they are written beside the draft
-    overrides: Callable[[Any, Parts], Description] | None = None
+    overrides: Callable[[Any, TargetParts], Description] | None = None
 
 
 def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
@@ -71,7 +71,7 @@ def one_layer(drafter: Any) -> Description:
     return {**layers_of(drafter.llama), "model_type": "llama", "num_hidden_layers": 1}
 
 
-def shared_head(target: Parts) -> Description:
+def shared_head(target: TargetParts) -> Description:
     """How the target's own head, which an engine shares with the draft, is scaled. Soft caps are
     read by SGLang alone, and change no greedy draft."""
     cap = soft_cap(target.config)
@@ -79,7 +79,7 @@ def shared_head(target: Parts) -> Description:
     return scale | ({"final_logit_softcapping": cap} if cap else {})
 
 
-def refuse_biased_head(drafter: Any, target: Parts) -> None:
+def refuse_biased_head(drafter: Any, target: TargetParts) -> None:
     """Raise UserError for a target whose head has a bias: an engine shares its weight alone."""
     require(
         target.head.bias is None,
@@ -88,7 +88,7 @@ def refuse_biased_head(drafter: Any, target: Parts) -> None:
     )
 
 
-def special_tokens(target: Parts) -> Description:
+def special_tokens(target: TargetParts) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}

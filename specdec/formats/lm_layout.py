@@ -10,10 +10,10 @@ from torch import Tensor
 
 from specdec.drafters.lm import LM
 from specdec.formats.layout import Description, ExportLayout, Tensors, special_tokens
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def config(drafter: LM, target: Parts) -> Description:
+def config(drafter: LM, target: TargetParts) -> Description:
     head, embedding = drafter.model.get_output_embeddings(), drafter.model.get_input_embeddings()
     return {
         **drafter.model.config.to_dict(),

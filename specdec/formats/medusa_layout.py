@@ -7,10 +7,10 @@ both in silence. Layers have a bias only if `medusa_fc_bias` is true; its defaul
 from specdec.drafters.medusa import Medusa
 from specdec.formats import heads_layout
 from specdec.formats.layout import Description, ExportLayout
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def config(drafter: Medusa, target: Parts) -> Description:
+def config(drafter: Medusa, target: TargetParts) -> Description:
     """`architectures: [MedusaModel]`, for vLLM."""
     return {
         "architectures": ["MedusaModel"],

@@ -13,10 +13,10 @@ from specdec.drafters.mlp import Mlp
 from specdec.errors import require
 from specdec.formats import heads_layout
 from specdec.formats.layout import Description, ExportLayout, Tensors
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def config(drafter: Mlp, target: Parts) -> Description:
+def config(drafter: Mlp, target: TargetParts) -> Description:
     """`architectures: [MLPSpeculatorPreTrainedModel]`. The tree is the authors' for three heads."""
     return {
         "architectures": ["MLPSpeculatorPreTrainedModel"],

@@ -19,10 +19,10 @@ from specdec.formats.layout import (
     refuse_biased_head,
     special_tokens,
 )
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def overrides(drafter: MTP, target: Parts) -> Description:
+def overrides(drafter: MTP, target: TargetParts) -> Description:
     """The keys of the module's attention and norms: MiMo-V2's own, so they change no target. The
     share of a head that is rotated is also the target's own (see `refuse`)."""
     described = one_layer(drafter)
@@ -42,7 +42,7 @@ def overrides(drafter: MTP, target: Parts) -> Description:
     return keys
 
 
-def config(drafter: MTP, target: Parts) -> Description:
+def config(drafter: MTP, target: TargetParts) -> Description:
     """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader."""
     return {
         **one_layer(drafter),
@@ -53,7 +53,7 @@ def config(drafter: MTP, target: Parts) -> Description:
     }
 
 
-def refuse(drafter: MTP, target: Parts) -> None:
+def refuse(drafter: MTP, target: TargetParts) -> None:
     """Raise UserError for what the loader would read differently: several modules, scaled rotary
     positions, or a target whose config says what the module does not do."""
     theirs, ours = target.model.config, drafter.llama

@@ -7,14 +7,14 @@ from specdec.drafters.peagle import PEagle
 from specdec.errors import require
 from specdec.formats import eagle3_layout
 from specdec.formats.layout import Description
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
-def hf(drafter: PEagle, target: Parts) -> Description:
+def hf(drafter: PEagle, target: TargetParts) -> Description:
     return {**eagle3_layout.hf(drafter, target), "mask_token_id": drafter.mask_token}
 
 
-def speculators(drafter: PEagle, target: Parts) -> Description:
+def speculators(drafter: PEagle, target: TargetParts) -> Description:
     """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
     described = eagle3_layout.speculators(drafter, target)
     described |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
@@ -22,7 +22,7 @@ def speculators(drafter: PEagle, target: Parts) -> Description:
     return {**described, "mask_token_id": drafter.mask_token}
 
 
-def refuse(drafter: PEagle, target: Parts) -> None:
+def refuse(drafter: PEagle, target: TargetParts) -> None:
     require(
         not drafter.config.fc_norm,
         "vLLM reads drafter.fc_norm of peagle only in the layout hf: give export=hf",

@@ -23,7 +23,7 @@ from specdec.compat import set_attention
 from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError, require
 from specdec.formats.layout import Description, Tensors, shared_head
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 LENGTH = 192  # tokens of a trial, if the target has so many positions
 ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text
@@ -41,7 +41,7 @@ class CheckText:
     width: int
 
     @classmethod
-    def drawn_for(cls, drafter: Drafter, target: Parts) -> "CheckText":
+    def drawn_for(cls, drafter: Drafter, target: TargetParts) -> "CheckText":
         depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
         room = min(target.room(1), drafter.limits.positions or LENGTH + DEPTHS)
         length = min(LENGTH, room - depths)
@@ -68,7 +68,7 @@ class ExportFolder:
     config: Description
     tensors: Tensors
     overrides: Description
-    target: Parts
+    target: TargetParts
     path: Path
 
     def taken(self, prefix: str) -> Tensors:

@@ -11,7 +11,7 @@ from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.way import Way
 from specdec.errors import is_out_of_memory
 from specdec.measure.setup import Setup
-from specdec.runtime.memory import release
+from specdec.runtime.device import release
 
 
 @dataclass

@@ -26,7 +26,7 @@ from specdec.ranks import ALONE, Ranks
 from specdec.sampling.confidence import Calibration, Calibrations, logit
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.intervals import share_interval
 from specdec.theory.logistic import minimise
 

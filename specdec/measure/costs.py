@@ -27,7 +27,7 @@ from specdec.runtime.device import finish
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.intervals import Interval, median_interval
 
 T = TypeVar("T")

@@ -59,7 +59,7 @@ from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.alpha import repeated_ngrams
 from specdec.theory.intervals import (
     FEWEST,

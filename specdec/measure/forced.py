@@ -16,7 +16,7 @@ from specdec.forcing.teacher import TeacherForcing, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.objectives.losses import LossInputs
 from specdec.sampling.sampler import sample
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
 from specdec.theory.intervals import Interval, ratio_interval, share_interval
 from specdec.theory.leviathan import lenient_alpha, lk_divergence, non_iterative_alpha

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec.runtime.cpu.machine_probes import native_dtype, processor
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 
 @dataclass(frozen=True)

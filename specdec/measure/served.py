@@ -22,7 +22,7 @@ from specdec.engines.known_engines import model_of
 from specdec.errors import UserError, require
 from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.theory.intervals import (
     Interval,
     product_interval,
@@ -80,7 +80,7 @@ class Served:
 class MeasuredServer:
     """A server that answers one prompt at a time. Raises UserError as `model_of` does."""
 
-    def __init__(self, server: Server, target: Parts, speculates: bool) -> None:
+    def __init__(self, server: Server, target: TargetParts, speculates: bool) -> None:
         self.server, self.target, self.speculates = server, target, speculates
         self.model = model_of(server, [target.name, Path(target.name).name])
         self.engine = self.model.engine

@@ -9,7 +9,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.ranks import ALONE, Ranks
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from specdec.decoding.decode import decode
 from specdec.measure.results import Shift
 from specdec.objectives.losses import kl_divergence
 from specdec.ranks import ALONE, Ranks
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.intervals import ratio_interval, share_interval
 
 

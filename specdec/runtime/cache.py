@@ -25,7 +25,7 @@ from transformers.cache_utils import (
 
 from specdec.compat import attention_of, mark_static_address
 from specdec.errors import UserError, require
-from specdec.runtime.states import States
+from specdec.runtime.recurrent_states import RecurrentStates
 
 # kinds of layers, as transformers names them
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
@@ -203,7 +203,7 @@ class SlotCache(Cache):
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
         self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
         self.before_BT: Tensor | None = None  # what the current pass counts (see `TokensBefore`)
-        self.states = States()
+        self.states = RecurrentStates()
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -366,10 +366,10 @@ class SlotCache(Cache):
     # What transformers' layers with states call. A state of None is one that has read nothing.
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.of(("conv", layer_idx, state_idx))
+        return self.states.current(("conv", layer_idx, state_idx))
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        return self.states.of(("recurrent", layer_idx, state_idx))
+        return self.states.current(("recurrent", layer_idx, state_idx))
 
     def update_conv_state(
         self,
@@ -430,7 +430,9 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
             slot_position_BP = _numbered(slot_position_BP, mask_BTP)
             same_BTP = position_BT[..., None] // chunk == slot_position_BP[:, None] // chunk
             attention["chunked_attention"] = ready(mask_BTP & same_BTP)
-        if keeps_states(config):  # there is no padding in what a state reads (see states.py)
+        if keeps_states(
+            config
+        ):  # there is no padding in what a state reads (see recurrent_states.py)
             attention |= {kind: near if "sliding" in kind else full for kind in MIXED}
             attention |= dict.fromkeys(STATES - MIXED)
     return {"position_ids": position_BT, "attention_mask": attention}

@@ -1,14 +1,19 @@
-"""Work that a device does after the host has asked for it: waiting for it, not waiting, and timing.
+"""A device: its free memory, and work that it does after the host has asked for it.
 
 A GPU computes while the host goes on. When the host looks at a result, it waits until the GPU has
 done all earlier work, and the GPU then waits for the host.
 """
 
+import gc
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
+
+CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may use
 
 
 def is_awaited(x: Tensor) -> bool:
@@ -53,3 +58,42 @@ class Stopwatch:
         end.synchronize()
         seconds: float = start.elapsed_time(end) / 1000
         return seconds
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """The bytes that a program can still allocate on a device, including caches that torch would
+    reuse; None where this cannot be asked (a Mac's GPU)."""
+    if device.type == "cpu":
+        free = psutil.virtual_memory().available
+        limit = _left_in_container()
+        least: int | None = free if limit is None else min(free, limit)
+        return least
+    module = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        return None
+    free, _ = module.mem_get_info(device)
+    reused = module.memory_reserved(device) - module.memory_allocated(device)
+    return int(free) + int(reused)
+
+
+def release() -> None:
+    """Give back what torch has kept of memory that nothing uses any more."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def _left_in_container() -> int | None:
+    """What a container's limit leaves, cached files counted as free; None without a limit."""
+    try:
+        most = (CGROUP / "memory.max").read_text(encoding="utf-8").strip()
+        if not most.isdecimal():  # "max": no limit
+            return None
+        taken = int((CGROUP / "memory.current").read_text(encoding="utf-8"))
+        figures = dict(
+            line.split()
+            for line in (CGROUP / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
+        return max(0, int(most) - taken + int(figures.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return None

@@ -81,7 +81,9 @@ def is_plain(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> dict[str, Tensor]:
+def plain_state(
+    module: nn.Module, dtype: torch.dtype, without: str | None = None
+) -> dict[str, Tensor]:
     """The state dict of a module with the weights of its quantised linear layers as plain numbers
     in `dtype`, and without what their libraries keep beside them. The part at the path `without` is
     left out. Raises UserError for a part that is neither plain nor a linear layer."""
@@ -113,7 +115,7 @@ def dense(module: nn.Module, dtype: torch.dtype, without: str | None = None) -> 
 
 def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
     """A plain linear layer that multiplies as a quantised one does."""
-    state = dense(layer, dtype)
+    state = plain_state(layer, dtype)
     out, width = state["weight"].shape
     linear = nn.Linear(width, out, bias="bias" in state, device="meta")
     linear.load_state_dict(state, assign=True)

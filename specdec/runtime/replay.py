@@ -1,11 +1,14 @@
-"""A cache of what a model keeps of a text by itself, for models that go on from nothing else.
+"""Caches for models that keep more than keys, values and recurrent states: replay and recompute.
 
-What such a model has kept (a cache of its own class, RWKV's list of tensors) cannot be rolled back,
-so each row keeps it as it was at the start of a round. A row whose tokens are all accepted takes
-what the model has kept since. For any other row, the next pass begins with the accepted tokens
-again. They are read by themselves, which takes a pass, only once there are many of them. Rows that
-have read equally many tokens are read together, so nothing is padded; where a model would mix them
-up, each is read by itself.
+What such a model keeps of a sequence (a cache of its own class, RWKV's list of tensors) cannot be
+rolled back. A `ReplayCache` holds it as it was at the start of a speculation step. A row whose
+tokens are all accepted takes the new state. For any other row, the next forward pass begins with
+the accepted tokens again (replay). They get a forward pass of their own only once there are many of
+them. Rows that have read equally many tokens share a pass, so nothing is padded; where a model
+would mix rows up, each row has its own pass.
+
+A `RecomputeCache` keeps the tokens alone, for models without any usable cache: every forward pass
+reads the complete sequence.
 """
 
 import copy
@@ -15,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from specdec.runtime.cache import Place, SlotCache
-from specdec.runtime.texts import TextCache
 
 # The most accepted tokens that passes read again: so few more tokens are nearly free, and a pass
 # over them alone costs as much as one over a draft.
@@ -28,10 +31,10 @@ GROWS = DynamicLayer, DynamicSlidingWindowLayer  # they make new tensors, and wr
 
 Path = tuple[Any, ...]  # where a tensor is, by attributes, keys and places
 # the states of a pass [B, T, …]: those of some layers, or None, and the final ones
-States = tuple[Tensor | None, Tensor]
+PassStates = tuple[Tensor | None, Tensor]
 
 
-class Memory(NamedTuple):
+class ReplayMemory(NamedTuple):
     """What a model keeps of a text: the keyword that takes it, and the dimension of each of its
     tensors that numbers the rows (None: it is the same for all)."""
 
@@ -39,7 +42,7 @@ class Memory(NamedTuple):
     rows: dict[Path, int | None]
 
     @classmethod
-    def of(cls, argument: str, kept: Callable[[int], Any]) -> "Memory":
+    def learn(cls, argument: str, kept: Callable[[int], Any]) -> "ReplayMemory":
         """The memory of a model that has `kept(B)` of B rows of a text."""
         rows = dict[Path, int | None]()
 
@@ -79,10 +82,60 @@ class Memory(NamedTuple):
         return dim if dim is not None and x.dim() > dim and x.shape[dim] == count else None
 
 
-class ReplayCache(TextCache):
+class RecomputeCache(SlotCache):
+    """The tokens of each row. Every pass reads the complete sequence, which costs more the longer
+    it is, but nothing is kept that a rejected token could have changed."""
+
+    def __init__(self) -> None:
+        super().__init__(0, chains_only=True)
+        self._committed: list[Tensor] = []  # the ids of each row
+        self._scratch: list[Tensor] = []  # those after them [B, T], by pass
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self._committed)
+
+    def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
+        place = super().place(ids_BT, parents_BT)
+        if not self._committed:
+            self._committed = [ids[:0] for ids in ids_BT]
+        self._scratch.append(ids_BT)
+        return place
+
+    def sequences(self) -> tuple[Tensor, Tensor]:
+        """The rows' sequences as far as they are known [B, P], padded at their ends, and the places
+        [B, T] in them of the tokens of the last pass."""
+        scratch_BPs = torch.cat(self._scratch, 1)
+        rows = [torch.cat(x) for x in zip(self._committed, scratch_BPs, strict=True)]
+        end_B1 = torch.tensor([[len(row)] for row in rows], device=scratch_BPs.device)
+        T = self._scratch[-1].shape[1]
+        return pad_sequence(rows, True), end_B1 + torch.arange(-T, 0, device=end_B1.device)
+
+    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+        both = zip(self._committed, torch.cat(self._scratch, 1), counts, strict=True)
+        self._committed = [torch.cat([known, ids[:count]]) for known, ids, count in both]
+        super().keep(counts)
+
+    def drop(self) -> None:
+        super().drop()
+        self._scratch = []
+
+    def select(self, rows: Sequence[int]) -> None:
+        super().select(rows)
+        if self._committed:
+            self._committed = [self._committed[b] for b in rows]
+
+    def replace(self, rows: Sequence[int], other: SlotCache) -> None:
+        assert isinstance(other, RecomputeCache)
+        super().replace(rows, other)
+        for row, ids in zip(rows, other._committed, strict=True):
+            self._committed[row] = ids
+
+
+class ReplayCache(RecomputeCache):
     """The tokens of each row, and what a model has kept of the first of them."""
 
-    def __init__(self, memory: Memory, together: bool = True) -> None:
+    def __init__(self, memory: ReplayMemory, together: bool = True) -> None:
         super().__init__()
         self._memory, self._together = memory, together
         self._kept: list[Any] = []  # of each row
@@ -110,7 +163,7 @@ class ReplayCache(TextCache):
             self._kept, self._read = [None] * len(ids_BT), [0] * len(ids_BT)
         return place
 
-    def read(self, run: Callable[[Tensor, Any, int], tuple[States, Any]]) -> States:
+    def replayed(self, run: Callable[[Tensor, Any, int], tuple[PassStates, Any]]) -> PassStates:
         """The states of the tokens of the pass that has been placed. `run` has the model read
         tokens [N, T] after a memory of so many, None at the beginning of a text, and returns their
         states and what it has kept then."""
@@ -177,9 +230,9 @@ def _changed(
     path: Path = (),
     seen: dict[int, Any] | None = None,
 ) -> Any:
-    """A copy of the first of several alike memories, with every tensor that which `change` makes of
-    those at its place in each. Objects of the classes `leave` are copied with the same tensors. A
-    tensor that occurs twice stays one."""
+    """A copy of the first of several alike memories. Each tensor is replaced by what `change` makes
+    of the tensors at that place in all of them. Objects of the classes `leave` are copied with the
+    same tensors. A tensor that occurs twice stays one."""
     first, seen = each[0], {} if seen is None else seen
     if id(first) in seen:
         return seen[id(first)]

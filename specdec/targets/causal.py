@@ -24,14 +24,13 @@ from specdec.runtime.cache import (
 from specdec.runtime.cpu.compiled_pass import Compiled, Pass
 from specdec.runtime.cpu.lean_pass import LeanPass
 from specdec.runtime.cpu.packed_linear import PackedLinear
-from specdec.runtime.replay import Memory, ReplayCache
-from specdec.runtime.states import bring_in, holders
-from specdec.runtime.texts import TextCache
-from specdec.targets.base import States, Target, concatenated
-from specdec.targets.checks import check_causal, check_head, understood
-from specdec.targets.documents import document_groups
+from specdec.runtime.recurrent_states import bring_in, holders
+from specdec.runtime.replay import RecomputeCache, ReplayCache, ReplayMemory
 from specdec.targets.parts import longrope_lines
+from specdec.targets.self_check import check_causal, check_head, understood
+from specdec.targets.sequence_packing import document_groups
 from specdec.targets.spread import is_spread
+from specdec.targets.target import PassStates, Target, concatenated
 
 
 class Reading(Enum):
@@ -47,7 +46,7 @@ class Reading(Enum):
         "keeps what it has read in a way of its own, so rows are read one by one, and accepted "
         "tokens again from the start of their round"
     )
-    TEXTS = "has no cache that can be used here, so every pass reads the whole text anew"
+    RECOMPUTE = "has no cache that can be used here, so every pass reads the whole text anew"
 
 
 class CausalTarget(Target):
@@ -112,7 +111,7 @@ class CausalTarget(Target):
 
     def _readings(self) -> list[Reading]:
         """The ways in which passes over a cache may be right, the fastest first."""
-        last = [Reading.REPLAY, Reading.APART, Reading.TEXTS]
+        last = [Reading.REPLAY, Reading.APART, Reading.RECOMPUTE]
         if keeps_states(self.config):
             require(
                 not is_spread(self.model),
@@ -159,8 +158,8 @@ class CausalTarget(Target):
 
     @torch.no_grad()
     def _watch_states(self) -> bool:
-        """Have the modules that hold states tell a cache what they read (see states.py). False if
-        they keep them elsewhere."""
+        """Have the modules that hold states tell a cache what they read (see recurrent_states.py).
+        False if they keep them elsewhere."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
 
         def run(rows: int, cache: SlotCache) -> None:
@@ -182,7 +181,7 @@ class CausalTarget(Target):
         return bool(self.holders)
 
     @cached_property
-    def memory(self) -> Memory | None:
+    def memory(self) -> ReplayMemory | None:
         """What the model keeps of a text by itself, if it returns it."""
 
         def kept(rows: int) -> Any:
@@ -192,7 +191,7 @@ class CausalTarget(Target):
         with torch.no_grad():
             out, taken = kept(1), inspect.signature(type(self.body).forward).parameters
             name = next((key for key in out if key in taken and out[key] is not None), None)
-            return None if name is None else Memory.of(name, lambda rows: kept(rows)[name])
+            return None if name is None else ReplayMemory.learn(name, lambda rows: kept(rows)[name])
 
     def twin_target(self, model: Any) -> "CausalTarget":
         """A small model of the same classes as a target, for the self-check."""
@@ -224,8 +223,8 @@ class CausalTarget(Target):
             f"{self.title} {self.reading.value}, so its passes are not compiled: leave compiled "
             "off",
         )
-        if self.reading is Reading.TEXTS:
-            return TextCache()
+        if self.reading is Reading.RECOMPUTE:
+            return RecomputeCache()
         if self.reading in (Reading.REPLAY, Reading.APART):
             assert self.memory is not None
             return ReplayCache(self.memory, self.reading is Reading.REPLAY)
@@ -235,11 +234,11 @@ class CausalTarget(Target):
 
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
-    ) -> States:
+    ) -> PassStates:
         place = cache.place(ids_BT, parents_BT)
         if isinstance(cache, ReplayCache):
-            return cache.read(partial(self._after_memory, needs))
-        if isinstance(cache, TextCache):
+            return cache.replayed(partial(self._after_memory, needs))
+        if isinstance(cache, RecomputeCache):
             return self._reread(needs, cache)
         if self.reading is Reading.ROWS:
             return self._by_length(ids_BT, needs, cache)
@@ -250,7 +249,7 @@ class CausalTarget(Target):
         final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
         return concatenated(seen, needs), self.before_head(final)
 
-    def _by_length(self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache) -> States:
+    def _by_length(self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache) -> PassStates:
         """A pass in which rows of equal length are read together, with the model's own masks."""
         layers, final = list[Tensor | None](), list[Tensor]()
         rows = list[Tensor]()
@@ -265,7 +264,7 @@ class CausalTarget(Target):
 
     def _after_memory(
         self, needs: FeatureSpec, ids_NT: Tensor, kept: Any, read: int
-    ) -> tuple[States, Any]:
+    ) -> tuple[PassStates, Any]:
         """A pass that goes on from what the model has kept of the tokens that it has `read`, and
         what it has kept then."""
         assert self.memory is not None
@@ -277,10 +276,10 @@ class CausalTarget(Target):
         final = self.before_head(out.last_hidden_state).to(self.dtype)
         return (concatenated(seen, needs), final), out[name]
 
-    def _reread(self, needs: FeatureSpec, cache: TextCache) -> States:
+    def _reread(self, needs: FeatureSpec, cache: RecomputeCache) -> PassStates:
         """A pass over the whole texts; it returns the states of the last tokens. Padding follows
         the texts, where no earlier token sees it."""
-        ids_BP, place_BT = cache.texts()
+        ids_BP, place_BT = cache.sequences()
         rows_B1 = torch.arange(len(ids_BP), device=ids_BP.device)[:, None]
         layers, final = (
             None if x is None else x[rows_B1, place_BT] for x in self._pass(ids_BP, needs)
@@ -295,7 +294,7 @@ class CausalTarget(Target):
             return None
         if self._lean is None or self._lean[0] is not self.layers:
             body = self.model.get_submodule(self.prefix.rpartition(".")[0])
-            lean = LeanPass.of(self.model, body, self.layers, self.config)
+            lean = LeanPass.recognise(self.model, body, self.layers, self.config)
             self._lean = self.layers, lean
         return self._lean[1]
 
@@ -305,7 +304,7 @@ class CausalTarget(Target):
         needs: FeatureSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
-    ) -> States:
+    ) -> PassStates:
         """Read each document by itself, with plain causal attention: this is faster on a CPU than
         a mask over whole rows, and right for every architecture."""
         if position_BT is None:
@@ -326,7 +325,7 @@ class CausalTarget(Target):
 
     def _pass(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache | None = None, **inputs: Any
-    ) -> States:
+    ) -> PassStates:
         model = self.body
         if cache is not None:
             inputs[cache_argument(model)] = cache

@@ -21,7 +21,7 @@ from transformers.core_model_loading import (
 
 
 @dataclass
-class Piece:
+class ConvertedTensors:
     """Tensors of the files that become one or more tensors of the model; `converter` is None where
     one tensor is only renamed. `sources` are their names and the patterns that these match."""
 
@@ -40,7 +40,7 @@ class Piece:
         return {name: x[0] if isinstance(x, list) else x for name, x in converted.items()}
 
 
-def pieces(model: Any, names: Iterable[str]) -> list[Piece]:
+def converted_tensors(model: Any, names: Iterable[str]) -> list[ConvertedTensors]:
     """How the tensors of these names in a checkpoint's files become tensors of `model`, which may
     be on the meta device. What transformers would not load, such as modules for multi-token
     prediction, is left out."""
@@ -49,12 +49,13 @@ def pieces(model: Any, names: Iterable[str]) -> list[Piece]:
     renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
     converters = [x for x in transforms if isinstance(x, WeightConverter)]
     by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
-    prefix, by_name = model.base_model_prefix, dict[str, Piece]()
+    prefix, by_name = model.base_model_prefix, dict[str, ConvertedTensors]()
     for source in sorted(names, key=dot_natural_key):
         name, pattern = rename_source_key(source, renamings, converters, prefix, state)
         if name not in state and source in state:
             name, pattern = rename_source_key(source, [], [], prefix, state)
         if name in state:
             converter = None if pattern is None else by_pattern[pattern]
-            by_name.setdefault(name, Piece(name, converter, [])).sources.append((source, pattern))
+            group = by_name.setdefault(name, ConvertedTensors(name, converter, []))
+            group.sources.append((source, pattern))
     return list(by_name.values())

@@ -30,27 +30,15 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
 
 from specdec.compat import adapter_beside, shown_warnings
-from specdec.errors import UserError, first_line, memory_for, require, require_known
-from specdec.errors import located as within
+from specdec.errors import UserError, first_line, located, memory_for, require, require_known
 from specdec.files import make_folder
 from specdec.plugins import Plugins
 from specdec.progress import tell
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.cpu.machine_probes import native_dtype
-from specdec.runtime.quantised import dense as plain_state
-from specdec.runtime.quantised import itemsize, lacking, method, without_method
-from specdec.targets.base import Target
+from specdec.runtime.quantised import itemsize, lacking, method, plain_state, without_method
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.checks import check_head
-from specdec.targets.divided import (
-    DividedTarget,
-    compared,
-    require_plain,
-    require_same,
-    rules_of,
-    state_after,
-)
 from specdec.targets.fingerprint import (
     computing_keys,
     digest_of_weights,
@@ -58,9 +46,19 @@ from specdec.targets.fingerprint import (
     in_files,
 )
 from specdec.targets.gguf import dense, find_package_file
-from specdec.targets.parts import Parts, config_of_layers, depth_of
+from specdec.targets.parts import TargetParts, config_of_layers, depth_of
+from specdec.targets.self_check import check_head
 from specdec.targets.spread import AUTO, DISK, device_map, in_words, is_spread
-from specdec.targets.stored import AGAIN, SIGNIFICANT, StoredParts, Weights
+from specdec.targets.stored import AGAIN, SIGNIFICANT, SafetensorsFiles, StoredTargetParts
+from specdec.targets.target import Target
+from specdec.targets.tensor_parallel import (
+    TensorParallelTarget,
+    compared,
+    require_plain,
+    require_same,
+    rules_of,
+    state_after,
+)
 from specdec.terminal import one_line
 
 WARNED = set[str]()  # what this process has shown of transformers' warnings
@@ -83,7 +81,7 @@ class TargetConfig:
     device_map: str | None = None
     # such as {0: 70GB, cpu: 100GB}; empty: nine tenths of what is free on each
     max_memory: dict[Any, str] = field(default_factory=dict)
-    # the processes of a launch hold one target together, each a part of every layer (divided.py)
+    # the processes of a launch hold one target together, each a part of every layer
     tensor_parallel: bool = False
     revision: str | None = None
     attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
@@ -133,7 +131,7 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
+def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
     and the `reason` for it (for auto, this machine's), whether weights are packed, and a
     warning if nothing ends an answer."""
@@ -172,7 +170,7 @@ def opening(target: Parts, cfg: TargetConfig, reason: str = "") -> str:
     )
 
 
-def located(cfg: TargetConfig) -> str:
+def model_path(cfg: TargetConfig) -> str:
     """The folder or hub name that transformers loads; a GGUF file is made dense once. Raises
     UserError where there is no such file or package."""
     require(bool(cfg.path), "target.path is missing: give a hub name, a folder or a .gguf file")
@@ -242,8 +240,8 @@ def _of_other_files(cfg: TargetConfig, path: str, config: Any) -> str | None:
 
 
 def _divided(
-    cfg: TargetConfig, path: str, config: Any, tokenizer: Any, weights: Weights | None
-) -> DividedTarget:
+    cfg: TargetConfig, path: str, config: Any, tokenizer: Any, weights: SafetensorsFiles | None
+) -> TensorParallelTarget:
     """This process's part of the target, of a resolved configuration. All processes load theirs at
     the same time. The first layers are also loaded in one piece, to compare the divided ones."""
     rules = division(cfg, config, weights)
@@ -263,7 +261,7 @@ def _divided(
         expected, reading = state_after(plain, k), (plain.reading, plain.counted)
         del plain
         model = _model(cfg, path, config, rules=rules)
-        target = DividedTarget(model, tokenizer, name, cfg.revision, fingerprint=fingerprint)
+        target = TensorParallelTarget(model, tokenizer, name, cfg.revision, fingerprint=fingerprint)
     except UserError as error:
         raise UserError(
             f"target.path={cfg.path!r}: its divided layers cannot be compared with its first {k} "
@@ -280,7 +278,7 @@ def _divided(
     return target
 
 
-def division(cfg: TargetConfig, config: Any, weights: Weights | None) -> dict[str, str]:
+def division(cfg: TargetConfig, config: Any, weights: SafetensorsFiles | None) -> dict[str, str]:
     """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
     if the processes of this launch cannot divide this target."""
     count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
@@ -332,10 +330,10 @@ def load_source(kind: Any, source: str, device: str) -> Any:
     return whole
 
 
-def load_parts(cfg: TargetConfig) -> StoredParts | None:
+def load_parts(cfg: TargetConfig) -> StoredTargetParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
-    that is not in safetensors, or one whose weights have not been read yet (see `TargetOnDemand`).
+    that is not in safetensors, or one whose weights have not been read yet (see `TargetLoader`).
     Raises UserError for a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = opened(cfg)
     if config.is_encoder_decoder or not weights or not weights.is_noted:
@@ -348,7 +346,7 @@ def load_parts(cfg: TargetConfig) -> StoredParts | None:
         with quiet():  # about the layers' weights, which are left unread
             model = _model(in_one, path, bare)
         of_parts = model, tokenizer, named(cfg), cfg.revision, method(config)
-        parts = StoredParts(
+        parts = StoredTargetParts(
             *of_parts,
             config=config,
             weights=weights,
@@ -372,7 +370,7 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _in_one_piece(cfg: TargetConfig) -> Parts:
+def _in_one_piece(cfg: TargetConfig) -> TargetParts:
     raise UserError(
         f"target.path={cfg.path!r}: the draft needs the weights of the target's layers, whose "
         "files have other names for them, and target.tensor_parallel never loads them in one "
@@ -405,17 +403,17 @@ def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
     )
 
 
-def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, Weights | None]:
+def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsFiles | None]:
     """The resolved configuration, and the path, config, tokenizer and files of its model."""
-    cfg, path = resolved(cfg), located(cfg)
+    cfg, path = resolved(cfg), model_path(cfg)
     _require_no_adapter(cfg, path)
     with _told(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
     _require_packages(cfg, config)
     with _told(cfg):
         tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
-    with within(f"target.path={cfg.path!r}"):
-        weights = Weights.of(path, cfg.revision, Path(cfg.cache), config)
+    with located(f"target.path={cfg.path!r}"):
+        weights = SafetensorsFiles.find(path, cfg.revision, Path(cfg.cache), config)
     return cfg, path, config, tokenizer, weights
 
 

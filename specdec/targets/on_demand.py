@@ -9,19 +9,19 @@ import torch
 
 from specdec.errors import require
 from specdec.progress import tell
-from specdec.runtime.memory import free_bytes
+from specdec.runtime.device import free_bytes
 from specdec.targets import loading
-from specdec.targets.base import Target
-from specdec.targets.divided import FREE, LOAD, DividedTarget, Team
 from specdec.targets.loading import TargetConfig
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.targets.spread import AUTO
-from specdec.targets.stored import StoredParts
+from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target import Target
+from specdec.targets.tensor_parallel import FREE, LOAD, TensorParallelTarget, TensorParallelTeam
 
 FITTING = 0.8  # share of the free memory that the weights of a target may take
 
 
-class TargetOnDemand:
+class TargetLoader:
     """A job's target: only what the job needs at the time is in memory. `alone`: the parts are
     loaded without ever loading the layers, where the checkpoint allows it."""
 
@@ -39,7 +39,7 @@ class TargetOnDemand:
             f"target.path={cfg.path!r}: target.tensor_parallel needs a model whose parts can be "
             "loaded without its layers: leave it out",
         )
-        self.team = Team(self) if cfg.tensor_parallel else None
+        self.team = TensorParallelTeam(self) if cfg.tensor_parallel else None
         if alone and self._stored is None:
             tell(
                 f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
@@ -47,7 +47,7 @@ class TargetOnDemand:
             )
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TargetParts:
         """The parts, available at any time; the whole target if it is loaded in one piece."""
         if self.team is not None and self._stored is not None:
             return self._stored
@@ -60,7 +60,9 @@ class TargetOnDemand:
             if self.team is not None:
                 self.team.tell(LOAD)
             self._whole = loading.load_target(self.cfg)
-            if isinstance(self._whole, DividedTarget) and isinstance(self._stored, StoredParts):
+            if isinstance(self._whole, TensorParallelTarget) and isinstance(
+                self._stored, StoredTargetParts
+            ):
                 self._whole.team = self.team
                 self._whole.take_parts(self._stored)
             require(

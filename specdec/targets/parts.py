@@ -1,6 +1,6 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-`Target` (base.py) adds the layers; `StoredParts` (stored.py) leaves the layers on disk.
+`Target` (target.py) adds the layers; `StoredTargetParts` (stored.py) leaves the layers on disk.
 """
 
 import hashlib
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from specdec.compat import restore_rescaled_weights
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
-from specdec.runtime.quantised import dense, dense_linear, plain
+from specdec.runtime.quantised import dense_linear, plain, plain_state
 from specdec.targets.fingerprint import (
     computing_keys,
     digest_of_weights,
     fingerprint_of,
     untied,
 )
-from specdec.targets.heads import flat, transform_of
+from specdec.targets.output_head import flat, transform_of
 from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.spread import is_spread, tensors
 
@@ -29,7 +29,7 @@ NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # bef
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
 
-class Parts:
+class TargetParts:
     """The frozen parts of a model around its layers, and facts from its config."""
 
     head: nn.Linear
@@ -316,7 +316,7 @@ class Parts:
         `without` are not read."""
         rescales = restore_rescaled_weights(self.model)
         if self.quantisation:
-            return dense(module, self.dtype, without)
+            return plain_state(module, self.dtype, without)
         state = module.state_dict()
         if any(x.is_meta for x in state.values()):  # offloaded
             state = {n: x for n, x in tensors(module) if not (without and n.startswith(without))}

@@ -23,7 +23,7 @@ from specdec.compat import attention_of, random_model
 from specdec.context import FeatureSpec
 from specdec.errors import first_line
 from specdec.runtime.cache import cache_argument
-from specdec.runtime.states import bounds_steps, in_steps
+from specdec.runtime.recurrent_states import bounds_steps, in_steps
 from specdec.targets.shrunken_config import LONGEST, WORDS, shrunken_config
 
 MOST = 8_000_000  # weights; a model of more is no twin, since a rule has missed a key

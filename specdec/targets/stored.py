@@ -26,9 +26,9 @@ from specdec.files import reading, write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
-from specdec.targets.conversions import Piece, pieces
+from specdec.targets.conversions import ConvertedTensors, converted_tensors
 from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
@@ -37,7 +37,7 @@ HASH = re.compile("[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
-class Weights:
+class SafetensorsFiles:
     """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
     it, and `kinds` to the type that it is stored as. `notes` is a folder for their hashes, and
     `computed` has the `computing_keys` of the config."""
@@ -48,7 +48,9 @@ class Weights:
     computed: str
 
     @classmethod
-    def of(cls, path: str, revision: str | None, cache: Path, config: Any) -> "Weights | None":
+    def find(
+        cls, path: str, revision: str | None, cache: Path, config: Any
+    ) -> "SafetensorsFiles | None":
         """The weights of a folder or a hub model; None if it has none in safetensors. Raises
         UserError naming the file that is missing or damaged."""
         kinds = ("missing_entries", "connection_errors")
@@ -92,7 +94,7 @@ class Weights:
         counts = Counter(kind for kind in self.kinds.values() if kind in SIGNIFICANT)
         return counts.most_common(1)[0][0] if counts else None
 
-    def read(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> Tensor:
         """A tensor of the files."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
@@ -103,7 +105,7 @@ class Weights:
         hash is noted for as long as the files stay as they are."""
         note = self.note
         if (weights := _noted(note)) is None:
-            weights = digest_of_weights((name, self.read(name)) for name in sorted(self.files))
+            weights = digest_of_weights((name, self.tensor(name)) for name in sorted(self.files))
             if note == self.note:  # else the files changed in the meantime
                 with suppress(OSError):  # a folder that may not be written: hashed again next time
                     note.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +122,7 @@ class Weights:
         tensors: dict[str, Tensor] = {}
         for name in self.files:
             if name.startswith(prefix):
-                tensors[name.removeprefix(prefix)] = self.read(name)
+                tensors[name.removeprefix(prefix)] = self.tensor(name)
         return tensors
 
 
@@ -163,7 +165,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     raise UserError(f"{index} cannot be read ({reason}): {AGAIN}")
 
 
-class StoredParts(Parts):
+class StoredTargetParts(TargetParts):
     """The parts of a checkpoint: `model` has no layers, and `config` is that of the whole model.
     `empty` makes the whole model on the meta device, by which the files are read, and `whole` loads
     the target, in order to read layers that are stored quantised."""
@@ -172,9 +174,9 @@ class StoredParts(Parts):
         self,
         *of_parts: Any,
         config: Any,
-        weights: Weights,
+        weights: SafetensorsFiles,
         empty: Callable[[], nn.Module],
-        whole: Callable[[], Parts],
+        whole: Callable[[], TargetParts],
     ) -> None:
         super().__init__(*of_parts, fingerprint=weights.fingerprint())
         self.config = config.get_text_config(decoder=True)
@@ -200,15 +202,15 @@ class StoredParts(Parts):
         model, of_files = self._named
         expected = [name for name in model.state_dict() if name.startswith(prefix)]
         tensors: dict[str, Tensor] = {}
-        for piece in of_files:
-            if piece.name.startswith(prefix):
-                tensors |= piece.tensors(model, self.weights.read)
+        for part in of_files:
+            if part.name.startswith(prefix):
+                tensors |= part.tensors(model, self.weights.tensor)
         if tensors.keys() != set(expected):
             return {}
         return {name.removeprefix(prefix): tensors[name] for name in expected}
 
     @cached_property
-    def _named(self) -> tuple[nn.Module, list[Piece]]:
+    def _named(self) -> tuple[nn.Module, list[ConvertedTensors]]:
         """The empty model, and how the tensors of the files become its own."""
         model = self._empty()
-        return model, pieces(model, self.weights.files)
+        return model, converted_tensors(model, self.weights.files)

@@ -13,7 +13,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import make_target, text
 from tests.tiny import batch_of, compose, random_drafter
 

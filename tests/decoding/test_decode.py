@@ -38,8 +38,8 @@ from specdec.measure.setup import Setup
 from specdec.runtime.cpu.compiled_pass import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.drafters.families import SHAPES, VOCAB, V, make_drafter, make_target, text
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 

@@ -22,7 +22,7 @@ from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS, L, V, make_drafter, make_target, text
 from tests.laws import law
 from tests.tiny import architectures, random_drafter, random_target

@@ -22,7 +22,7 @@ from specdec.measure.costs import costs
 from specdec.measure.setup import Setup
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import compose
 

@@ -14,9 +14,9 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import V, make_drafter, make_target, text
-from tests.targets import test_states
+from tests.targets import test_recurrent_states
 from tests.targets.test_architectures import OWN, SPARSE
 from tests.targets.test_architectures import target_of as with_index
 from tests.tiny import architectures, random_target
@@ -35,8 +35,8 @@ def target_of_kind(kind: str) -> Target:
     tiny = architectures(V, 2)
     if kind in tiny:
         return random_target(tiny[kind])
-    if kind in test_states.KINDS:
-        return test_states.target_of(kind)
+    if kind in test_recurrent_states.KINDS:
+        return test_recurrent_states.target_of(kind)
     return with_index(kind, **(OWN[kind][1] if kind in OWN else SPARSE))
 
 

@@ -27,8 +27,8 @@ from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.drafters.families import L, make_drafter, make_target, text
 from tests.lab.drafters.test_translated import byte_tokenizer, piece_tokenizer
 from tests.lab.targets import test_seq2seq as seq2seq

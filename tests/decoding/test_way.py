@@ -17,7 +17,7 @@ from specdec.decoding.way import Way
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import make_drafter, make_target, text
 
 T0, T1 = Sampler(0.0), Sampler(1.0)

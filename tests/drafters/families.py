@@ -33,7 +33,7 @@ from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
 from specdec.lab.drafters.sparse import SparseConfig
 from specdec.lab.drafters.spire import SpireConfig
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import (
     architectures,
     learn,

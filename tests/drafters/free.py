@@ -12,7 +12,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, batch_of, random_target
 
 V, L = 40, 4

@@ -22,7 +22,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
 V, D, Dh, T = 61, 32, 8, 20

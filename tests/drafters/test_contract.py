@@ -28,7 +28,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import (
     CONFIGS,
     SHAPES,

@@ -21,7 +21,7 @@ from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
 from specdec.lab.drafters.lookahead import LookaheadConfig, Pool
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.free import TREE, V, build, decoding, drafted, forced, make, text
 from tests.tiny import learn
 

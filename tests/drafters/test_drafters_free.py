@@ -26,7 +26,7 @@ from specdec.lab.drafters.sparse import SparseConfig, attention, voted
 from specdec.runtime.cache import Place, cache_argument, model_inputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.free import TREE, L, build, decoding, drafted, forced, make, text
 from tests.tiny import learn
 

@@ -16,7 +16,7 @@ from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
 
 V, D = 61, 32

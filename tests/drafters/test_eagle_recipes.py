@@ -24,7 +24,7 @@ from specdec.drafters.peagle import PEagle, PEagleConfig
 from specdec.drafters.recurrence import Recurrent
 from specdec.errors import UserError
 from specdec.formats import draft_export
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V, D, T, K = 61, 32, 12, 3

@@ -21,7 +21,7 @@ from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.mlp import MlpConfig
 from specdec.drafters.predictor import Predictor
 from specdec.errors import UserError
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V, D, T = 61, 32, 24

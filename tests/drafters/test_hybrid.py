@@ -23,7 +23,7 @@ from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.leviathan import pass_cost
 from tests.drafters.families import V, context, make_drafter, make_target, text
 from tests.laws import law

@@ -18,8 +18,8 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.target import Target
 from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, random_drafter, random_target
 

@@ -23,8 +23,8 @@ from specdec.measure.shift import shift
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.target import Target
 from tests.processes import process
 from tests.tiny import Tiny, architectures, batch_of, compose, losses, random_drafter, random_target
 

@@ -21,11 +21,11 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import logits_of
 from specdec.formats import draft_export
 from specdec.lab.drafters.mtp_heads import MTPHeads, MTPHeadsConfig
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
-from specdec.targets.stored import StoredParts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
+from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target import Target
 from tests.drafters.plain import EPS, attended, key_value, mlp, rms
 from tests.tiny import architectures, compose, random_drafter, random_target, save_target
 
@@ -44,7 +44,7 @@ def target() -> Target:
     return target
 
 
-def mtp_of(target: Parts, noise: float = 0.2, **config: Any) -> Drafter:
+def mtp_of(target: TargetParts, noise: float = 0.2, **config: Any) -> Drafter:
     drafter = random_drafter(MTPConfig(**config), target, noise).double()  # type: ignore[arg-type]
     drafter.attach(target)
     return drafter
@@ -192,9 +192,9 @@ def test_training_starts_from_the_targets_own_modules(tmp_path: Path, count: int
     """The last of them serves the further depths, for the whole target as for its parts."""
     own = with_modules(tmp_path / "model", count)
     cfg = TargetConfig(str(tmp_path / "model"), "float32", "cpu", cache=str(tmp_path / "cache"))
-    whole = TargetOnDemand(cfg).whole()
-    parts = TargetOnDemand(cfg).parts
-    assert isinstance(parts, StoredParts)
+    whole = TargetLoader(cfg).whole()
+    parts = TargetLoader(cfg).parts
+    assert isinstance(parts, StoredTargetParts)
     for target in (whole, parts):
         drafter = MTP.build(MTPConfig(modules=3), target)
         assert not drafter.regresses

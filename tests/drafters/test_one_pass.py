@@ -23,7 +23,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS, V, context, make_drafter, make_target, text
 
 STEPS = ("step", "output")  # heads have two: the state after a token, and what a depth makes of it

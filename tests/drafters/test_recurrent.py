@@ -19,8 +19,8 @@ from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
-from specdec.runtime.cpu.machine_probes import Answer
-from specdec.targets.base import Target
+from specdec.runtime.cpu.machine_probes import ProbeResult
+from specdec.targets.target import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V = 61
@@ -108,7 +108,7 @@ def test_flex_attention_sees_what_all_at_once_sees(
     with torch.no_grad():
         whole = drafter.hidden(ctx, anchors, None)
         monkeypatch.setattr(over_text, "WHOLE", 0)
-        monkeypatch.setattr(over_text, "flexible", lambda *_: Answer(True, ""))
+        monkeypatch.setattr(over_text, "flexible", lambda *_: ProbeResult(True, ""))
         monkeypatch.setattr(over_text, "_blocks", None)
         found = drafter.hidden(ctx, anchors, None)
     torch.testing.assert_close(found, whole, atol=1e-9, rtol=1e-9)

@@ -29,7 +29,7 @@ from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
 from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
 from train.data.sequences import Document

@@ -28,7 +28,7 @@ from specdec.objectives import chunked
 from specdec.objectives.losses import TERMS, LossInputs
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.alpha import acceptance
 from tests.device import DEVICE
 from tests.drafters.families import CONFIGS, make_drafter, make_target, text

@@ -26,7 +26,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.device import DEVICE
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of

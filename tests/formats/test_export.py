@@ -20,8 +20,8 @@ from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.target import Target
 from tests.tiny import Tiny, random_drafter
 
 

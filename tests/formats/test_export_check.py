@@ -40,9 +40,9 @@ from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.rope import Rope, share_of
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS
 from tests.tiny import random_drafter
 
@@ -285,9 +285,9 @@ def test_a_start_takes_no_part_of_attention_of_another_kind(config: Any) -> None
     assert torch.equal(mine[:, -32:], q)
 
 
-def parts_of(model: Any) -> Parts:
+def parts_of(model: Any) -> TargetParts:
     """The parts of a model that is not loaded as a target, with its layers."""
-    parts = Parts(model, None, "tiny")
+    parts = TargetParts(model, None, "tiny")
     parts.layers = model.model.layers
     return parts
 
@@ -348,9 +348,9 @@ def test_what_an_export_refuses_is_known_before_training(
     assert not (tmp_path / "out").exists()
 
 
-def parts_of_config(config: PreTrainedConfig) -> Parts:
+def parts_of_config(config: PreTrainedConfig) -> TargetParts:
     with torch.device("meta"):
-        return Parts(AutoModelForCausalLM.from_config(config), None, "tiny")
+        return TargetParts(AutoModelForCausalLM.from_config(config), None, "tiny")
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp"])

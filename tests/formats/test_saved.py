@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS, V, context, logits_at, make_drafter, make_target, text
 from tests.runs import as_before
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, make_tokenizer, random_target
 
 

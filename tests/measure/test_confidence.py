@@ -25,7 +25,7 @@ from specdec.measure.setup import Setup
 from specdec.report import report
 from specdec.sampling.confidence import Calibrations
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.alpha import Acceptance
 from tests.tiny import lm, random_drafter
 

@@ -30,7 +30,7 @@ from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
 from specdec.report import tables
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.intervals import Interval
 from tests.measure.test_results import terminal
 from tests.ranks import together

@@ -19,7 +19,7 @@ from specdec.decoding import fitting
 from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
 from specdec.forcing.batch import summarise
-from specdec.runtime import memory
+from specdec.runtime import device
 from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig, load_target
@@ -100,15 +100,15 @@ def test_free_memory_is_what_the_machine_or_its_container_leaves(
 ) -> None:
     available = SimpleNamespace(available=10_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(device, "CGROUP", tmp_path)
     cpu = torch.device("cpu")
-    assert memory.free_bytes(cpu) == 10_000  # no limit is known
+    assert device.free_bytes(cpu) == 10_000  # no limit is known
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.free_bytes(cpu) == 10_000
+    assert device.free_bytes(cpu) == 10_000
     (tmp_path / "memory.max").write_text("5000\n")
     (tmp_path / "memory.current").write_text("4000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 1500\n")
-    assert memory.free_bytes(cpu) == 2500  # 5000 - 4000 + 1500
+    assert device.free_bytes(cpu) == 2500  # 5000 - 4000 + 1500
 
 
 def test_rows_that_fit_are_counted_from_the_cache_of_the_target(
@@ -182,10 +182,10 @@ import psutil, torch
 from specdec.forcing.batch import summarise
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 
 torch.set_num_threads(1)
-parts = TargetOnDemand(TargetConfig(dtype="bfloat16", device="cpu")).parts
+parts = TargetLoader(TargetConfig(dtype="bfloat16", device="cpu")).parts
 final = torch.randn(1, 4000, parts.width, dtype=parts.dtype)
 before = psutil.Process().memory_info().rss
 summarise(parts, final, Sampler(1.0))

@@ -22,7 +22,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration, Calibrations
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Growth, Shape
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import V, make_drafter, make_target, text
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]

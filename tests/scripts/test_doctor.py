@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
 from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
 from tests.told import require_one_line
 from train.data.conversations import DataConfig
@@ -76,12 +76,12 @@ def test_samples_and_figures(
     require_one_line(capsys.readouterr().err, "nowhere.jsonl: no such file")
 
 
-def parts_with(place: Path, template: str) -> Parts:
-    parts = TargetOnDemand(TargetConfig(str(save_target(place / "other", template=template)))).parts
+def parts_with(place: Path, template: str) -> TargetParts:
+    parts = TargetLoader(TargetConfig(str(save_target(place / "other", template=template)))).parts
     return parts
 
 
-def of(folder: Path, parts: Parts, **options: Any) -> Diagnosis:
+def of(folder: Path, parts: TargetParts, **options: Any) -> Diagnosis:
     cfg = DataConfig(str(folder / "chats.jsonl"), held_out=0.2, max_length=128, **options)
     return diagnose(cfg, parts, 48, 2)
 
@@ -143,7 +143,7 @@ def test_weights_are_shown(
 
 
 def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
-    parts = TargetOnDemand(TargetConfig(str(folder / "target"))).parts
+    parts = TargetLoader(TargetConfig(str(folder / "target"))).parts
     diagnosis = of(folder, parts, answers="data")
     assert diagnosis.coverage.keys() == {48}
     assert 0.5 < diagnosis.coverage[48] < 1

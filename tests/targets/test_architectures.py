@@ -31,10 +31,10 @@ from specdec.lab.drafters.sparse import SparseConfig
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.sampling.trees import Chain, Static
-from specdec.targets import checks
-from specdec.targets.base import Target
+from specdec.targets import self_check
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, load_parts, load_target
+from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn, make_tokenizer
 
@@ -413,7 +413,7 @@ OWN: dict[str, tuple[Reading, dict[str, Any]]] = {
     "mpt": (Reading.ROWS, {"d_model": 32, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}),
     "gpt_neo": (Reading.ROWS, {"hidden_size": 32, "num_layers": 4, "num_heads": 4} | WINDOWS),
     "bart": (Reading.ROWS, BART),
-    "openai-gpt": (Reading.TEXTS, {"n_embd": 32, "n_layer": 4, "n_head": 4}),
+    "openai-gpt": (Reading.RECOMPUTE, {"n_embd": 32, "n_layer": 4, "n_head": 4}),
     "rwkv": (
         Reading.APART,
         {"hidden_size": 32, "num_hidden_layers": 4, "attention_hidden_size": 32},
@@ -505,7 +505,7 @@ def test_an_error_of_the_model_is_the_reason(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*_: Any) -> bool:
         raise ValueError("an odd shape")
 
-    monkeypatch.setattr(checks, "_reads_on", fail)
+    monkeypatch.setattr(self_check, "_reads_on", fail)
     with pytest.raises(UserError, match=r"cannot be read \(an odd shape\): give another"):
         target_of("llama", **SMALL)
 

@@ -19,10 +19,10 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets import loading
-from specdec.targets.conversions import pieces
+from specdec.targets.conversions import converted_tensors
 from specdec.targets.loading import TargetConfig, load_parts
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.stored import StoredParts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.stored import StoredTargetParts
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -79,8 +79,8 @@ def test_what_is_read_of_the_files_is_what_the_loaded_model_has(
     state = whole.model.state_dict()
     assert set(whole.weights.files) - set(state), "the files name every tensor as the model does"
     read: dict[str, torch.Tensor] = {}
-    for piece in pieces(whole.model, whole.weights.files):
-        read |= piece.tensors(whole.model, whole.weights.read)
+    for part in converted_tensors(whole.model, whole.weights.files):
+        read |= part.tensors(whole.model, whole.weights.read)
     tied = {name for name in state if name not in read}
     assert tied <= {"lm_head.weight"} and all(torch.equal(read[name], state[name]) for name in read)
 
@@ -88,8 +88,8 @@ def test_what_is_read_of_the_files_is_what_the_loaded_model_has(
         raise AssertionError("the layers were loaded")
 
     monkeypatch.setattr(loading, "load_target", loaded)
-    alone = TargetOnDemand(cfg, alone=True).parts
-    assert isinstance(alone, StoredParts) and not len(alone.layers)
+    alone = TargetLoader(cfg, alone=True).parts
+    assert isinstance(alone, StoredTargetParts) and not len(alone.layers)
     assert alone.fingerprint() == whole.fingerprint()
     for ours, theirs in (
         (alone.layer(-1), whole.layer(-1)),
@@ -101,13 +101,13 @@ def test_what_is_read_of_the_files_is_what_the_loaded_model_has(
 
 def test_another_weight_of_one_expert_is_another_target(tmp_path: Path) -> None:
     cfg = saved(tmp_path, "qwen3_moe")
-    first = TargetOnDemand(cfg, alone=True).parts.fingerprint()
+    first = TargetLoader(cfg, alone=True).parts.fingerprint()
     model = AutoModelForCausalLM.from_pretrained(cfg.path)
     with torch.no_grad():
         experts = model.model.layers[2].mlp.experts
         experts.down_proj[[1, 11]] = experts.down_proj[[11, 1]]
     model.save_pretrained(cfg.path)
-    second = TargetOnDemand(cfg, alone=True)
+    second = TargetLoader(cfg, alone=True)
     assert second.parts.fingerprint() != first
     assert second.whole().fingerprint() == second.parts.fingerprint()
 
@@ -117,10 +117,10 @@ def test_a_draft_of_experts_starts_from_parts_as_from_the_whole(tmp_path: Path) 
     starts = []
     for _ in range(2):  # the second time, the layers stay on disk
         torch.manual_seed(0)
-        target = TargetOnDemand(cfg)
+        target = TargetLoader(cfg)
         starts.append(DRAFTERS["lm"].build(LMConfig(layers=[0, 2]), target.parts).state_dict())
         target.whole()
-    assert isinstance(load_parts(cfg), StoredParts) and starts[0].keys() == starts[1].keys()
+    assert isinstance(load_parts(cfg), StoredTargetParts) and starts[0].keys() == starts[1].keys()
     assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
 
 
@@ -130,4 +130,4 @@ def test_files_that_lack_an_expert_are_refused(tmp_path: Path) -> None:
     assert "2.mlp.experts.7.down_proj" in index.read_text()
     index.write_text(index.read_text().replace("experts.7.down_proj", "experts.77.down_proj"))
     with pytest.raises(UserError, match="no file holds"):
-        TargetOnDemand(cfg, alone=True)
+        TargetLoader(cfg, alone=True)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from specdec.errors import UserError
 from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from tests.tiny import save_target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -48,10 +48,10 @@ def config_of(folder: Path) -> TargetConfig:
 
 
 def refused(folder: Path, known: str) -> None:
-    for load in (load_target, TargetOnDemand):
+    for load in (load_target, TargetLoader):
         with pytest.raises(UserError, match=known) as caught:
             target = load(config_of(folder))
-            if isinstance(target, TargetOnDemand):
+            if isinstance(target, TargetLoader):
                 target.whole()
         assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
 
@@ -175,11 +175,11 @@ def test_a_tensor_changed_in_place_is_noticed(whole: Path, tmp_path: Path) -> No
     """A bit of the payload, while the file's size and time stay."""
     shutil.copytree(whole, tmp_path / "model")
     cfg, file = config_of(tmp_path / "model"), tmp_path / "model" / WEIGHTS
-    first, job = TargetOnDemand(cfg).whole().fingerprint(), TargetOnDemand(cfg)
+    first, job = TargetLoader(cfg).whole().fingerprint(), TargetLoader(cfg)
     content, times = bytearray(file.read_bytes()), file.stat()
     content[-2] ^= 0x40
     file.write_bytes(content)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(UserError, match="not those that it began with"):
         job.whole()
-    assert TargetOnDemand(cfg).whole().fingerprint() != first
+    assert TargetLoader(cfg).whole().fingerprint() != first

@@ -30,14 +30,14 @@ from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.runtime import quantised
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear, is_packed, pack
-from specdec.runtime.quantised import dense, dense_linear, is_plain
+from specdec.runtime.quantised import dense_linear, is_plain, plain_state
 from specdec.targets import loading
 from specdec.targets.causal import CausalTarget
 from specdec.targets.fingerprint import digest_of_weights
-from specdec.targets.heads import flat
 from specdec.targets.loading import TargetConfig, load_parts, load_target, opening
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.stored import StoredParts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.output_head import flat
+from specdec.targets.stored import StoredTargetParts
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
@@ -100,9 +100,9 @@ def test_every_reader_of_float8_applies_the_scales(tmp_path: Path) -> None:
     smallest normal number of its block. Without scales it would be off by hundreds of times."""
     before = fp8(tmp_path)
     cfg = config_of(tmp_path)
-    target = TargetOnDemand(cfg)
+    target = TargetLoader(cfg)
     whole, parts = target.whole(), load_parts(cfg)
-    assert isinstance(parts, StoredParts) and parts.fingerprint() == whole.fingerprint()
+    assert isinstance(parts, StoredTargetParts) and parts.fingerprint() == whole.fingerprint()
     assert "quantised: fp8" in opening(whole, cfg)
     for reader in (whole, parts):
         for k in (0, 3):
@@ -124,13 +124,13 @@ def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, co
     starts = []
     for _ in range(2):  # the second time, the layers stay on disk
         torch.manual_seed(0)
-        target = TargetOnDemand(config_of(tmp_path))
+        target = TargetLoader(config_of(tmp_path))
         drafter = DRAFTERS[config.name].build(config, target.parts, torch.arange(48))
         starts.append(drafter.state_dict())
         draft_checkpoint.write_draft(tmp_path / "draft", drafter, target.parts)
         assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
         target.whole()
-    assert isinstance(TargetOnDemand(config_of(tmp_path)).parts, StoredParts)
+    assert isinstance(TargetLoader(config_of(tmp_path)).parts, StoredTargetParts)
     assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
 
 
@@ -245,7 +245,7 @@ def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored
     mask = torch.ones_like(ids)
     told = theirs.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
     answer = told[0, 16:].tolist()
-    on_demand = TargetOnDemand(cfg)
+    on_demand = TargetLoader(cfg)
     whole, parts = on_demand.whole(), load_parts(cfg)
     assert ", dequantised on cpu" in opening(whole, cfg)
     assert parts is not None and parts.fingerprint() == whole.fingerprint()
@@ -445,7 +445,7 @@ def test_the_adapters_of_a_quantised_target_and_odd_parts_are_refused() -> None:
     odd = nn.Module()
     odd.experts = nn.Parameter(torch.zeros(2, 3, dtype=torch.int8), requires_grad=False)
     with pytest.raises(UserError, match="keeps experts as int8 in a Module"):
-        dense(odd, torch.float32)
+        plain_state(odd, torch.float32)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -495,7 +495,7 @@ def test_a_head_of_another_kind_with_a_large_bias_keeps_its_digits() -> None:
 
 def test_what_is_read_of_plain_weights_is_their_state_dict() -> None:
     model = dense_model()
-    state = dense(model, torch.float32)
+    state = plain_state(model, torch.float32)
     assert state.keys() == model.state_dict().keys()
     theirs = model.state_dict().items()
     assert digest_of_weights(state.items()) == digest_of_weights(theirs)
@@ -548,7 +548,7 @@ def test_checkpoints_of_other_libraries(tmp_path: Path, library: str) -> None:
         pytest.skip(f"pip install {library.rstrip('48')}: the project itself does not need it")
     quantised_by(library, tmp_path)
     cfg = config_of(tmp_path, "bfloat16")
-    whole, parts, plain = TargetOnDemand(cfg).whole(), load_parts(cfg), dense_model()
+    whole, parts, plain = TargetLoader(cfg).whole(), load_parts(cfg), dense_model()
     assert parts is not None and parts.fingerprint() == whole.fingerprint()
     whole.checksum()
     for name, x in plain.model.layers[1].state_dict().items():

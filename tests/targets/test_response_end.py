@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from specdec.decoding.decode import decode
 from specdec.formats.draft_export import _stops
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target, opening
 from specdec.targets.response_end import TurnEnds, turn_ends
+from specdec.targets.target import Target
 from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
 from train.data.response_files import ResponsesConfig, responses_key
 

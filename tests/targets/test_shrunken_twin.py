@@ -24,7 +24,7 @@ from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache
 from specdec.runtime.cpu import grouped_attention
 from specdec.runtime.cpu.grouped_attention import group
-from specdec.targets import causal, documents, shrunken_twin
+from specdec.targets import causal, sequence_packing, shrunken_twin
 from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import TargetConfig, opening
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
@@ -162,7 +162,7 @@ def test_lengths_of_the_longest_row_are_found(monkeypatch: pytest.MonkeyPatch) -
 
 def test_batches_across_the_line_of_longrope_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst("phi3", LINE) < 1e-4
-    apart = documents.document_groups
+    apart = sequence_packing.document_groups
     monkeypatch.setattr(causal, "document_groups", lambda p, d, lines: apart(p, d))
     assert worst("phi3", LINE) > 0.01
 

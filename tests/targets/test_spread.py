@@ -16,11 +16,11 @@ from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from specdec.targets.spread import device_map
-from tests.targets.test_states import model_of
+from specdec.targets.target import Target
+from tests.targets.test_recurrent_states import model_of
 from tests.tiny import make_tokenizer, random_drafter, save_target
 
 
@@ -88,7 +88,7 @@ def test_a_draft_decodes_with_it(
 
 
 def test_a_job_loads_it_in_parts_and_in_whole(cfg: TargetConfig, whole: Target) -> None:
-    job = TargetOnDemand(cfg)
+    job = TargetLoader(cfg)
     assert job.whole().fingerprint() == whole.fingerprint()
     job.release()
     assert not len(job.parts.layers) and job.parts.fingerprint() == whole.fingerprint()

@@ -16,10 +16,10 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.stored import StoredParts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import LAYERS, architectures, make_tokenizer
 
@@ -35,8 +35,8 @@ def saved(folder: Path, kind: str = "llama", seed: int = 0, shard: str = "1GB") 
     return TargetConfig(*where, packed=False, cache=str(folder / "cache"))
 
 
-def both(cfg: TargetConfig) -> tuple[Target, StoredParts]:
-    whole = TargetOnDemand(cfg).whole()
+def both(cfg: TargetConfig) -> tuple[Target, StoredTargetParts]:
+    whole = TargetLoader(cfg).whole()
     parts = load_parts(cfg)
     assert parts is not None
     return whole, parts
@@ -90,33 +90,33 @@ def test_a_draft_starts_from_parts_as_from_the_whole(tmp_path: Path, config: Any
 
 def test_no_layer_is_made_for_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = saved(tmp_path)
-    TargetOnDemand(cfg).whole()
+    TargetLoader(cfg).whole()
 
     def made(*_: object) -> None:
         raise AssertionError("a decoder layer was constructed")
 
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", made)
-    target = TargetOnDemand(cfg)
-    assert isinstance(target.parts, StoredParts)
+    target = TargetLoader(cfg)
+    assert isinstance(target.parts, StoredTargetParts)
     DRAFTERS["eagle3"].build(Eagle3Config(layers=[1, 2, 3], draft_vocab=None), target.parts)
     with pytest.raises(UserError, match="a decoder layer"):
         target.whole()
 
 
 def test_the_whole_is_given_back(tmp_path: Path) -> None:
-    target = TargetOnDemand(saved(tmp_path))
+    target = TargetLoader(saved(tmp_path))
     assert target.parts is target.whole(), "nothing was noted yet: the whole is loaded"
     kept = target.parts.embedding.weight
     target.release()
-    assert isinstance(target.parts, StoredParts)
+    assert isinstance(target.parts, StoredTargetParts)
     assert torch.equal(target.parts.embedding.weight, kept)
 
 
 def test_weights_that_changed_are_not_taken_for_those_noted(tmp_path: Path) -> None:
     """Even if the files' size and time are set back; in the middle of a job, that is an error."""
     cfg = saved(tmp_path)
-    first = TargetOnDemand(cfg).whole().fingerprint()
-    job, file = TargetOnDemand(cfg), tmp_path / "model" / "model.safetensors"
+    first = TargetLoader(cfg).whole().fingerprint()
+    job, file = TargetLoader(cfg), tmp_path / "model" / "model.safetensors"
     assert job.parts.fingerprint() == first
     before = file.stat()
     saved(tmp_path, seed=1)
@@ -126,7 +126,7 @@ def test_weights_that_changed_are_not_taken_for_those_noted(tmp_path: Path) -> N
     assert load_parts(cfg) is None
     with pytest.raises(UserError, match="its files changed during this job"):
         job.whole()
-    assert TargetOnDemand(cfg).whole().fingerprint() != first
+    assert TargetLoader(cfg).whole().fingerprint() != first
 
 
 def test_what_has_no_parts_of_its_own_is_loaded_whole(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_what_has_no_parts_of_its_own_is_loaded_whole(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "t5")
     make_tokenizer().save_pretrained(tmp_path / "t5")
     cfg = TargetConfig(str(tmp_path / "t5"), "float32", "cpu", cache=str(tmp_path / "cache"))
-    target = TargetOnDemand(cfg)
+    target = TargetLoader(cfg)
     assert target.parts is target.whole()
     target.release()
     assert target.parts is target.whole()

@@ -441,7 +441,7 @@ def test_a_mistake_is_told_before_the_target_is_loaded(
     def never(*_: Any) -> None:
         raise AssertionError("the target was loaded")
 
-    monkeypatch.setattr(pipeline, "TargetOnDemand", never)
+    monkeypatch.setattr(pipeline, "TargetLoader", never)
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

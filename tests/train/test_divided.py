@@ -31,10 +31,10 @@ from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.ranks import Ranks
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.divided import DividedTarget
 from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.stored import StoredParts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.stored import StoredTargetParts
+from specdec.targets.tensor_parallel import TensorParallelTarget
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.processes import launched, together
 from tests.runs import draft
@@ -181,7 +181,7 @@ def test_a_divided_target_decodes_as_a_whole_one(tmp_path: Path) -> None:
 
 def refused(cfg: TargetConfig, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        TargetOnDemand(cfg)
+        TargetLoader(cfg)
 
 
 def test_what_cannot_be_divided_is_refused_before_it_is_loaded(
@@ -228,9 +228,9 @@ def test_settings_that_need_a_target_in_one_piece_are_refused(
 
 def run(notes: Path, arguments: list[str]) -> None:
     """`train.py`, in which each process notes what it holds of the target's layers."""
-    take = DividedTarget.take_parts
+    take = TensorParallelTarget.take_parts
 
-    def taken(target: DividedTarget, parts: StoredParts) -> None:
+    def taken(target: TensorParallelTarget, parts: StoredTargetParts) -> None:
         take(target, parts)
         weights = list(target.layers.parameters())
         ours = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in weights)
@@ -239,12 +239,12 @@ def run(notes: Path, arguments: list[str]) -> None:
         held = [ours, sum(p.nbytes for p in weights), all(shared)]
         (notes / f"held-{os.environ['RANK']}").write_text(json.dumps(held))
 
-    DividedTarget.take_parts = taken  # type: ignore[method-assign]
+    TensorParallelTarget.take_parts = taken  # type: ignore[method-assign]
     sys.argv = arguments
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-def compared(held: TargetOnDemand, cfg: TargetConfig) -> dict[str, Any]:
+def compared(held: TargetLoader, cfg: TargetConfig) -> dict[str, Any]:
     """What the divided target and the whole one decode."""
     pair = held.whole(), load_target(cfg)
     ids = []
@@ -268,10 +268,10 @@ def decoded(notes: Path, folders: Sequence[str]) -> None:
     outcomes = []
     for folder in folders:
         plain = TargetConfig(folder, "float32", "cpu", cache=str(notes / "cache"))
-        held = TargetOnDemand(replace(plain, tensor_parallel=True))
+        held = TargetLoader(replace(plain, tensor_parallel=True))
         ranks = Ranks(dist.get_rank(), 2, held.team)
         outcome = ranks.first(partial(compared, held, plain))
-        half = TargetOnDemand(replace(held.cfg, dtype="bfloat16"))
+        half = TargetLoader(replace(held.cfg, dtype="bfloat16"))
         ids, needs = torch.arange(3, 40)[None], FeatureSpec()
         with ranks_of_team(half).part([0]) as mine:
             for _ in mine:
@@ -290,7 +290,7 @@ def decoded(notes: Path, folders: Sequence[str]) -> None:
         print(f"{type(error).__name__}: {error}")
 
 
-def ranks_of_team(held: TargetOnDemand) -> Ranks:
+def ranks_of_team(held: TargetLoader) -> Ranks:
     return Ranks(dist.get_rank(), 2, held.team)
 
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from specdec.engines import server_pool
 from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.targets import loading
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig, load_parts, load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from tests.engine import FakeEngine, Fault
 from tests.lives import Life, Lives
 from tests.runs import draft
@@ -270,7 +270,7 @@ def test_the_fingerprint_of_files_is_that_of_the_model(tmp_path: Path, name: str
         (tmp_path / "target" / file.name).write_bytes(file.read_bytes())
     cfg = TargetConfig(str(tmp_path / "target"), "float32", "cpu", cache=str(tmp_path / "cache"))
     assert load_parts(cfg) is None
-    alone = TargetOnDemand(cfg, alone=True)
+    alone = TargetLoader(cfg, alone=True)
     assert alone.parts.fingerprint() == whole.fingerprint()
     assert len(alone.parts.layers) == 0 and alone.whole().fingerprint() == whole.fingerprint()
     ids = torch.arange(1, 9)[None]

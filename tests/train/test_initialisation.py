@@ -15,7 +15,7 @@ import torch
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import as_before, draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl

@@ -23,8 +23,8 @@ from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.results import Results
 from specdec.targets import loading
-from specdec.targets.base import Target
 from specdec.targets.loading import load_target
+from specdec.targets.target import Target
 from tests.processes import process
 from tests.runs import (
     as_before,

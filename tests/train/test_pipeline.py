@@ -33,9 +33,9 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.measure import evaluate
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.targets.base import Target
 from specdec.targets.loading import load_target
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
 from tests.tiny import Tiny, conversations, losses, records, write_jsonl
@@ -464,7 +464,7 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also sampled, of ids that look alike, one by one or together, and after damage."""
-    target, asked = TargetOnDemand(tiny.config().target), list[int]()
+    target, asked = TargetLoader(tiny.config().target), list[int]()
 
     def counting(target: Target, prompts: Any, way: Way, **options: Any) -> Any:
         asked.append(len(prompts))
@@ -492,7 +492,7 @@ def test_answers_are_kept_by_the_prompt_they_answer(
 def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
     """With only the likeliest token, sampling is greedy decoding. Without top-k, the folder's name
     does not depend on that setting."""
-    target = TargetOnDemand(tiny.config().target)
+    target = TargetLoader(tiny.config().target)
     prompts = [Prompt("a", np.array([5, 6, 7], np.int32)), Prompt("b", np.array([8, 9], np.int32))]
 
     def texts(temperature: float, top_k: int, folder: str) -> list[list[int]]:

@@ -16,7 +16,7 @@ from specdec.decoding.answers import Generation
 from specdec.decoding.decode import decode
 from specdec.errors import UserError
 from specdec.files import read_record
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, compose, random_target
 from train import budget

@@ -20,7 +20,7 @@ from specdec.context import FeatureSpec
 from specdec.decoding.decode import prefill
 from specdec.errors import UserError
 from specdec.targets.loading import TargetConfig
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from tests.tiny import Tiny, architectures, compose, random_target
 from train.hidden_states.filling import needs_of
 from train.hidden_states.store import HiddenStateOrigin
@@ -75,7 +75,7 @@ def test_sizes_from_a_config_are_those_of_the_model(kind: str, tmp_path: Path) -
 
 def test_a_token_reads_some_experts_and_a_pass_those_that_any_of_its_tokens_chose() -> None:
     model = unfilled(experts(), torch.float32)
-    of = outline_of(Parts(model, None, "tiny"), torch.float32)
+    of = outline_of(TargetParts(model, None, "tiny"), torch.float32)
     of_experts = 4 * 8 * 3 * 32 * 16  # in each layer, three products of each expert
     assert of.experts == of_experts and of.share == 1 / 4
     rest = of.weights - of_experts - 64 * 32
@@ -98,7 +98,7 @@ def test_quantised_weights_take_less(quantised: dict[str, Any], itemsize: float)
     config = architectures(64, layers=4)["llama"]
     model = unfilled(config, torch.bfloat16)
     model.config.quantization_config = quantised
-    assert outline_of(Parts(model, None, "tiny"), torch.bfloat16).itemsize == itemsize
+    assert outline_of(TargetParts(model, None, "tiny"), torch.bfloat16).itemsize == itemsize
 
 
 @pytest.mark.parametrize(("kind", "on_cpu"), [("fp8", 2), ("mxfp4", 2), ("gptq", 1.0625)])

@@ -27,7 +27,7 @@ from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run
@@ -281,7 +281,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     """Both share out the same list: the slow one must not see what the other made meanwhile."""
     monkeypatch.setattr(features, "SHARD", 1)
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
-    target = TargetOnDemand(cfg.target)
+    target = TargetLoader(cfg.target)
     drafter = DRAFTERS["medusa"].build(cfg.drafter, target.whole()).float()
     whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
     position = np.arange(3, dtype=np.int32)

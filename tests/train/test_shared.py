@@ -14,7 +14,7 @@ import torch
 from specdec.context import FeatureSpec
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import (
     TEMPLATE,
     Tiny,

@@ -27,9 +27,9 @@ from specdec.integrity import sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.accelerated import ranks_of
 from train.data.response_files import (
     UNANSWERED,
@@ -116,7 +116,7 @@ class ComparedServers(Generic[K, T]):
             self._keep(server, name, result)
 
 
-def servers_of(setting: str, urls: Sequence[str], target: Parts) -> ServerPool:
+def servers_of(setting: str, urls: Sequence[str], target: TargetParts) -> ServerPool:
     """The servers at these addresses. Raises UserError as `ServerPool` does."""
     wanted = [target.name, Path(target.name).name]
     return ServerPool([Server.at_address(setting, url) for url in urls], wanted)
@@ -134,7 +134,7 @@ def require_room_in(engines: ServerPool, longest: int) -> None:
 
 def answers_of(
     engines: ServerPool,
-    target: Parts,
+    target: TargetParts,
     asked: Mapping[str, Sequence[int]],
     seeds: Mapping[str, int],
     sampler: Sampler,
@@ -172,7 +172,9 @@ def answers_of(
     return engines.results(requests, at_once, parsed)
 
 
-def ids_of(response: Completion, prompt: Sequence[int], target: Parts, limit: int) -> list[int]:
+def ids_of(
+    response: Completion, prompt: Sequence[int], target: TargetParts, limit: int
+) -> list[int]:
     """The ids of a response, up to and including the first that ends it, also if the engine strips
     that id. Raises UserError if they cannot be the target's; RequestRejected if the response came
     as text and the prompt is no prefix of the whole text's ids; ServerUnavailable if there is no
@@ -206,7 +208,7 @@ def ids_of(response: Completion, prompt: Sequence[int], target: Parts, limit: in
     return answer
 
 
-def _end_of(target: Parts) -> int:
+def _end_of(target: TargetParts) -> int:
     """The id with which a response of the target ends. Raises UserError if nothing says so."""
     if target.response_end is None:
         raise UserError(
@@ -216,7 +218,7 @@ def _end_of(target: Parts) -> int:
     return target.response_end
 
 
-def _of_text(text: str, prompt: Sequence[int], target: Parts) -> list[int]:
+def _of_text(text: str, prompt: Sequence[int], target: TargetParts) -> list[int]:
     """The ids of a response that came as text, which may lack the id that ends it."""
     tokenizer = target.tokenizer
     before = tokenizer.decode(prompt, skip_special_tokens=False)
@@ -231,7 +233,7 @@ def _of_text(text: str, prompt: Sequence[int], target: Parts) -> list[int]:
 
 
 @torch.no_grad()
-def features_of(states: Sequence[Tensor], target: Parts) -> tuple[Tensor, Tensor | None]:
+def features_of(states: Sequence[Tensor], target: TargetParts) -> tuple[Tensor, Tensor | None]:
     """The final state [1, T, D] and the layers [1, T, F] of states after layers. The last of these
     states is that after all layers, before the final norm, as an engine gives it."""
     *layers, last = (x[None].to(target.device, target.dtype) for x in states)
@@ -282,7 +284,7 @@ def require_same_states(
 
 @torch.no_grad()
 def require_same_model(
-    target: Parts, read: Sequence[tuple[Tensor, Sequence[int]]], sampler: Sampler
+    target: TargetParts, read: Sequence[tuple[Tensor, Sequence[int]]], sampler: Sampler
 ) -> None:
     """Raise UserError unless answers of engines are what the target would say, by the final states
     [N, D] before their tokens: greedy tokens are its likeliest ones, but for near-ties, and sampled
@@ -315,7 +317,7 @@ def require_same_model(
 
 
 def responses_of_engines(
-    target: TargetOnDemand,
+    target: TargetLoader,
     prompts: Sequence[Prompt],
     cfg: ResponsesConfig,
     accelerator: Accelerator,
@@ -367,7 +369,7 @@ def responses_of_engines(
 
 
 def _ask(
-    target: TargetOnDemand,
+    target: TargetLoader,
     asked: Mapping[str, Sequence[int]],
     known: Collection[str],
     cfg: ResponsesConfig,

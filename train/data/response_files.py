@@ -18,7 +18,7 @@ from specdec.files import read_json, sealed_lines, write_json
 from specdec.integrity import Damaged
 from specdec.measure.results import CutResponses
 from specdec.sampling.sampler import require_cutoffs, require_temperature
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train.data.sequences import Document, Prompt, evenly
 from train.shards import shard_of
 
@@ -61,7 +61,7 @@ class ResponsesConfig:
         return self.batch or (MANY_ON_GPU if gpu else MANY)
 
 
-def responses_key(target: Parts, cfg: ResponsesConfig, served: bool = False) -> str:
+def responses_key(target: TargetParts, cfg: ResponsesConfig, served: bool = False) -> str:
     """The name of the folder for this target and way of answering, by engines if `served`. It
     covers the ids that end a response: a response from before these changed may run past its end,
     or stop short of it."""
@@ -245,7 +245,7 @@ def cut_responses(
 
 
 def cut_responses_in_cache(
-    target: Parts, prompts: Sequence[Prompt], cfg: ResponsesConfig
+    target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
 ) -> CutResponses | None:
     """Of the responses to these prompts that earlier runs have stored; None if there are none."""
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}

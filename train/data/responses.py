@@ -26,12 +26,12 @@ from specdec.files import make_folder, record, sealed_lines, write_whole
 from specdec.integrity import sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
-from specdec.runtime.memory import release
+from specdec.runtime.device import release
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.accelerated import ranks_of
 from train.data.engine_responses import responses_of_engines
 from train.data.near_duplicates import within_conversations
@@ -71,7 +71,7 @@ class Author:
 
 
 def answered(
-    target: TargetOnDemand,
+    target: TargetLoader,
     prompts: Sequence[Prompt],
     cfg: ResponsesConfig,
     accelerator: Accelerator,
@@ -285,7 +285,7 @@ def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
 
 
 def logged(
-    path: Path, depth: int, target: Parts, leave_out: Sequence[Prompt | Document]
+    path: Path, depth: int, target: TargetParts, leave_out: Sequence[Prompt | Document]
 ) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
     files, except for those in the conversations of `leave_out`, at whatever turn. Raises UserError

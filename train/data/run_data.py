@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec.errors import UserError, require
 from specdec.ranks import ALONE, Ranks
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
 from train.data.reader import Reader, ReaderWork, SharedWork
 from train.data.responses import logged
@@ -85,7 +85,7 @@ def _digest(split: DataSplit[Any]) -> str:
 
 def read_run_data(
     cfg: DataConfig,
-    target: Parts,
+    target: TargetParts,
     depth: int = 1,
     ranks: Ranks = ALONE,
     starts_from: Collection[Path] = (),
@@ -125,7 +125,9 @@ def _split(cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None) -> 
     return split_documents(cfg, tokenizer, share)
 
 
-def unusable_data(cfg: DataConfig, split: DataSplit[Any], new: int, target: Parts) -> Iterator[str]:
+def unusable_data(
+    cfg: DataConfig, split: DataSplit[Any], new: int, target: TargetParts
+) -> Iterator[str]:
     """The reasons, in a line each, why a run cannot use what it reads. `new` is the number of
     tokens of the longest response that the target generates."""
     for name, side in (("training", split.train), ("held-out", split.held_out)):

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specdec.context import Context, FeatureSpec
 from specdec.forcing.batch import Batch, OnTrajectory, batch_of, read_drafts, summarise
 from specdec.sampling.sampler import Sampler, Summary
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from train.data.sequences import Row
 
 # the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the

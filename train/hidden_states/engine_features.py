@@ -15,9 +15,9 @@ from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.data.engine_responses import (
     AT_ONCE,
     SECONDS,
@@ -48,7 +48,7 @@ def fill_from_engines(
     store: HiddenStateStore,
     rows: Sequence[Row],
     urls: Sequence[str],
-    on_demand: TargetOnDemand,
+    on_demand: TargetLoader,
     bars: Progress,
 ) -> None:
     """Store the features of all documents of rows, which engines read. Raises UserError if a
@@ -126,7 +126,7 @@ def states_of_documents(
     return engines.results(requests, REQUESTS, parsed)
 
 
-def _require_own(alike: Sequence[bool], target: Parts) -> None:
+def _require_own(alike: Sequence[bool], target: TargetParts) -> None:
     require(
         sum(alike) >= LEAST * len(alike),
         f"after {len(alike)} texts, the engine's next token is only {sum(alike)} times the one "

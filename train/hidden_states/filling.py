@@ -21,8 +21,8 @@ from specdec.errors import memory_for, require
 from specdec.progress import bars, console
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
 from train.accelerated import ranks_of
 from train.data.sequences import Document, Row, pack
 from train.hidden_states import engine_features, shared
@@ -32,7 +32,7 @@ from train.run_config import Config
 from train.shards import Shard
 
 
-def needs_of(config: Any, parts: Parts) -> FeatureSpec:
+def needs_of(config: Any, parts: TargetParts) -> FeatureSpec:
     """What a drafter of this configuration reads of the target, known before it is built."""
     kind = family(config.name)
     sizes = kind.plan(config, parts)  # not on the meta device, since it may load the target
@@ -45,7 +45,7 @@ class RunHiddenStates:
     """Where the rows of a run get the target's features from. `store` is None if they are computed
     whenever they are requested."""
 
-    target: TargetOnDemand
+    target: TargetLoader
     needs: FeatureSpec | None  # what is stored
     sampler: Sampler
     length: int  # of a packed row, at most
@@ -60,7 +60,7 @@ class RunHiddenStates:
     def of(
         cls,
         cfg: Config,
-        target: TargetOnDemand,
+        target: TargetLoader,
         accelerator: Accelerator,
         progress: Progress,
     ) -> "RunHiddenStates":

@@ -11,7 +11,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from specdec.context import FeatureSpec
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from train.data.sequences import Document
 from train.hidden_states.store import HiddenStateStore
 

@@ -49,8 +49,8 @@ from specdec.forcing.batch import Batch, summarise
 from specdec.integrity import Damaged, of_tensors
 from specdec.progress import console, tell
 from specdec.sampling.sampler import Sampler
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.data.sequences import Row
 from train.hidden_states.ahead import Ahead
 from train.hidden_states.batches import (
@@ -158,7 +158,7 @@ class HiddenStateStore:
     reason, such as too many open files."""
 
     def __init__(
-        self, cfg: FeaturesConfig, target: Parts, needs: FeatureSpec, sampler: Sampler
+        self, cfg: FeaturesConfig, target: TargetParts, needs: FeatureSpec, sampler: Sampler
     ) -> None:
         of_target = target.fingerprint(), str(target.dtype)
         bits = cfg.bits if needs.layers else None
@@ -289,7 +289,7 @@ class HiddenStateStore:
         return Record(FeatureSpec(self.kind.layers), keep)
 
     def keep(
-        self, text: Sequence[int], final_1TD: Tensor, layers_1TF: Tensor | None, target: Parts
+        self, text: Sequence[int], final_1TD: Tensor, layers_1TF: Tensor | None, target: TargetParts
     ) -> None:
         """Keep the features of a text, or of all its tokens but the last, for `write`."""
         summary = summarise(target, final_1TD, self.kind.sampler)

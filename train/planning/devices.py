@@ -9,8 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from specdec.errors import require_known, require_within
-from specdec.runtime.device import finish
-from specdec.runtime.memory import free_bytes
+from specdec.runtime.device import finish, free_bytes
 
 GIB = 2**30
 SIZE, WIDTH = 1024, 8192  # of the products that are timed: many rows, and a single row

@@ -15,9 +15,9 @@ from specdec.drafters import family
 from specdec.drafters.trainable import Trainable
 from specdec.errors import UserError, first_line
 from specdec.runtime.quantised import itemsize
-from specdec.targets.divided import divided_weights
-from specdec.targets.loading import DTYPES, TargetConfig, auto_class, located
-from specdec.targets.parts import Parts
+from specdec.targets.loading import DTYPES, TargetConfig, auto_class, model_path
+from specdec.targets.parts import TargetParts
+from specdec.targets.tensor_parallel import divided_weights
 
 FULL = 4  # bytes of a weight in training
 # config keys that say how many experts a layer has, and how many of them read a token
@@ -91,11 +91,11 @@ class DraftOutline:
     stored: int  # of the target's layers that it reads
 
 
-def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outline, Parts]:
+def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outline, TargetParts]:
     """The sizes of the target that `cfg` names, in this dtype, and its parts without weights. On a
     CPU, transformers loads some quantised checkpoints as plain weights. Raises UserError where
     there is no config of a model that transformers knows."""
-    path = located(cfg)
+    path = model_path(cfg)
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **options)
@@ -105,7 +105,7 @@ def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outlin
             f"target.path={cfg.path!r}: no sizes could be worked out ({first_line(error)}): give a "
             "hub name or a folder with the config.json of a model of transformers"
         ) from error
-    parts = Parts(model, None, cfg.path)
+    parts = TargetParts(model, None, cfg.path)
     layers = next((m for m in model.modules() if _is_stack(m, parts.config)), None)
     if layers is not None:
         parts.layers = layers
@@ -119,7 +119,7 @@ def unfilled(config: Any, dtype: torch.dtype) -> Any:
         return kind.from_config(config, dtype=dtype)
 
 
-def outline_of(parts: Parts, dtype: torch.dtype, on_cpu: bool = False) -> Outline:
+def outline_of(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -> Outline:
     """The sizes of a model, whose weights are not read."""
     named = dict(parts.model.named_parameters())  # tied weights have one name
     config, weights = parts.config, sum(p.numel() for p in named.values())
@@ -153,7 +153,7 @@ def _heads(config: Any) -> int:
     return math.gcd(*flat)
 
 
-def draft_outline(config: Any, parts: Parts) -> DraftOutline | None:
+def draft_outline(config: Any, parts: TargetParts) -> DraftOutline | None:
     """The sizes of a draft of this config; None if they cannot be known without the weights of the
     target or of a draft model, or if it has no weights of its own to count."""
     kind = family(config.name)

@@ -20,10 +20,10 @@ from specdec.measure.setup import Setup
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
-from specdec.targets.divided import require_plain, rules_of
-from specdec.targets.loading import located, resolved
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.loading import model_path, resolved
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
+from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import pass_cost
 from train.accelerated import accelerator_of
 from train.budget import rehearsal, timed, work_of
@@ -198,7 +198,7 @@ def outlook(cfg: Config) -> Outlook:
     device = DEVICES[planning.device] if not here else measured(accelerator.device, parts.dtype)
     whole, divided = None, cfg.target.tensor_parallel  # then it is not loaded in one piece here
     if here and not divided and _has_weights(cfg) and of_target.bytes < 0.8 * device.memory:
-        whole = TargetOnDemand(cfg.target).whole()
+        whole = TargetLoader(cfg.target).whole()
     amount, texts = _amount(cfg, parts if whole is None else whole)
     speeds = speeds_of(cfg, of_target, of_draft, device, planning.devices)
     rounds, regresses = list[RoundCosts](), False
@@ -296,7 +296,7 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
 def _tokenizer(cfg: Config) -> Any:
     """The target's tokenizer; None where there is only a config, for which transformers would make
     an empty one."""
-    path, options = located(cfg.target), {"revision": cfg.target.revision}
+    path, options = model_path(cfg.target), {"revision": cfg.target.revision}
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
         return None
@@ -309,7 +309,7 @@ def _tokenizer(cfg: Config) -> Any:
 
 def _has_weights(cfg: Config) -> bool:
     """Whether the target's weights are on this machine. Nothing is downloaded."""
-    path = located(cfg.target)
+    path = model_path(cfg.target)
     if Path(path).is_dir():
         return any((Path(path) / name).is_file() for name in WEIGHTS)
     options: Any = {"_raise_exceptions_for_missing_entries": False}

@@ -27,7 +27,7 @@ from specdec.decoding.rows import Rows, each
 from specdec.drafters.predictor import vocabulary
 from specdec.drafters.proposer import Drafter
 from specdec.errors import require, require_between
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 
 SCRATCH = 256  # slots of the target's cache that dead beams may fill before they are cleared
 COMMITTED = -1  # the slot of a node that is part of the trunk

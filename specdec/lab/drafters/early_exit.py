@@ -32,9 +32,9 @@ from specdec.drafters.views import View, ViewSizes, viewed_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth
-from specdec.targets.base import Target
-from specdec.targets.documents import by_document
-from specdec.targets.parts import Parts, longrope_lines
+from specdec.targets.parts import TargetParts, longrope_lines
+from specdec.targets.sequence_packing import by_document
+from specdec.targets.target import Target
 
 
 @dataclass
@@ -68,7 +68,7 @@ class EarlyExit(View, Trainable):
         return config.lora.rank > 0
 
     @classmethod
-    def plan(cls, config: EarlyExitConfig, target: Parts) -> EarlyExitSizes:
+    def plan(cls, config: EarlyExitConfig, target: TargetParts) -> EarlyExitSizes:
         L = viewed_layers(target, config.name)
         kept = (L + 1) // 2 if config.layers is None else config.layers
         require(1 <= kept <= L, f"drafter.layers={kept}: give 1 to {L}, the layers of this target")
@@ -79,7 +79,7 @@ class EarlyExit(View, Trainable):
     def train_depth(self) -> int:
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         self.adapters.start()
 
     def view(self, target: Target) -> Any:

@@ -24,8 +24,8 @@ from specdec.drafters.memory import Copying, Memories, Memory
 from specdec.drafters.proposer import Sizes
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Lookahead(Copying):
         super().__init__(config, sizes)
         self.limits.slots = config.window * (config.ngram - 1)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         assert isinstance(target, Target)
         self.target = target
 

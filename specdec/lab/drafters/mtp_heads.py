@@ -28,7 +28,7 @@ from specdec.drafters.trainable import Trainable
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Head(Prefix):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return Recurrent.unembed(self, self.norm(hidden), k)
 
-    def copy_from(self, target: Parts) -> None:
+    def copy_from(self, target: TargetParts) -> None:
         after = copy_last(target, dict(self.layer.named_parameters()))
         if after is not None:
             self.norm.weight.copy_(after)
@@ -85,19 +85,19 @@ class MTPHeads(Trainable):
         self.heads: Any = nn.ModuleList(Head(sizes) for _ in range(config.depth))
 
     @classmethod
-    def plan(cls, config: MTPHeadsConfig, target: Parts) -> MTPHeadsSizes:
+    def plan(cls, config: MTPHeadsConfig, target: TargetParts) -> MTPHeadsSizes:
         trunk = target.depth - 1
         llama = llama_of(target, config.intermediate_size)
         require(trunk > 0, f"{target.name} has 1 layer, but mtp_heads needs 2: give another target")
         return MTPHeadsSizes.of(config, target, llama=llama, trunk=trunk)
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         for head in self.heads:
             head.start(target)
             if self.config.start == "target":
                 head.copy_from(target)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         for head in self.heads:
             head.attach(target)
 

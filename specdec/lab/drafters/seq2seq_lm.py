@@ -15,7 +15,7 @@ from specdec.drafters.vocabulary import fitted
 from specdec.errors import UserError, require
 from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 from specdec.runtime.quantised import without_method
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Seq2SeqLM(Pretrained):
     Auto = AutoModelForSeq2SeqLM
 
     @classmethod
-    def plan(cls, config: Seq2SeqLMConfig, target: Parts) -> LMSizes:
+    def plan(cls, config: Seq2SeqLMConfig, target: TargetParts) -> LMSizes:
         if not isinstance(target, Seq2SeqTarget):
             raise UserError(
                 "drafter=seq2seq_lm drafts for an encoder-decoder target: give drafter=lm, or a "
@@ -54,7 +54,7 @@ class Seq2SeqLM(Pretrained):
         )
         return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:

@@ -34,8 +34,8 @@ from specdec.runtime.cache import (
     counts_positions,
     model_inputs,
 )
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 METHODS = ("streaming", "snapkv")
 ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of its own
@@ -95,10 +95,10 @@ class Sparse(View):
         require(config.pool % 2 == 1, f"drafter.pool={config.pool}: give an odd number")
 
     @classmethod
-    def plan(cls, config: SparseConfig, target: Parts) -> ViewSizes:
+    def plan(cls, config: SparseConfig, target: TargetParts) -> ViewSizes:
         return cls.Sizes.of(config, target, layers=viewed_layers(target, config.name))
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         super().attach(target)
         self.voters = (with_weights(self.target),) if self.config.method == "snapkv" else ()
 

@@ -40,7 +40,7 @@ from specdec.drafters.views import decoder_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 
 HEAD_NORM = "self_attn.q_norm.weight"
 
@@ -110,7 +110,7 @@ class WindowCache(SlotCache):
 class Spire(Trainable):
     Config = SpireConfig
     Sizes = SpireSizes
-    target: Parts
+    target: TargetParts
 
     def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
         super().__init__(config, sizes)
@@ -126,7 +126,7 @@ class Spire(Trainable):
         self.rope = Rope(self.llama)
 
     @classmethod
-    def plan(cls, config: SpireConfig, target: Parts) -> SpireSizes:
+    def plan(cls, config: SpireConfig, target: TargetParts) -> SpireSizes:
         L, n = decoder_layers(target, config.name), config.num_layers
         require(
             n < L,
@@ -141,7 +141,7 @@ class Spire(Trainable):
             layers=list(range(L - n, L)),
         )
 
-    def start(self, target: Parts) -> None:
+    def start(self, target: TargetParts) -> None:
         """The target's last layers, final norm and head, as far as they fit; with `start=random`
         the layers are drawn from a normal distribution of standard deviation 0.02. Memories begin
         as means of the streams."""
@@ -156,7 +156,7 @@ class Spire(Trainable):
             theirs = target.as_llama(i - len(self.layers))
             copy_alike(theirs, dict(layer.named_parameters()), self.llama.hidden_size)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self.target = target
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:

@@ -35,10 +35,10 @@ from specdec.lab.drafters.bridge import Bridge
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import DTYPES, TargetConfig, load_target
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 
 METHODS = ("tli", "slem")
 
@@ -81,7 +81,7 @@ class Translated(Predictor):
     def build(
         cls,
         config: TranslatedConfig,
-        target: Parts,
+        target: TargetParts,
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Translated":
@@ -94,7 +94,7 @@ class Translated(Predictor):
         return drafter
 
     @classmethod
-    def plan(cls, config: TranslatedConfig, target: Parts) -> TranslatedSizes:
+    def plan(cls, config: TranslatedConfig, target: TargetParts) -> TranslatedSizes:
         require_known("drafter", config, method=METHODS)
         require_within("drafter", config, draft_tokens=1)
         lm = _loaded(config, target)
@@ -110,7 +110,7 @@ class Translated(Predictor):
         own = {"draft_vocab": common, "draft_fingerprint": lm.fingerprint()}
         return cls.Sizes.of(config, target, **own)
 
-    def attach(self, target: Parts) -> None:
+    def attach(self, target: TargetParts) -> None:
         self.lm = _loaded(self.config, target)
         if self.lm.fingerprint() != self.sizes.draft_fingerprint:
             raise UserError(
@@ -250,7 +250,7 @@ class TranslatedCache(SlotCache):
         self.tokens = [self.tokens[b] for b in rows if self.tokens]
 
 
-def _loaded(config: TranslatedConfig, target: Parts) -> Target:
+def _loaded(config: TranslatedConfig, target: TargetParts) -> Target:
     require(bool(config.source), "drafter.source is missing: give the draft's hub name or folder")
     require(
         target.tokenizer is not None,

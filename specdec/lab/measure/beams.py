@@ -10,7 +10,7 @@ from rich.progress import Progress
 from specdec.drafters.proposer import Drafter
 from specdec.files import write_json
 from specdec.lab.decoding.beam import BeamResult, beam_search
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from specdec.theory.intervals import Interval, ratio_interval
 
 FILE = "beams.json"  # in the folder of an evaluation

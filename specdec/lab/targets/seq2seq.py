@@ -20,9 +20,9 @@ from specdec.context import FeatureSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.sampling.choose import Processor
-from specdec.targets.base import States, Target, concatenated
-from specdec.targets.checks import check_encoder_decoder, understood
 from specdec.targets.parts import UNBOUNDED
+from specdec.targets.self_check import check_encoder_decoder, understood
+from specdec.targets.target import PassStates, Target, concatenated
 
 NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "
@@ -382,7 +382,7 @@ class Seq2SeqTarget(Target):
 
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
-    ) -> States:
+    ) -> PassStates:
         assert isinstance(cache, Seq2SeqCache)
         if not cache.starts:
             return self._read(ids_BT, needs, None, None, cache)
@@ -397,7 +397,7 @@ class Seq2SeqTarget(Target):
         position_BT: Tensor | None,
         document_BT: Tensor | None,
         cache: Seq2SeqCache | None = None,
-    ) -> States:
+    ) -> PassStates:
         with self._watched(needs) as seen:
             out, split = self.seq2seq.read(ids_BT, position_BT, document_BT, cache)
         layers = concatenated(seen, needs)

@@ -4,8 +4,8 @@ A step of decoding reads few tokens, so on a CPU transformers' modules spend as 
 as on products. This pass makes fewer calls: q, k and v are one product with one packed weight, and
 so are the first two products of an MLP; the residual is added within a product; and masks and
 rotary factors are laid out once for all layers. The pass recognises layers of Llama's shape (also
-with biases and with norms of heads) by their parts. A target's own checks (checks.py) then compare
-the pass with the model. If they differ, the target keeps to the model's modules.
+with biases and with norms of heads) by their parts. A target's own checks (self_check.py) then
+compare the pass with the model. If they differ, the target keeps to the model's modules.
 """
 
 from collections.abc import Sequence
@@ -123,7 +123,7 @@ class LeanPass:
         self._parts = [(parts, name, part) for parts in inner for name, part in parts.items()]
 
     @classmethod
-    def of(
+    def recognise(
         cls, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any
     ) -> "LeanPass | None":
         """The pass of this model; None for one that is not of the usual shape, and where the fast
@@ -201,7 +201,7 @@ def _part(module: Any, path: str) -> Any:
 
 def _joint(*layers: nn.Module) -> JointLinear:
     """The layers as one. Raises OtherShape if this is not possible."""
-    if (joint := JointLinear.of(*layers)) is None:
+    if (joint := JointLinear.joining(*layers)) is None:
         raise OtherShape
     return joint
 

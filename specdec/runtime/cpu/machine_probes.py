@@ -25,14 +25,16 @@ NO_CAP = ("", "ALL", "DEFAULT")  # values of ONEDNN_MAX_CPU_ISA that leave oneDN
 AVX512_BFLOAT16 = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "AVX10")
 
 
-class Answer(NamedTuple):
+class ProbeResult(NamedTuple):
     """Whether a way to compute something is used, and the reason if it is not."""
 
     used: bool
     reason: str
 
 
-def agreement(ours: Callable[[], Tensor], public: Callable[[], Tensor], limit: float) -> Answer:
+def agreement(
+    ours: Callable[[], Tensor], public: Callable[[], Tensor], limit: float
+) -> ProbeResult:
     """Whether to use `ours` in place of `public`: it must run, and differ from the public result by
     at most `limit` (relative to the latter's norm)."""
     expected = public().double()
@@ -41,11 +43,11 @@ def agreement(ours: Callable[[], Tensor], public: Callable[[], Tensor], limit: f
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a kernel or compiler may fail in any way; the public way ran
-        return Answer(False, first_line(error))
+        return ProbeResult(False, first_line(error))
     off = float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
     if not off <= limit:  # true for NaN as well
-        return Answer(False, f"the result differs by {off:.1e} from the expected one")
-    return Answer(True, "")
+        return ProbeResult(False, f"the result differs by {off:.1e} from the expected one")
+    return ProbeResult(True, "")
 
 
 def seconds(ways: Sequence[Callable[[], object]], repeats: int) -> list[float]:
@@ -84,7 +86,7 @@ def processor() -> Processor:
     )
 
 
-class Choice(NamedTuple):
+class DtypeChoice(NamedTuple):
     """A dtype by its name, and why it was chosen."""
 
     dtype: str
@@ -92,19 +94,19 @@ class Choice(NamedTuple):
 
 
 @cache
-def native_dtype(device: str) -> Choice:
+def native_dtype(device: str) -> DtypeChoice:
     """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it; for a CPU see
     `multiplies_bfloat16`."""
     kind = torch.device(device).type
     if kind == "cuda":
         if torch.cuda.is_bf16_supported(including_emulation=False):
-            return Choice("bfloat16", "this GPU multiplies bfloat16 natively")
-        return Choice("float32", "this GPU does not multiply bfloat16 natively")
+            return DtypeChoice("bfloat16", "this GPU multiplies bfloat16 natively")
+        return DtypeChoice("float32", "this GPU does not multiply bfloat16 natively")
     if kind != "cpu":
-        return Choice("float32", f"bfloat16 is not tried on {kind} devices")
+        return DtypeChoice("float32", f"bfloat16 is not tried on {kind} devices")
     if multiplies_bfloat16():
-        return Choice("bfloat16", "this CPU multiplies bfloat16 natively")
-    return Choice("float32", "this CPU does not multiply bfloat16 natively")
+        return DtypeChoice("bfloat16", "this CPU multiplies bfloat16 natively")
+    return DtypeChoice("float32", "this CPU does not multiply bfloat16 natively")
 
 
 def multiplies_bfloat16() -> bool:

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specdec.compat import packed_product as product
-from specdec.compat import packed_sum, packed_weight, version
+from specdec.compat import packed_product, packed_sum, packed_weight, version
 from specdec.errors import first_line
 from specdec.runtime.cpu import SWITCH, fast_paths_on
-from specdec.runtime.cpu.machine_probes import INTEL, Answer, agreement, processor
+from specdec.runtime.cpu.machine_probes import INTEL, ProbeResult, agreement, processor
 from specdec.runtime.quantised import is_plain, plain
 
 LEAST = 1 << 16  # weights; a smaller layer gains nothing
@@ -52,9 +51,9 @@ class PackedLinear(nn.Linear):
             return F.linear(x, weight, self.bias)
         at = weight.data_ptr(), version(weight)
         if self._copied != at:
-            self._copy, self._copied = packed(weight.detach()), at
+            self._copy, self._copied = packed_copy(weight.detach()), at
         assert self._copy is not None
-        return product(x, self._copy, self.bias)
+        return packed_product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
         """Whether the copy is used for this many rows. Answers are kept, since every forward pass
@@ -90,7 +89,7 @@ class JointLinear:
         self.renew()
 
     @classmethod
-    def of(cls, *layers: nn.Module) -> "JointLinear | None":
+    def joining(cls, *layers: nn.Module) -> "JointLinear | None":
         """These layers as one; None if one of them is not linear, or if only some have a bias."""
         linear = [x for x in layers if isinstance(x, nn.Linear)]
         plain = all(isinstance(x, PackedLinear) or is_plain(x) for x in linear)
@@ -132,9 +131,9 @@ class JointLinear:
             out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
             return out if residual is None else residual + out
         if self._copy is None:
-            self._copy = packed(torch.cat([layer.weight.detach() for layer in self.layers]))
+            self._copy = packed_copy(torch.cat([layer.weight.detach() for layer in self.layers]))
         if residual is None:
-            return product(x, self._copy, self.bias)
+            return packed_product(x, self._copy, self.bias)
         return packed_sum(x, self._copy, self.bias, residual)
 
 
@@ -157,13 +156,13 @@ def joint(before: JointLinear | None, *layers: nn.Module) -> JointLinear | None:
     if before is None or any(x is not y for x, y in zip(before.layers, layers, strict=True)):
         if not all(isinstance(x, PackedLinear) for x in layers):
             return None
-        before = JointLinear.of(*layers)
+        before = JointLinear.joining(*layers)
     if before is not None:
         before.renew_if_changed()
     return before
 
 
-def packed(weight: Tensor) -> Tensor:
+def packed_copy(weight: Tensor) -> Tensor:
     """A copy of a weight [out, in] in oneDNN's layout. Raises RuntimeError if this CPU or this
     build of oneDNN cannot make it, AttributeError if torch has no such operator."""
     return packed_weight(weight, LAYOUT_ROWS)
@@ -188,18 +187,20 @@ def bucket(rows: int) -> int:
 
 
 @cache
-def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
+def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> ProbeResult:
     """Whether products of `rows` rows by packed weights [out, width] are used here: they must pay,
     run, and agree with the public operator's. Only a part of a large weight is tried."""
     if not pays(dtype, rows):
-        return Answer(False, "they are no faster here")
+        return ProbeResult(False, "they are no faster here")
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
     with torch.inference_mode():
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(rows, width, generator=generator).to(dtype)
         weight = torch.randn(out, width, generator=generator).to(dtype)
         return agreement(
-            lambda: product(x, packed(weight), None), lambda: F.linear(x, weight), DTYPES[dtype]
+            lambda: packed_product(x, packed_copy(weight), None),
+            lambda: F.linear(x, weight),
+            DTYPES[dtype],
         )
 
 
@@ -212,7 +213,9 @@ def obstacle(dtype: torch.dtype) -> str | None:
         return "this torch was built without oneDNN"
     try:
         with torch.inference_mode():
-            product(torch.ones(1, 64, dtype=dtype), packed(torch.ones(64, 64, dtype=dtype)), None)
+            packed_product(
+                torch.ones(1, 64, dtype=dtype), packed_copy(torch.ones(64, 64, dtype=dtype)), None
+            )
     except (AttributeError, RuntimeError) as error:
         return first_line(error)
     return None

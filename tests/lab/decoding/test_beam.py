@@ -20,7 +20,7 @@ from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.lab.decoding import beam
 from specdec.lab.decoding.beam import BeamResult, beam_search
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.tiny import architectures, random_drafter, random_target
 
 V, L = 41, 3

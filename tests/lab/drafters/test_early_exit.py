@@ -23,7 +23,7 @@ from specdec.lab.drafters.early_exit import EarlyExit, EarlyExitConfig
 from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.runs import as_before, require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, losses, random_drafter, random_target
 

@@ -18,7 +18,7 @@ from specdec.lab.drafters.falcon import Falcon, FalconConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.plain import attended, key_value, lstm, mlp, rms
 from tests.runs import require_learning
 from tests.tiny import Tiny, architectures, compose, random_drafter, random_target

@@ -17,7 +17,7 @@ from specdec.lab.drafters.spire import Spire, SpireConfig, WindowCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic
-from specdec.targets.base import Target
+from specdec.targets.target import Target
 from tests.drafters.plain import attended as seen
 from tests.drafters.plain import key_value, mlp, rms
 from tests.runs import require_learning

@@ -27,9 +27,9 @@ from specdec.lab.drafters.translated import Translated, TranslatedConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.target import Target
 from tests.drafters.families import logits_at
 from tests.laws import law
 from tests.runs import as_before

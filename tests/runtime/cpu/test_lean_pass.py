@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
 from specdec.runtime.cpu import packed_linear as packing
-from specdec.runtime.cpu.machine_probes import Answer
+from specdec.runtime.cpu.machine_probes import ProbeResult
 from specdec.runtime.cpu.packed_linear import obstacle, pack
 from specdec.targets.causal import CausalTarget
 
@@ -134,7 +134,7 @@ def test_a_target_begins_with_no_packed_copies_in_its_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The check at its start passes through the modules; the lean pass has copies of its own."""
-    monkeypatch.setattr(packing, "probe", lambda *_: Answer(True, ""))
+    monkeypatch.setattr(packing, "probe", lambda *_: ProbeResult(True, ""))
     target = target_of("llama", packed=True, hidden_size=256, intermediate_size=512)
     assert target.lean is not None
     linear = [x for x in target.layers.modules() if isinstance(x, packing.PackedLinear)]

@@ -16,7 +16,13 @@ import torch
 from specdec.errors import UserError
 from specdec.measure.results import Results
 from specdec.runtime.cpu import machine_probes, packed_linear
-from specdec.runtime.cpu.machine_probes import Answer, Choice, Processor, agreement, native_dtype
+from specdec.runtime.cpu.machine_probes import (
+    DtypeChoice,
+    ProbeResult,
+    Processor,
+    agreement,
+    native_dtype,
+)
 from specdec.targets import loading
 from specdec.targets.loading import TargetConfig, load_target, opening, resolved
 from tests.processes import process
@@ -173,7 +179,7 @@ def test_the_opening_line_says_what_was_chosen_and_why(
     cfg = TargetConfig(str(tiny.target), dtype, "cpu", packed=packs)
     target = load_target(cfg)
     line = opening(target, cfg)
-    chosen = native_dtype("cpu") if dtype == "auto" else Choice(dtype, "")
+    chosen = native_dtype("cpu") if dtype == "auto" else DtypeChoice(dtype, "")
     assert f", {chosen.dtype} on cpu" in line and "\n" not in line
     assert (f"({native_dtype('cpu').reason}" in line) is (dtype == "auto")
     assert ("packed" in line.partition(" on cpu")[2]) is packs
@@ -184,16 +190,16 @@ def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.Mon
     monkeypatch.setattr(packed_linear, "LEAST", 1)
     monkeypatch.setattr(packed_linear, "obstacle", lambda _: None)
     monkeypatch.setattr(
-        packed_linear, "probe", lambda out, width, dtype, rows: Answer(rows > 1, "")
+        packed_linear, "probe", lambda out, width, dtype, rows: ProbeResult(rows > 1, "")
     )
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     said = "its weights are packed"
     assert (
         packed_linear.described(target.model, torch.float32) == f"{said} for 4 or 16 rows at once"
     )
-    monkeypatch.setattr(packed_linear, "probe", lambda *_: Answer(True, ""))
+    monkeypatch.setattr(packed_linear, "probe", lambda *_: ProbeResult(True, ""))
     assert packed_linear.described(target.model, torch.float32) == said
-    monkeypatch.setattr(packed_linear, "probe", lambda *_: Answer(False, ""))
+    monkeypatch.setattr(packed_linear, "probe", lambda *_: ProbeResult(False, ""))
     assert "are not used" in packed_linear.described(target.model, torch.float32)
     monkeypatch.setattr(packed_linear, "obstacle", lambda _: "needs avx512bw")
     assert packed_linear.described(target.model, torch.float32) == (
@@ -211,7 +217,7 @@ def test_a_run_keeps_the_dtype_with_which_it_began(
         said: list[Any] = []
         monkeypatch.setattr(pipeline.console, "print", lambda *x, to=said, **_: to.extend(x))
         for native in (began, elsewhere):
-            choice = Choice(native, f"{native} is native")
+            choice = DtypeChoice(native, f"{native} is native")
             for module in (loading, folder):
                 monkeypatch.setattr(module, "native_dtype", lambda _, found=choice: found)
             tiny.job(run, "medusa", "target.dtype=auto")

@@ -20,7 +20,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.medusa import Medusa
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.runtime.cpu import packed_linear
-from specdec.runtime.cpu.machine_probes import Answer, Processor
+from specdec.runtime.cpu.machine_probes import ProbeResult, Processor
 from specdec.targets.loading import TargetConfig, load_target
 from tests.tiny import random_drafter, random_target, save_target
 
@@ -42,8 +42,8 @@ PACKABLE = [dtype for dtype in TOLERANCE if packed_linear.obstacle(dtype) is Non
 PROBE = packed_linear.probe.__wrapped__  # without its memory
 
 
-def answering(used: bool) -> Callable[..., Answer]:
-    return lambda *_: Answer(used, "the test says so")
+def answering(used: bool) -> Callable[..., ProbeResult]:
+    return lambda *_: ProbeResult(used, "the test says so")
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +83,17 @@ def test_each_number_of_rows_is_multiplied_as_its_probe_says(
     copy where none is used."""
     asked, used = [], []
 
-    def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> Answer:
+    def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> ProbeResult:
         asked.append((out, width, dtype, rows))
-        return Answer(rows > 3, "")
+        return ProbeResult(rows > 3, "")
 
     def product(*given: Tensor) -> Tensor:
         used.append(given[0].shape[0])
         return multiply(*given)
 
-    multiply = packed_linear.product
+    multiply = packed_linear.packed_product
     monkeypatch.setattr(packed_linear, "probe", probe)
-    monkeypatch.setattr(packed_linear, "product", product)
+    monkeypatch.setattr(packed_linear, "packed_product", product)
     one = layer(torch.float32)
     with torch.no_grad():
         for rows in (1, 2, 3):
@@ -172,7 +172,7 @@ def test_a_dtype_that_this_machine_cannot_pack_is_left_as_it_is(
     def fails(*_: Any) -> Tensor:
         raise RuntimeError("needs avx512bw")
 
-    monkeypatch.setattr(packed_linear, "packed", fails)
+    monkeypatch.setattr(packed_linear, "packed_copy", fails)
     packed_linear.obstacle.cache_clear()
     try:
         module = nn.Sequential(nn.Linear(300, 500))

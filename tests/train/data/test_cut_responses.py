@@ -10,7 +10,7 @@ import pytest
 
 from specdec.measure.results import CutResponses, Results
 from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from tests.tiny import Tiny
 from train.data.response_files import ResponsesConfig, cut_responses, cut_responses_in_cache
 from train.data.sequences import Document
@@ -64,7 +64,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
         "planning.device=here",
     ]
     cfg = tiny.config("medusa", *more)
-    parts = TargetOnDemand(TargetConfig(str(tiny.target), dtype="float32", device="cpu")).parts
+    parts = TargetLoader(TargetConfig(str(tiny.target), dtype="float32", device="cpu")).parts
     assert outlook(cfg).cut is None
     assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut is None
     tiny.job(tmp_path / "run", "medusa", *more)

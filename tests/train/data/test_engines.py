@@ -17,9 +17,9 @@ from specdec.engines import client, server_pool
 from specdec.engines.client import Server
 from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
-from specdec.targets.base import Target
 from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target import Target
 from tests.engine import FakeEngine, Fault
 from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told
@@ -41,21 +41,21 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tiny: Tiny) -> TargetOnDemand:
+def target(tiny: Tiny) -> TargetLoader:
     cfg = TargetConfig(str(tiny.target), "float32", "cpu", cache=str(tiny.root / "targets"))
-    target = TargetOnDemand(cfg)
+    target = TargetLoader(cfg)
     target.whole()
     return target
 
 
 @pytest.fixture(scope="module")
-def prompts(tiny: Tiny, target: TargetOnDemand) -> list[Prompt]:
+def prompts(tiny: Tiny, target: TargetLoader) -> list[Prompt]:
     split = split_prompts(tiny.config().data, target.parts.tokenizer)
     return [*split.train, *split.held_out][:PROMPTS]
 
 
 @pytest.fixture
-def answer(target: TargetOnDemand, prompts: list[Prompt], tmp_path: Path) -> Answer:
+def answer(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> Answer:
     """Answers to the prompts by these engines, or in this process if there are none."""
 
     def documents(*servers: FakeEngine, count: int = PROMPTS, **settings: Any) -> list[Document]:
@@ -73,7 +73,7 @@ def texts(documents: Sequence[Document]) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.fixture
-def serve(target: TargetOnDemand) -> Iterator[Callable[..., FakeEngine]]:
+def serve(target: TargetLoader) -> Iterator[Callable[..., FakeEngine]]:
     running = []
 
     def start(fault: Fault | None = None, of: Target | None = None, **more: Any) -> FakeEngine:
@@ -99,7 +99,7 @@ def test_engines_write_what_this_process_writes(
 
 
 def test_the_logs_of_agents_are_answered_after_the_last_result(
-    target: TargetOnDemand, serve: Callable[..., FakeEngine], tmp_path: Path
+    target: TargetLoader, serve: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     """In this process and by an engine, which is sent what transformers writes of the log."""
     calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}.{% endfor %}<|im_end|>"
@@ -265,7 +265,7 @@ def test_another_model_is_told(
     answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
 ) -> None:
     """With the same tokenizer, so that only what it says tells it apart."""
-    other = TargetOnDemand(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
+    other = TargetLoader(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
     with pytest.raises(UserError, match="the engine serves another model"):
         answer(serve(of=other.whole()), temperature=temperature)
     sound = serve()
@@ -278,7 +278,7 @@ def test_each_server_is_compared_and_the_sound_one_s_answers_are_kept(
 ) -> None:
     """The other model answers more slowly than the first, so that the first eight answers are all
     sound; before, all that it wrote after these was believed."""
-    other = TargetOnDemand(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
+    other = TargetLoader(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
     sound, before = serve(), texts(answer())
 
     def slow(number: int, reply: dict[str, Any]) -> dict[str, Any]:
@@ -334,7 +334,7 @@ def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
 def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
     answer: Answer,
     serve: Callable[..., FakeEngine],
-    target: TargetOnDemand,
+    target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The random target writes no words with spaces between them, so the text is made up."""
@@ -348,7 +348,7 @@ def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
     assert [d.ids[d.mask].tolist() for d in documents] == [wanted] * PROMPTS
 
 
-def test_ids_of_texts(target: TargetOnDemand) -> None:
+def test_ids_of_texts(target: TargetLoader) -> None:
     parts = target.parts
     tokenizer, (end,) = parts.tokenizer, parts.eos
     prompt, answer = tokenizer("one cat ")["input_ids"], tokenizer("may run")["input_ids"]
@@ -369,7 +369,7 @@ def test_ids_of_texts(target: TargetOnDemand) -> None:
 def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
     answer: Answer,
     serve: Callable[..., FakeEngine],
-    target: TargetOnDemand,
+    target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As ids and as text, alone and with several ids that end a response, of which the engine may

@@ -20,8 +20,8 @@ import train
 from specdec import errors
 from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetOnDemand
-from specdec.targets.parts import Parts
+from specdec.targets.on_demand import TargetLoader
+from specdec.targets.parts import TargetParts
 from tests.tiny import (
     REPOSITORY,
     TEMPLATE,
@@ -161,8 +161,8 @@ def test_generate_asks_what_a_server_would(
             assert turns[-1]["content"] in tokenizer.decode(expected)
 
 
-def parts_of(place: Path, template: str = TEMPLATE) -> Parts:
-    return TargetOnDemand(TargetConfig(str(save_target(place, template=template)))).parts
+def parts_of(place: Path, template: str = TEMPLATE) -> TargetParts:
+    return TargetLoader(TargetConfig(str(save_target(place, template=template)))).parts
 
 
 def chat(n: int, turns: int = 1, words: int = 6) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) 
     settings += ["decode.prompts=0", "answers.max_new_tokens=5"]
     cfg = tiny.config("ngram", *settings)
     train.run(cfg, tmp_path / "run")
-    parts = TargetOnDemand(cfg.target).parts
+    parts = TargetLoader(cfg.target).parts
     for sample in diagnose(cfg.data, parts, None, 4, cfg.answering).samples:
         shown = sum(kind in (TRAINED, STOP) for kind, _ in sample.pieces)
         assert shown >= 1 and 1 <= sample.trained <= 5 and "[the" not in sample.pieces[-1][1]
@@ -251,7 +251,7 @@ def test_a_plan_counts_what_a_run_reads(
     sources = f"data.sources=[{','.join(f'{{path:{file}}}' for file in files)}]"
     cfg = tiny.config("eagle3", "data.path=''", sources, "planning.device=l4", "data.held_out=null")
     amount = outlook(cfg).amount
-    split = read_run_data(cfg.data, TargetOnDemand(cfg.target).parts)
+    split = read_run_data(cfg.data, TargetLoader(cfg.target).parts)
     assert amount.split is not None and DataCounts.of_split(amount.split) == DataCounts.of_split(
         split
     )
@@ -273,7 +273,7 @@ def test_an_evaluation_measures_the_prompts_of_the_run(tiny: Tiny, tmp_path: Pat
     cfg = tiny.config("ngram", *settings, "data.held_out=0.3", "data.max_length=64")
     folder = tmp_path / "run"
     train.run(cfg, folder)
-    parts = TargetOnDemand(cfg.target).parts
+    parts = TargetLoader(cfg.target).parts
     split = read_run_data(cfg.data, parts)
     expected = [p.ids.tolist() for p in split.prompts]
     noted = noted_prompts(folder, 1000)

@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.formats.draft_checkpoint import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.measure.results import Results
-from specdec.targets.on_demand import TargetOnDemand
+from specdec.targets.on_demand import TargetLoader
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 from train.data.conversations import DataConfig
 from train.data.near_duplicates import NEAR, shingles_of, within_conversations
@@ -135,7 +135,7 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
 
 def read_alike(cfg: Config, run: Path, noted: tuple[list[Prompt], list[Prompt]]) -> None:
     """An evaluation without the notes, a plan and a diagnosis see the prompts that the run saw."""
-    parts = TargetOnDemand(cfg.target).parts
+    parts = TargetLoader(cfg.target).parts
     test, validation = ([p.id for p in some] for some in noted)
     best = run / "best"
     for limit, others in ((1000, 1000), (3, 4)):

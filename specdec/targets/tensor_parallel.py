@@ -21,11 +21,11 @@ from specdec.context import FeatureSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
-from specdec.targets.base import States
 from specdec.targets.causal import CausalTarget
-from specdec.targets.checks import ROUGH
+from specdec.targets.self_check import ROUGH
 from specdec.targets.shrunken_twin import SHARP, distance
-from specdec.targets.stored import StoredParts
+from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target import PassStates
 
 MOST = 8  # layers of a plain copy at most, to which the divided ones are compared
 # the styles of transformers' plans that divide weights
@@ -41,7 +41,7 @@ class Held(Protocol):
     def release(self) -> None: ...
 
 
-class Team:
+class TensorParallelTeam:
     """The processes that hold a target together, as this one sees them. While the first one leads,
     the others `help`."""
 
@@ -123,7 +123,7 @@ class Team:
 
     @torch.inference_mode()
     def _follow(self, what: int, arguments: Sequence[Any]) -> None:
-        target: DividedTarget = self._held.whole()
+        target: TensorParallelTarget = self._held.whole()
         if what == READ:
             target.follow(*_moved(arguments, target.device))
             return
@@ -159,7 +159,7 @@ class Team:
 class _Mirrored(SlotCache):
     """A cache whose changes the other processes make as well."""
 
-    team: Team
+    team: TensorParallelTeam
     number: int
     within: bool  # whether a change is part of another one
 
@@ -198,13 +198,13 @@ def _mirrored(kind: Any) -> Any:
     return type(f"Mirrored{kind.__name__}", (_Mirrored, kind), {})
 
 
-class DividedTarget(CausalTarget):
+class TensorParallelTarget(CausalTarget):
     """This process's part of a causal target. Its embedding, head and norms are whole. What drafts
     read of the layers, they read from the checkpoint's files (`parts`)."""
 
     lean_allowed = False  # it packs weights, which would have to be whole
-    team: Team | None = None
-    parts: StoredParts
+    team: TensorParallelTeam | None = None
+    parts: StoredTargetParts
 
     def __init__(self, *of_target: Any, fingerprint: str) -> None:
         self.processes = dist.get_world_size()
@@ -216,13 +216,13 @@ class DividedTarget(CausalTarget):
         needs: FeatureSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
-    ) -> States:
+    ) -> PassStates:
         with self._together(READ, ids_BT, position_BT, document_BT):
             return super()._read(ids_BT, needs, position_BT, document_BT)
 
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
-    ) -> States:
+    ) -> PassStates:
         number = cache.number if isinstance(cache, _Mirrored) else None
         with self._together(CONTINUE, number, ids_BT, parents_BT):
             return super()._continued(ids_BT, needs, cache, parents_BT)
@@ -263,7 +263,7 @@ class DividedTarget(CausalTarget):
             "leave out target.tensor_parallel"
         )
 
-    def take_parts(self, parts: StoredParts) -> None:
+    def take_parts(self, parts: StoredTargetParts) -> None:
         """Share the embedding and the head with these parts, so that a process holds them once."""
         pairs = [(self.embedding, parts.embedding), (self.head, parts.head)]
         pairs.append((self.model.get_output_embeddings(), parts.model.get_output_embeddings()))
@@ -335,15 +335,15 @@ def state_after(target: CausalTarget, k: int) -> Tensor:
     ids = (7 * torch.arange(24, device=target.device)[None] + 3) % target.vocab_size
     seen = list[Tensor]()
 
-    def keep(_layer: Any, _args: Any, out: Any) -> None:
+    def note_output(_layer: Any, _args: Any, out: Any) -> None:
         seen.append(out[0] if isinstance(out, list | tuple) else out)
 
-    with target.layers[k - 1].register_forward_hook(keep):
+    with target.layers[k - 1].register_forward_hook(note_output):
         target.body(input_ids=ids, use_cache=False)
     return seen[-1]
 
 
-def require_same(target: DividedTarget, k: int, plain: Tensor) -> None:
+def require_same(target: TensorParallelTarget, k: int, plain: Tensor) -> None:
     """Raise UserError unless the divided layers compute what `plain` ones did, but for rounding."""
     exact = target.dtype in (torch.float32, torch.float64)
     off = distance(state_after(target, k), plain)

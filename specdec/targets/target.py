@@ -15,22 +15,22 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.sampling.choose import Processor
-from specdec.targets.parts import Parts
+from specdec.targets.parts import TargetParts
 from specdec.targets.saved import save_model, save_tokenizer
 
 # The layers of a `FeatureSpec` [B, T, F], None if it names none, and the final states [B, T, D]
-States = tuple[Tensor | None, Tensor]
+PassStates = tuple[Tensor | None, Tensor]
 
 
-class Target(Parts, ABC):
+class Target(TargetParts, ABC):
     """The parts of a frozen model and its layers: features of a text, and logits."""
 
     lean_allowed = True  # False if the target's checks find a difference
-    without_twin: str | None = None  # why no shrunken twin was checked (see checks.py)
-    processes = 1  # that hold its layers together (see divided.py)
+    without_twin: str | None = None  # why no shrunken twin was checked (see self_check.py)
+    processes = 1  # that hold its layers together (see tensor_parallel.py)
     refills = True  # whether a row of its caches can be given to another text
     streams: int | None = None  # the dimension of the streams, where layers pass several
-    holders: Sequence[nn.Module] = ()  # the modules with states (see specdec/runtime/states.py)
+    holders: Sequence[nn.Module] = ()  # the modules with recurrent states
 
     @property
     def lean(self) -> Any:
@@ -75,13 +75,13 @@ class Target(Parts, ABC):
         needs: FeatureSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
-    ) -> States:
+    ) -> PassStates:
         """`features` without a cache."""
 
     @abstractmethod
     def _continued(
         self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
-    ) -> States:
+    ) -> PassStates:
         """`features` over a cache."""
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Target(Parts, ABC):
         L = len(self.layers)
         require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
 
-        def keep(_layer: nn.Module, _args: Any, out: Any) -> None:
+        def note_stream(_layer: nn.Module, _args: Any, out: Any) -> None:
             stream = out[0] if type(out) in (tuple, list) else out
             require(
                 isinstance(stream, Tensor),
@@ -167,7 +167,7 @@ class Target(Parts, ABC):
             # Mamba keeps it in float32; a layer may be on another device than the text
             seen[k] = stream.to(self.device, self.dtype)
 
-        return self.layers[k - 1].register_forward_hook(keep)
+        return self.layers[k - 1].register_forward_hook(note_stream)
 
 
 def concatenated(seen: dict[int, Tensor], needs: FeatureSpec) -> Tensor | None:

@@ -18,16 +18,16 @@ from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cpu.grouped_attention import ungroup
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
+from specdec.runtime.recurrent_states import bounds_steps, in_steps
 from specdec.runtime.replay import ReplayCache
-from specdec.runtime.states import bounds_steps, in_steps
-from specdec.targets.base import Target
-from specdec.targets.parts import Parts, config_of_layers
+from specdec.targets.parts import TargetParts, config_of_layers
 from specdec.targets.shrunken_twin import (
     SHARP,
     NoTwin,
     TwinCheck,
     distance,
 )
+from specdec.targets.target import Target
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
 ROUGH = 0.2  # the same in 16 bits, through all layers
@@ -37,7 +37,7 @@ LARGE = 10**9  # weights of a layer; of larger layers, only one of each kind is 
 
 
 @contextmanager
-def understood(target: Parts) -> Iterator[None]:
+def understood(target: TargetParts) -> Iterator[None]:
     """Turn any error that a model of an unknown kind raises into a UserError."""
     try:
         yield
@@ -47,7 +47,7 @@ def understood(target: Parts) -> Iterator[None]:
         raise _unread(target, error) from error
 
 
-def _unread(target: Parts, error: Exception) -> UserError:
+def _unread(target: TargetParts, error: Exception) -> UserError:
     return UserError(
         f"{target.title} cannot be read ({first_line(error)}): give another causal LM, or a T5 or "
         "BART"
@@ -107,7 +107,7 @@ def _twin_of(target: Any) -> TwinCheck | None:
         return None
 
 
-def _unlike(target: Parts) -> UserError:
+def _unlike(target: TargetParts) -> UserError:
     return UserError(
         f"{target.title} gives other logits here than in transformers once a text is longer than "
         "one of the lengths in its config.json, such as a window or a block (found with a small "
@@ -131,7 +131,7 @@ def _reads_on(target: Target, twin: TwinCheck | None) -> bool:
 
 
 @torch.no_grad()
-def check_head(target: Parts) -> None:
+def check_head(target: TargetParts) -> None:
     """Raise UserError unless `logits(final)`, and `unembedding` over part of the vocabulary, equal
     what the model itself returns. A head may scale its logits by factors of its own, and other
     modules may come before it: they are looked for where the usual head is wrong."""
@@ -148,7 +148,7 @@ def check_head(target: Parts) -> None:
     )
 
 
-def _head_right(target: Parts) -> bool:
+def _head_right(target: TargetParts) -> bool:
     ids = torch.arange(1, 5, device=target.device)[None] % target.vocab_size
     some_S = torch.arange(0, target.vocab_size, -(-target.vocab_size // 64), device=target.device)
     state = target.body(input_ids=ids, use_cache=False).last_hidden_state
@@ -308,7 +308,9 @@ def few_layers(target: Target) -> Target | None:
     of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
     weights attention sees only one token, and errors in positions and masks would not show. None
     for a model that cannot be taken apart in this way."""
-    if target.processes > 1:  # a plain copy of some layers was checked before (see divided.py)
+    if (
+        target.processes > 1
+    ):  # a plain copy of some layers was checked before (see tensor_parallel.py)
         return None
     model, layers = target.model, target.layers
     kept = _of_each_kind(target)

@@ -57,13 +57,13 @@ def _noting(model: Any, body: Any, head: nn.Module, called: list[nn.Module]) -> 
     """Note the outermost modules that are called after the body has ended, as far as the head."""
     inside, ended = list[nn.Module](), list[bool]()
 
-    def begin(module: nn.Module, _: Any) -> None:
+    def entered(module: nn.Module, _: Any) -> None:
         if ended and not inside and not any(head in m.modules() for m in called):
             called.append(module)
         if ended:
             inside.append(module)
 
-    def end(module: nn.Module, *_: Any) -> None:
+    def left(module: nn.Module, *_: Any) -> None:
         if inside and inside[-1] is module:
             inside.pop()
 
@@ -71,8 +71,8 @@ def _noting(model: Any, body: Any, head: nn.Module, called: list[nn.Module]) -> 
     hooks = [body.register_forward_hook(lambda *_: ended.append(True))]
     for module in model.modules():
         if module not in within:
-            hooks.append(module.register_forward_pre_hook(begin))
-            hooks.append(module.register_forward_hook(end))
+            hooks.append(module.register_forward_pre_hook(entered))
+            hooks.append(module.register_forward_hook(left))
     try:
         yield
     finally:

@@ -1,6 +1,6 @@
 """The self-check of a target separates wrong reading from rounding, in any precision.
 
-Run alone: python -m pytest tests/targets/test_checks.py (about 15 s)
+Run alone: python -m pytest tests/targets/test_self_check.py (about 15 s)
 """
 
 import json
@@ -15,10 +15,10 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.errors import UserError
-from specdec.targets import checks, loading
+from specdec.targets import loading, self_check
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.checks import check_causal, few_layers
 from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.self_check import check_causal, few_layers
 from specdec.targets.shrunken_twin import SHARP
 from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
 from tests.tiny import save_target
@@ -87,9 +87,9 @@ def test_what_is_read_rightly_is_accepted_in_bfloat16(kind: str, size: float) ->
     few = few_layers(target)
     assert few is not None and few.dtype is torch.float32
     assert len(few.layers) == 2 < len(target.layers)
-    assert few.vocab_size <= checks.FEW
+    assert few.vocab_size <= self_check.FEW
     with torch.no_grad():
-        assert checks._cache_error(few) < SHARP / 100
+        assert self_check._cache_error(few) < SHARP / 100
     assert (target.checksum(), json.dumps(model.config.to_dict(), default=str)) == (
         checksum,
         before,
@@ -129,7 +129,7 @@ def test_quantised_layers_are_checked_as_sharply(kind: str) -> None:
             model.set_submodule(path, Halves(layer))
     if kind == "llama":
         few = few_layers(CausalTarget(model, None, kind, quantisation="int8"))
-        assert few is not None and checks._cache_error(few) < SHARP / 100
+        assert few is not None and self_check._cache_error(few) < SHARP / 100
     else:
         target = CausalTarget(model, None, kind, quantisation="int8")
         assert target.reading is Reading.ROWS
@@ -139,9 +139,9 @@ def test_quantised_layers_are_checked_as_sharply(kind: str) -> None:
 def test_much_of_little(monkeypatch: pytest.MonkeyPatch, rounding: float, accepted: bool) -> None:
     """In 16 bits, logits may be off by more than a fifth if as much comes of rounding the input."""
     target = CausalTarget(model_of("llama", SMALL, 0.1, torch.bfloat16), None, "tiny")
-    sharp = checks._cache_error
-    monkeypatch.setattr(checks, "_cache_error", lambda x: 0.5 if x is target else sharp(x))
-    monkeypatch.setattr(checks, "_rounding_error", lambda _: rounding)
+    sharp = self_check._cache_error
+    monkeypatch.setattr(self_check, "_cache_error", lambda x: 0.5 if x is target else sharp(x))
+    monkeypatch.setattr(self_check, "_rounding_error", lambda _: rounding)
     if accepted:
         check_causal(target)
         return
@@ -154,7 +154,7 @@ def test_rounding_the_input_is_seen_in_the_logits() -> None:
     for dtype, eps in ((torch.bfloat16, 2**-7), (torch.float32, 2**-23)):
         target = CausalTarget(model_of("llama", SMALL, 0.1, dtype), None, "tiny")
         with torch.no_grad():
-            assert eps / 8 < checks._rounding_error(target) < 8 * eps
+            assert eps / 8 < self_check._rounding_error(target) < 8 * eps
         assert not target.embedding._forward_hooks
 
 

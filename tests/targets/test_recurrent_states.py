@@ -1,6 +1,6 @@
 """Targets with states that cannot be rolled back: decoded and trained for like any other.
 
-Run alone: python -m pytest tests/targets/test_states.py (under 60 s on 2 cores)
+Run alone: python -m pytest tests/targets/test_recurrent_states.py (under 60 s on 2 cores)
 """
 
 from pathlib import Path
@@ -28,9 +28,9 @@ from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.lab.drafters.lookahead import LookaheadConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
-from specdec.targets import checks
-from specdec.targets.base import Target
+from specdec.targets import self_check
 from specdec.targets.causal import CausalTarget, Reading
+from specdec.targets.target import Target
 from tests.laws import law
 from tests.tiny import Tiny, conversations, learn, make_tokenizer, random_drafter, write_jsonl
 
@@ -318,14 +318,14 @@ def test_what_needs_branches_is_refused() -> None:
 
 def test_states_that_move_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Zamba 2's, whose steps of one token do not bound what its whole pass bounds."""
-    right = checks._step_error
+    right = self_check._step_error
 
     def wrong(target: CausalTarget) -> float:
-        return right(target) + 0.01 * (target.reading is not Reading.TEXTS)
+        return right(target) + 0.01 * (target.reading is not Reading.RECOMPUTE)
 
-    monkeypatch.setattr(checks, "_step_error", wrong)
-    assert target_of("lfm2").reading is Reading.TEXTS
-    monkeypatch.setattr(checks, "_step_error", lambda target: right(target) + 0.01)
+    monkeypatch.setattr(self_check, "_step_error", wrong)
+    assert target_of("lfm2").reading is Reading.RECOMPUTE
+    monkeypatch.setattr(self_check, "_step_error", lambda target: right(target) + 0.01)
     with pytest.raises(UserError, match="other logits for a text when more tokens") as caught:
         target_of("lfm2")
     assert "\n" not in str(caught.value)

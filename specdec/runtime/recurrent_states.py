@@ -1,4 +1,4 @@
-"""States that cannot be rolled back: those of recurrent and convolutional layers.
+"""RecurrentStates that cannot be rolled back: those of recurrent and convolutional layers.
 
 A pass moves such a state over every token that it reads, the rejected ones too. So the states from
 before the pass are kept until the caller says how many of its tokens each row keeps (`settle`).
@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 Key = tuple[str, int, int]
 
 
-class States:
+class RecurrentStates:
     """The states of a cache's rows, by layer; it stays empty for a model of attention alone."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class States:
     def nbytes(self) -> int:
         return sum(x.nbytes for x in self._kept.values())
 
-    def of(self, key: Key) -> Tensor | None:
+    def current(self, key: Key) -> Tensor | None:
         """A state, which the model may write to; None if the rows have not read anything yet."""
         if self.touched is not None:
             self.touched()
@@ -51,7 +51,7 @@ class States:
     def move_conv(self, key: Key, x_BCT: Tensor, size: int | None) -> Tensor:
         """Append inputs of a convolution, and keep the last `size` of them (None: as many as there
         are). Returns all that the new outputs depend on, as transformers' cache does."""
-        state, size = self.of(key), x_BCT.shape[-1] if size is None else size
+        state, size = self.current(key), x_BCT.shape[-1] if size is None else size
         if state is not None:
             size, x_BCT = state.shape[-1], torch.cat([state, x_BCT], -1)
         elif x_BCT.shape[-1] < size:
@@ -117,13 +117,13 @@ class States:
         """Keep these rows of the batch only."""
         self._kept = {key: x[torch.tensor(rows, device=x.device)] for key, x in self._kept.items()}
 
-    def replace(self, rows: Sequence[int], other: "States") -> None:
+    def replace(self, rows: Sequence[int], other: "RecurrentStates") -> None:
         """Give these rows of the batch the committed states of the rows of `other`, in order."""
         for key, x in self._kept.items():
             x[torch.tensor(rows, device=x.device)] = other._kept[key]
 
 
-def holders(model: Any, states: States, run: Callable[[], object]) -> list[Any]:
+def holders(model: Any, states: RecurrentStates, run: Callable[[], object]) -> list[Any]:
     """The modules of a model that ask for states when it is `run` over a cache with these: the
     innermost ones, but none that is inside another. They then tell every such cache what they are
     called with."""
@@ -136,7 +136,7 @@ def holders(model: Any, states: States, run: Callable[[], object]) -> list[Any]:
     outer = [module for module in asking if id(module) not in inner]
     for module in outer:
         if not hasattr(module, "tells_states"):  # a copy has the hook of its original
-            module.register_forward_pre_hook(tell, with_kwargs=True)
+            module.register_forward_pre_hook(note_arguments, with_kwargs=True)
             module.tells_states = True
             if bounds_steps(module):
                 module.forward = partial(_unbounded, module)
@@ -181,7 +181,7 @@ def _brought_in(
     if states is None:
         return type(module).forward(module, *args, **kwargs)
     for i, (part, name) in enumerate(held):
-        setattr(part, name, states.of(("held", number, i)))
+        setattr(part, name, states.current(("held", number, i)))
     out = type(module).forward(module, *args, **kwargs)
     for i, (part, name) in enumerate(held):
         states.move(("held", number, i), getattr(part, name))
@@ -211,7 +211,7 @@ def _unbounded(module: Any, *args: Any, **kwargs: Any) -> Any:
             states.ran.add(module)
 
 
-def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
+def note_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
     """A hook before a module's call, which tells the states of the cache that it is called with."""
     for states in _states_in(args, kwargs):
         states.heard(module, (args, kwargs))
@@ -259,10 +259,10 @@ def _stepwise(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: 
     return out
 
 
-def _states_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[States]:
+def _states_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[RecurrentStates]:
     """The states of the caches among the arguments of a call."""
     for x in (*args, *kwargs.values()):
-        if isinstance(states := getattr(x, "states", None), States):
+        if isinstance(states := getattr(x, "states", None), RecurrentStates):
             yield states
 
 
