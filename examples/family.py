@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import train
 from specdec.context import Context
 from specdec.drafters import DRAFTERS
-from specdec.drafters.gather import tokens_from
-from specdec.drafters.proposer import Sizes
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.attention import tokens_from
+from specdec.drafters.base import Sizes, Trainable
 from specdec.errors import command
 from train.run_config import composed, register
 

@@ -31,7 +31,7 @@ from specdec.decoding.length import LENGTHS
 from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
 from specdec.drafters import DRAFTERS, shipped
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Trainable
 from specdec.errors import UserError
 from specdec.plugins import lab_entries
 from tests.tiny import REPOSITORY, Tiny, compose

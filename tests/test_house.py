@@ -21,9 +21,7 @@ import pytest
 from torch import nn
 
 from specdec.drafters import DRAFTERS
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Drafter, Predictor, Trainable
 from specdec.shapes import LETTERS
 
 ROOT = Path(__file__).resolve().parent.parent

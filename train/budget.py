@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from specdec.decoding.decode import decode
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Trainable
 from specdec.files import read_record, write_json
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure import costs

@@ -18,9 +18,7 @@ from transformers.utils.generic import flatten_dict
 
 from specdec.context import Known
 from specdec.drafters import DRAFTERS, family, frequent_tokens
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Drafter, Predictor, Trainable
 from specdec.errors import UserError, require, require_within
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint

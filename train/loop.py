@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from specdec import signals
 from specdec.context import Moment
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Trainable
 from specdec.errors import Unreadable, UserError, require, require_known, require_within
 from specdec.files import recover
 from specdec.forcing.anchors import divisor

@@ -10,7 +10,7 @@ from rich.progress import Progress
 
 import specdec
 from specdec.drafters import with_copying
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export

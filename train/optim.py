@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.base import Sizes
 from specdec.errors import require, require_between, require_known, require_within
 
 HIDDEN = ("adamw", "muon")

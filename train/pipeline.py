@@ -10,8 +10,7 @@ from uuid import uuid4
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Drafter, Trainable
 from specdec.errors import memory_for
 from specdec.files import folder_for, make_folder
 from specdec.forcing.teacher import TeacherForcing

@@ -11,7 +11,7 @@ from specdec.decoding.config import beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.decoding.draft_answers import require_writes
 from specdec.drafters import family
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.files import require_writable
 from specdec.formats import draft_checkpoint, draft_export

@@ -19,9 +19,8 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family, installed
+from specdec.drafters.base import Drafter, learning_rate
 from specdec.drafters.hybrid import copying_family
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import learning_rate
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.draft_export import LAYOUTS, layout_names

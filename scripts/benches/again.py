@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from command_line import target_of
 
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.files import make_folder, record
 from specdec.formats import draft_checkpoint
 from specdec.measure.evaluate import Subject, evaluate

@@ -34,8 +34,7 @@ import train
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.proposer import starts_of
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Trainable, starts_of
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec.decoding.length import LENGTHS, length
 from specdec.decoding.way import Way, fitting_rule, require_draftable, require_read
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
 from specdec.sampling.sampler import Sampler, require_cutoffs, require_temperature

@@ -22,9 +22,8 @@ from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way, require_read
-from specdec.drafters.gather import last_of
-from specdec.drafters.predictor import vocabulary
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.attention import last_of
+from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose, Processor

@@ -6,8 +6,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.predictor import vocabulary
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

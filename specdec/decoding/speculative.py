@@ -23,7 +23,7 @@ from specdec.decoding.answers import Generation, Round
 from specdec.decoding.decode import decode
 from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.sampling.choose import Processor
 from specdec.sampling.sampler import Sampler

@@ -7,7 +7,7 @@ from typing import Self
 
 from specdec.decoding.policy import Length
 from specdec.decoding.rules import Rule, named
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.sampling.confidence import variant_of
 from specdec.sampling.sampler import Sampler

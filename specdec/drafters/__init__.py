@@ -1,7 +1,6 @@
 """The drafter families by name (see `registry`), and the class that every drafter extends."""
 
-from specdec.drafters.predictor import frequent_tokens
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, frequent_tokens
 from specdec.drafters.registry import (
     DRAFTERS,
     family,

@@ -1,121 +1,449 @@
-"""Attention of a draft's layers, and what its passes of training and of decoding have in common.
+"""Attention of a draft: over a sequence (training) and over the slots of a cache (drafting).
 
-A family writes one `step` through its layers and hands each of them an `Attend`: attention over a
-text's pairs, at anchors (`over_text`), or over the slots of a cache (`over_slots`). The step does
-not know which.
+Training: an anchor sees the shared keys of its document up to its own pair and, for each token
+drafted there, one more key, which no other anchor sees. So one forward pass reads all anchors of a
+text. Drafting: a forward pass writes its keys into a cache and sees the slots that a mask allows.
+
+The functions at the top gather tokens and states of a text at anchors and depths, and count what a
+draft's cache has yet to read.
 """
 
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
-from specdec.drafters.norm import RMSNorm
-from specdec.drafters.rope import rotated
-from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
-
-SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
-
-KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, Dh]
-
-
-class Attention(nn.Module):
-    """Grouped-query attention that reads `width` numbers per pair and returns D; with `head_norms`
-    each query and key head passes an RMSNorm first, as in Qwen3."""
-
-    q_norm: nn.Module
-    k_norm: nn.Module
-
-    def __init__(self, llama: LlamaConfig, width: int, head_norms: bool = False) -> None:
-        super().__init__()
-        self.heads, self.head_dim = llama.num_attention_heads, int(llama.head_dim or 0)
-        self.kv_heads = llama.num_key_value_heads or self.heads
-        inner, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        self.q_proj = nn.Linear(width, inner, bias=False)
-        self.k_proj = nn.Linear(width, shared, bias=False)
-        self.v_proj = nn.Linear(width, shared, bias=False)
-        self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
-        self._joint: JointLinear | None = None  # of q, k and v
-        for name in ("q_norm", "k_norm"):
-            norm = RMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
-            self.add_module(name, norm)
-
-    def keys_values(self, x_BPD: Tensor, rope: tuple[Tensor, Tensor]) -> KeyValue:
-        keys = self.k_norm(self._heads(self.k_proj(x_BPD)))
-        return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
-
-    def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries [B, Hkv, Hg, A, Dh]."""
-        query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
-        grouped: Tensor = query.unflatten(1, (self.kv_heads, -1))
-        return grouped
-
-    def at_once(
-        self, x_BWD: Tensor, rope: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`query` and `keys_values` of the same places by one product with a packed weight; None
-        where this is not possible, or not faster."""
-        if not multiplies(x_BWD, self.q_proj.weight):
-            return None
-        self._joint = joint(self._joint, self.q_proj, self.k_proj, self.v_proj)
-        if self._joint is None or not self._joint.faster(x_BWD):
-            return None
-        heads, turning = self._heads(self._joint(x_BWD)), self.heads + self.kv_heads
-        turned, values = heads[:, :turning], heads[:, turning:]
-        if not isinstance(self.q_norm, nn.Identity):
-            query, keys = turned.split([self.heads, self.kv_heads], 1)
-            turned = torch.cat([self.q_norm(query), self.k_norm(keys)], 1)
-        turned = rotated(turned, rope)
-        query, keys = turned[:, : self.heads], turned[:, self.heads :]
-        return query.unflatten(1, (self.kv_heads, -1)), keys, values
-
-    def _heads(self, x: Tensor) -> Tensor:
-        """[B, A, H·Dh] -> [B, H, A, Dh]"""
-        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        return heads
-
-    def joined(self, heads: Tensor) -> Tensor:
-        """The heads' outputs [B, Hkv, Hg, A, Dh] -> [B, A, D]"""
-        output: Tensor = self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
-        return output
-
-    def own_output(self, x: Tensor) -> Tensor:
-        """The output [..., D] for inputs that see only themselves."""
-        values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
-        heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
-        output: Tensor = self.o_proj(heads.flatten(-2))
-        return output
-
-    def see_oneself(self, inner_FLr: Tensor, outer_LrD: Tensor) -> None:
-        """Set the weights so that every input x [F] sees little but itself and the output is
-        `x @ inner_FLr @ outer_LrD`. Queries and keys are the same random map of x's first D
-        numbers."""
-        (Lr, D), groups = outer_LrD.shape, self.heads // self.kv_heads
-        self.v_proj.weight[:Lr] = inner_FLr.T.to(self.v_proj.weight)
-        outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)
-        outputs[:, :Lr] = outer_LrD.T
-        of_heads = outputs.unflatten(1, (self.kv_heads, -1)).repeat_interleave(groups, 1)
-        self.o_proj.weight.copy_(of_heads.flatten(1) / groups)
-        drawn = torch.randn(
-            self.kv_heads, self.head_dim, D, generator=torch.Generator().manual_seed(0)
-        )
-        own = drawn.to(outputs) * (SHARP / (self.head_dim**0.5 * D)) ** 0.5
-        for projection, times in ((self.k_proj, 1), (self.q_proj, groups)):
-            projection.weight.zero_()
-            projection.weight[:, :D] = own.repeat_interleave(times, 0).flatten(0, 1)
+from specdec.context import Context
+from specdec.drafters.layers import Attention, KeyValue
+from specdec.runtime.cache import SlotCache
+from specdec.runtime.cpu.machine_probes import ProbeResult, agreement
 
 
-class Attend(Protocol):
-    """The attention of one pass. Every layer reads all W places of the pass, which get keys; the
-    output of the last layer may be asked for at a few places only."""
+def states(
+    over_text: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
+    ctx: Context,
+    anchors_BA: Tensor,
+    drafted_BAk: Tensor | None,
+    depth: int,
+) -> Tensor:
+    """`Predictor.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
+    a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
+    if drafted_BAk is None:
+        return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
+    each = truncated_contexts(ctx, anchors_BA, drafted_BAk)
+    of_anchors = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
+    return of_anchors.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
 
-    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """What layer i adds to the residual stream, [B, Wo, D] at the places where its output is
-        asked for. Its attention reads `read` [B, W, …]."""
+
+def truncated_contexts(
+    ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor
+) -> Iterator[tuple[int, Context]]:
+    """For each anchor, its place in its document, and a context: the document up to the anchor,
+    then the tokens drafted there, with the target's final states before the anchor."""
+    for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
+        for a, first, drafted_k in zip(anchors, firsts, drafted_BAk[b], strict=True):
+            ids_1T = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_k])[None]
+            one, lacking = Context(ids_1T), 1 + len(drafted_k)
+            if ctx.final_BTD is not None:
+                one.final_BTD = pad(ctx.final_BTD[b : b + 1, first:a], (0, 0, 0, lacking))
+            yield a - first, one
+
+
+def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
+    """Where the document of each anchor [B, A] begins."""
+    return (anchors_BA - ctx.documents()[0].gather(1, anchors_BA)).tolist()
+
+
+def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, depth: int) -> Tensor:
+    """The last token that each depth reads [B, A, K]: the anchor at depth 0, then the drafted
+    tokens or, if they are None, the text's own, with K = `depth`."""
+    if drafted_BAk is None:
+        return text_after(ctx.ids_BT, anchors_BA - 1, depth)
+    return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
+
+
+def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
+    """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
+    return windows(ids_BT, anchors_BA + 1, count)
+
+
+def windows(x_BT: Tensor, first_BA: Tensor, count: int) -> Tensor:
+    """`count` entries [B, A, count, …] starting at each index (clamped at the text's end)."""
+    steps = torch.arange(count, device=x_BT.device)
+    index = (first_BA[..., None] + steps).clamp_max(x_BT.shape[1] - 1)
+    chosen: Tensor = entries(x_BT, index.flatten(1)).unflatten(1, index.shape[1:])
+    return chosen
+
+
+def entries(x_BT: Tensor, index_BA: Tensor) -> Tensor:
+    """The entries [B, A, …] of each row at that row's indices."""
+    return x_BT.take_along_dim(index_BA.view(*index_BA.shape, *[1] * (x_BT.dim() - 2)), 1)
+
+
+def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
+    """`count` entries of each row [B, count, …] from that row's start (clamped at the end)."""
+    if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
+        return x_BT[:, starts[0] : starts[0] + count]
+    return windows(x_BT, torch.tensor(starts, device=x_BT.device)[:, None], count)[:, 0]
+
+
+def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
+    """The last real entry [B, D] of each row; row b has `counts[b]` of them."""
+    return pieces(x_BTD, [n - 1 for n in counts], 1)[:, 0]
+
+
+def unread(cache: SlotCache, counts: list[int]) -> list[int]:
+    """How many of each row's `counts[b]` entries a draft's cache has yet to read: at least 1, the
+    last, which is read again if none is new. The cache forgets the last round's drafts."""
+    cache.drop()
+    if len(cache.lengths) != len(counts):
+        cache.lengths = [0] * len(counts)
+    known = cache.known()
+    new = [max(1, count - n) for n, count in zip(known, counts, strict=True)]
+    again = [n + more - count for n, more, count in zip(known, new, counts, strict=True)]
+    cache.lengths = [length - n for length, n in zip(cache.lengths, again, strict=True)]
+    return new
+
+
+WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
+BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
+
+compiled = cache(torch.compile)  # each function once
+
+Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, Dr], as `Rope` gives them
+
+
+class Sight(NamedTuple):
+    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
+    a `window`, only the last `window` of these, and the first `sink` of them."""
+
+    pair_BA: Tensor  # the anchor's own key, which it always sees
+    first_BA: Tensor  # the first key of the anchor's document
+    document_BA: Tensor
+    document_BP: Tensor  # the key's document, -2 for none
+    window: int | None = None
+    sink: int = 0
+
+    @classmethod
+    def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
+        """The sight of anchors with these pairs, by each key's place in its document."""
+        first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
+        return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
+
+    def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
+        """Whether an anchor with these `pair` and `first` keys sees a key, if of its document."""
+        if self.window is None:
+            return key <= pair
+        return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
+
+    def mask(self, anchors: slice, keys: slice) -> Tensor:
+        """The mask [B, A, P] of these anchors and keys."""
+        pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
+        key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
+        alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
+        # a row without any key would be NaN
+        return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
+
+    def tiles(self, anchors: slice) -> slice:
+        """The tiles of `BLOCK` keys that hold all that these anchors see."""
+        first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
+        return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
+
+    def first(self, anchors: int) -> Self:
+        """The sight of each row's first `anchors` anchors."""
+        of_anchors = {name: getattr(self, name)[:, :anchors] for name in self._fields[:3]}
+        return self._replace(**of_anchors)
+
+
+class Keys:
+    """The keys and values that the anchors of a text see, layer by layer: `shared` ones and, for
+    each token drafted at an anchor, its `own`. At each anchor a pass reads `size` tokens, a block,
+    whose slots all see each other or, if `causal`, only the slots before them."""
+
+    def __init__(self, sight: Sight, size: int = 1, causal: bool = False) -> None:
+        self.sight, self.size, self.causal = sight, size, causal
+        self.shared: list[KeyValue] = []
+        self.own: list[tuple[KeyValue, ...]] = []
+
+    def share(self, keys_values: KeyValue) -> None:
+        """Add the shared keys and values of the next layer."""
+        self.shared.append(keys_values)
+        self.own.append(())
+
+    def cut(self, anchors: int) -> None:
+        """Keep only each row's first `anchors` anchors."""
+        few = slice(None), slice(None), slice(anchors)
+        self.own = [tuple((key[few], value[few]) for key, value in layer) for layer in self.own]
+        self.sight = self.sight.first(anchors)
+
+    def read(self, i: int, query: Tensor) -> Tensor:
+        """The heads of layer i [B, Hkv, Hg, X, Dh] for queries of all slots."""
+        shared, own, size = self.shared[i], self.own[i], self.size
+        if not self.causal:
+            return over_blocks(query, size, shared, self.sight, own)
+        queries, before = query.unflatten(3, (-1, size)).unbind(4), len(own) - size
+        slots = [
+            attended(queries[j], shared, self.sight, own[: before + j + 1]) for j in range(size)
+        ]
+        return torch.stack(slots, 4).flatten(3, 4)
+
+
+class At(NamedTuple):
+    """The places [B, X] of blocks among the pairs of a text, and their rotation."""
+
+    place_BX: Tensor
+    rope: Rotation
+
+
+class OverPairs:
+    """The attention (`Attend`) of a pass over all pairs of a text. They become the shared keys of
+    each layer. `sight(i)` is what every pair sees in layer i. The last of the layers is asked for
+    its output only at the blocks `at`, unless that is None."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        rope: Rotation,
+        sight: Callable[[int], Sight],
+        last: int = 0,
+        at: At | None = None,
+    ) -> None:
+        self.keys, self.rope, self.sight, self.last, self.at = keys, rope, sight, last, at
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        """The entries [B, Wo, …] of x [B, W, …] where the output of layer i is asked for."""
+        return x if self.at is None or i < self.last else entries(x, self.at.place_BX)
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        self.keys.share(attention.keys_values(read, self.rope))
+        if self.at is None or i < self.last:
+            query = attention.query(read, self.rope)
+            heads = attended(query, self.keys.shared[i], self.sight(i), ())
+        else:
+            heads = self.keys.read(i, attention.query(self.asked(i, read), self.at.rope))
+        return attention.joined(heads)
+
+
+class OverDrafts:
+    """The attention (`Attend`) of a pass over one block at each anchor. If no pass has read the
+    text, `text(i)` gives the inputs from which layer i makes its shared keys, and their rotation.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        rope: Rotation,
+        text: Callable[[int], tuple[Tensor, Rotation]] | None = None,
+    ) -> None:
+        self.keys, self.rope, self.text = keys, rope, text
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        return x
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        keys = self.keys
+        if self.text is not None:
+            keys.share(attention.keys_values(*self.text(i)))
+        own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
+        keys.own[i] = *keys.own[i], *by_slot(own, keys.size)
+        return attention.joined(keys.read(i, query))
+
+    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+        """Let later passes see the keys and values of these inputs in place of this pass's own."""
+        own = by_slot(attention.keys_values(read, self.rope), self.keys.size)
+        self.keys.own[i] = *self.keys.own[i][: -len(own)], *own
+
+
+def over_blocks(
+    query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
+) -> Tensor:
+    """Attention [B, Hkv, Hg, X, Dh] of the X = A · `size` slots of all anchors' blocks. A block's
+    slots see the same keys, so they count as further query heads of their anchor."""
+    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, Hg, size, A, Dh]
+    out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
+    heads: Tensor = out.transpose(3, 4).flatten(3, 4)
+    return heads
+
+
+def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
+    """A key and a value [B, Hkv, A, Dh] for each slot of blocks, from those of all slots
+    [B, Hkv, A · size, Dh]."""
+    keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
+    return tuple(zip(keys, values, strict=True))
+
+
+def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """Attention [B, Hkv, Hg, A, Dh] of all anchors of a text, as training needs it. `own` holds a
+    key and a value [B, Hkv, A, Dh] for each drafted token, of which anchor i sees entry i. The
+    scores of a long text are never held at once and are computed again in the backward pass, so
+    memory grows with the text's length, not with its square."""
+    if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
+        return _whole(query, shared, sight, own)
+    return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
+
+
+def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended` with all scores at once."""
+    (keys, values), (Hg, A, Dh) = shared, query.shape[2:]
+    P = keys.shape[2]
+    mask_BAP = sight.mask(slice(0, A), slice(0, P))
+    if not own:
+        return fused(query, keys, values, mask_BAP)
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (Hg, A))
+    scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
+    diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    scores = torch.cat([scores, diagonal], -1).to(precise) * Dh**-0.5
+    weights = scores.softmax(-1).to(values.dtype)
+    out: Tensor = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (Hg, A))
+    for j, (_, v) in enumerate(own):
+        out = out + weights[..., P + j, None] * v[:, :, None]
+    return out
+
+
+def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended`, computed for `BLOCK` anchors at a time over the tiles that they see."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    tiles = [x.split(BLOCK, 2) for x in shared]
+
+    def block(anchors: slice) -> Tensor:
+        near = sight.tiles(anchors)
+        keys, values = (
+            torch.cat([*tiles[j][near], *(pair[j][:, :, anchors] for pair in own)], 2)
+            for j in (0, 1)
+        )
+        mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
+        itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
+        mask = torch.cat([mask, *[itself.expand(B, -1, -1)] * len(own)], 2)
+        return fused(query[..., anchors, :], keys, values, mask)
+
+    blocks = [slice(start, min(start + BLOCK, A)) for start in range(0, A, BLOCK)]
+    again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
+    return torch.cat([checkpoint(block, anchors, **again) for anchors in blocks], 3)
+
+
+def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
+    """`attended` by flex attention: one kernel, which skips tiles that no anchor sees. The anchors'
+    own keys follow the shared ones, depth by depth."""
+    B, A, P = len(query), query.shape[3], shared[0].shape[2]
+    keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
+    pair_BA, first_BA, document_BA, document_BP = sight[:4]
+
+    def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
+        pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
+        alike = document_BA[b, anchor] == document_BP[b, place]
+        seen = sight.near(place, pair, first_BA[b, anchor]) & alike | (place == pair)
+        return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
+
+    built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function
+    tiles = built(create_block_mask)(sees, B, None, A, keys.shape[2], device=query.device)
+    out = built(flex_attention)(
+        query.flatten(1, 2), keys, values, block_mask=tiles, enable_gqa=True
+    )
+    grouped: Tensor = out.unflatten(1, query.shape[1:3])
+    return grouped
+
+
+def flexible(query: Tensor, depths: int) -> ProbeResult:
+    """Whether to use flex attention for heads like these on their device: on a CPU it has no
+    backward pass; elsewhere it must run and agree with `_blocks`."""
+    if query.is_cpu:
+        return ProbeResult(False, "flex attention has no backward pass on a CPU")
+    return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
+
+
+@cache
+def _probed(
+    device: torch.device, dtype: torch.dtype, heads: tuple[int, int], width: int, depths: int
+) -> ProbeResult:
+    """`flexible` by trial, on one text of 1,024 anchors."""
+    generator, A = torch.Generator().manual_seed(0), 1024
+    drawn = [
+        torch.randn(1, *shape, A, width, generator=generator).to(device, dtype).requires_grad_()
+        for shape in (heads, *[heads[:1]] * (2 * depths + 2))
+    ]
+    query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
+    position_BA = torch.arange(A, device=device)[None]
+    sight = Sight.of(position_BA, position_BA, torch.zeros_like(position_BA))
+
+    def gradient(read: Callable[..., Tensor]) -> Tensor:
+        out = read(query, pairs[0], sight, pairs[1:])
+        gradients = torch.autograd.grad(out.square().sum(), drawn)
+        return torch.cat([x.flatten() for x in gradients]).cpu()
+
+    limit = 1e-3 if dtype is torch.float32 else 3e-2
+    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        return agreement(lambda: gradient(_flex), lambda: gradient(_blocks), limit)
+
+
+class OverSlots:
+    """The attention (`Attend`) of a pass of decoding. `rope` holds cos and sin [B, W, Dr], and
+    `mask` [B, W, P] says which slots each place sees; None: all.
+
+    The last of the `layers` is asked for its output only at `last` [B, Wo], unless that is None.
+    """
+
+    def __init__(
+        self,
+        cache: SlotCache,
+        rope: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        layers: int = 1,
+        last: Tensor | None = None,
+    ) -> None:
+        self.cache, self.rope, self.mask = cache, rope, mask
+        self.layers, self.last = layers, last
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        return x if self.last is None or i < self.layers - 1 else entries(x, self.last)
+
+    def seen(self, i: int) -> Tensor | None:
+        """The slots [B, Wo, P] that layer i sees where it is asked for its output."""
+        return None if self.mask is None else self.asked(i, self.mask)
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        query, keys, values = projected(attention, read, self.rope, partial(self.asked, i))
+        keys, values = self.cache.update(keys, values, i)
+        return attention.joined(fused(query, keys, values, self.seen(i)))
+
+
+class AfterText(OverSlots):
+    """The attention of a pass over one block in each row, which first writes keys of the `text`
+    [B, T, D] that is new. `rope` covers that text and the block, and `mask` the block alone."""
+
+    def __init__(
+        self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, text: Tensor
+    ) -> None:
+        super().__init__(cache, rope, mask)
+        self.text = text
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        both = torch.cat([self.text, read], 1)
+        query, keys, values = projected(
+            attention, both, self.rope, lambda x: x[:, self.text.shape[1] :]
+        )
+        keys, values = self.cache.update(keys, values, i)
+        return attention.joined(fused(query, keys, values, self.mask))
+
+
+def projected(
+    attention: Attention,
+    read: Tensor,
+    rope: tuple[Tensor, Tensor],
+    asked: Callable[[Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, Hkv, Hg, Wo, Dh] of the places that `asked` takes from a tensor [B, W, …], and
+    keys and values [B, Hkv, W, Dh] of all places [B, W, …] that attention reads."""
+    if (all_three := attention.at_once(read, rope)) is None:
+        keys, values = attention.keys_values(read, rope)
+        cos, sin = map(asked, rope)
+        return attention.query(asked(read), (cos, sin)), keys, values
+    query, keys, values = all_three
+    return asked(query.movedim(3, 1)).movedim(1, 3), keys, values
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:

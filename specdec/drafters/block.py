@@ -21,16 +21,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.attention import Attend
-from specdec.drafters.gather import last_of, pieces, unread
-from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.norm import RMSNorm
-from specdec.drafters.over_slots import AfterText
-from specdec.drafters.over_text import Keys, OverDrafts, Sight
-from specdec.drafters.proposer import Limits, Sizes, chosen_layers, require_rising
-from specdec.drafters.rope import Rope
-from specdec.drafters.trainable import AnchorsConfig, Trainable
+from specdec.drafters.attention import AfterText, Keys, OverDrafts, Sight, last_of, pieces, unread
+from specdec.drafters.base import (
+    AnchorsConfig,
+    Limits,
+    Sizes,
+    Trainable,
+    chosen_layers,
+    reading_no_draft,
+    require_rising,
+)
+from specdec.drafters.layers import (
+    Attend,
+    Layer,
+    RMSNorm,
+    Rope,
+    config_of,
+    copy_alike,
+    copy_fitting,
+    llama_of,
+)
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
+from specdec.drafters.attention import tokens_from
+from specdec.drafters.base import with_depth
 from specdec.drafters.block import Block, BlockConfig, BlockSizes
-from specdec.drafters.gather import tokens_from
-from specdec.drafters.growth import with_depth
 from specdec.errors import require
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec, Known, Moment
-from specdec.drafters.gather import text_after
-from specdec.drafters.layer import Layer, away_from_zero, copy_last
-from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.solved import STARTS, Solved
+from specdec.drafters.attention import text_after
+from specdec.drafters.layers import Layer, away_from_zero, copy_last
+from specdec.drafters.recurrence import STARTS, RecurrentConfig, RecurrentSizes, Solved
 from specdec.errors import require_within
 from specdec.targets.parts import TargetParts
 

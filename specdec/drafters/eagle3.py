@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import FeatureSpec, Known
-from specdec.drafters.layer import Layer, copy_alike, copy_fitting, llama_of
-from specdec.drafters.norm import RMSNorm
-from specdec.drafters.proposer import chosen_layers, require_rising
-from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.regression import Squares, low_rank, ridge
-from specdec.drafters.solved import STARTS, Solved
+from specdec.drafters.base import chosen_layers, require_rising
+from specdec.drafters.layers import Layer, RMSNorm, copy_alike, copy_fitting, llama_of
+from specdec.drafters.recurrence import (
+    STARTS,
+    RecurrentConfig,
+    RecurrentSizes,
+    Solved,
+    Squares,
+    low_rank,
+    ridge,
+)
 from specdec.errors import require
 from specdec.targets.parts import TargetParts
 

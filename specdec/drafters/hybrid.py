@@ -23,11 +23,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Proposal
-from specdec.drafters.growth import rereading
-from specdec.drafters.memory import Copying, Memories, Memory
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposed import copied_chains, copied_trees, point_mass, whole
-from specdec.drafters.proposer import OWN, Drafter, Sizes
+from specdec.drafters.base import OWN, Drafter, Predictor, Sizes, rereading
+from specdec.drafters.copying import (
+    Copying,
+    Memories,
+    Memory,
+    copied_chains,
+    copied_trees,
+    point_mass,
+    whole,
+)
 from specdec.drafters.registry import family
 from specdec.errors import UserError, require, require_between
 from specdec.files import record

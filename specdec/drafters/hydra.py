@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
 from specdec.context import Context, Known, Moment
-from specdec.drafters.gather import entries
-from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
-from specdec.drafters.layer import llama_of
-from specdec.drafters.prefix import Prefix
-from specdec.drafters.regression import Squares, ridge
+from specdec.drafters.attention import entries
+from specdec.drafters.depth_heads import MOST_LAYERS, Heads, HeadsSizes
+from specdec.drafters.layers import llama_of
+from specdec.drafters.recurrence import Prefix, Squares, ridge
 from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from specdec.context import Context
-from specdec.drafters.gather import entries
-from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained, fresh
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.views import decoder_layers
-from specdec.drafters.vocabulary import fitted
+from specdec.drafters.attention import entries
+from specdec.drafters.base import Drafter
+from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained, fitted, fresh
+from specdec.drafters.target_views import decoder_layers
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import (
     Place,

@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.adapters import Adapted, Adapters, adapted_layers
-from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.heads import MOST_LAYERS, Heads, HeadsSizes
+from specdec.drafters.base import reading_no_draft
+from specdec.drafters.depth_heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.pretrained import LoraOptions
-from specdec.drafters.views import decoder_layers
+from specdec.drafters.target_views import Adapted, Adapters, adapted_layers, decoder_layers
 from specdec.errors import require_within
 from specdec.frozen import Frozen
 from specdec.sampling.trees import Growth

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Known
-from specdec.drafters.heads import Heads, HeadsSizes
-from specdec.drafters.regression import Squares, ridge
+from specdec.drafters.depth_heads import Heads, HeadsSizes
+from specdec.drafters.recurrence import Squares, ridge
 from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.targets.parts import TargetParts

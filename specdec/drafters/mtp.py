@@ -33,15 +33,19 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig
 
 from specdec.context import Context, FeatureSpec, Known
-from specdec.drafters.attention import Attend
-from specdec.drafters.gather import entries, pieces, truncated_contexts, unread
-from specdec.drafters.growth import with_depth
-from specdec.drafters.layer import Layer, away_from_zero, copy_last, fits
-from specdec.drafters.norm import RMSNorm
-from specdec.drafters.over_slots import OverSlots
-from specdec.drafters.over_text import Keys, OverPairs, Sight
-from specdec.drafters.recurrence import RecurrentConfig, RecurrentSizes
-from specdec.drafters.solved import STARTS, Solved
+from specdec.drafters.attention import (
+    Keys,
+    OverPairs,
+    OverSlots,
+    Sight,
+    entries,
+    pieces,
+    truncated_contexts,
+    unread,
+)
+from specdec.drafters.base import with_depth
+from specdec.drafters.layers import Attend, Layer, RMSNorm, away_from_zero, copy_last, fits
+from specdec.drafters.recurrence import STARTS, RecurrentConfig, RecurrentSizes, Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specdec.drafters.memory import Copying, Memory
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.base import Sizes
+from specdec.drafters.copying import Copying, Memory
 from specdec.errors import require
 
 LONGEST = 32  # a match of more tokens is no better evidence

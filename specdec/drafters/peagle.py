@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Context, Moment
+from specdec.drafters.attention import entries, pieces, unread
+from specdec.drafters.base import Limits, reading_no_draft
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Sizes
-from specdec.drafters.gather import entries, pieces, unread
-from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.proposer import Limits
 from specdec.errors import require, require_within
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

@@ -1,4 +1,4 @@
-"""Decoder layers unrolled on their own output: the common part of EAGLE's heads.
+"""Decoder layers unrolled on their own output: the common part of EAGLE's heads and MTP.
 
 The first layer reads pairs of a token and the target's feature at the position before it. At depth
 0 the pair is (x_a, feature of a - 1), with the pairs of all earlier positions as context; at later
@@ -6,25 +6,44 @@ depths the output of the last layer replaces the feature, which the target has n
 Training unrolls the layers in the same way (training-time test, EAGLE-3), so they train on the
 inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in
 engines.
+
+`Solved` adds an initialisation in closed form (`Solves`), by least squares, before any gradient is
+computed. At this initialisation attention adds nothing, or a token sees only itself. So depths 0
+and 1 depend only on what they read themselves, and are linear in some of the weights.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Moment
-from specdec.drafters.attention import Attend
-from specdec.drafters.gather import entries, pieces, text_after, unread
-from specdec.drafters.layer import Layer, config_of, llama_of
-from specdec.drafters.over_slots import OverSlots
-from specdec.drafters.over_text import At, Keys, OverDrafts, OverPairs, Sight
-from specdec.drafters.proposer import Sizes
-from specdec.drafters.rope import Rope
-from specdec.drafters.trainable import AnchorsConfig, Trainable
+from specdec.context import Context, Known, Moment
+from specdec.drafters.attention import (
+    At,
+    Keys,
+    OverDrafts,
+    OverPairs,
+    OverSlots,
+    Sight,
+    entries,
+    pieces,
+    text_after,
+    unread,
+)
+from specdec.drafters.base import AnchorsConfig, Sizes, Trainable
+from specdec.drafters.layers import (
+    Attend,
+    Layer,
+    RMSNorm,
+    Rope,
+    away_from_zero,
+    config_of,
+    llama_of,
+)
+from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
@@ -283,3 +302,148 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
         return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
+
+
+RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares of its input
+
+
+class Squares:
+    """The sums xᵀx [F, F] and xᵀy [F, D] over all rows x, y that were added. They are kept in
+    float64, and on the CPU if the rows are on a device without float64 (a Mac's GPU)."""
+
+    def __init__(self) -> None:
+        self.xx = self.xy = torch.zeros((), dtype=torch.float64)
+        self.rows = 0
+
+    def add(self, x_NF: Tensor, y_ND: Tensor) -> None:
+        if not self.rows:
+            F, D = x_NF.shape[1], y_ND.shape[1]
+            device = "cpu" if x_NF.device.type == "mps" else x_NF.device
+            self.xx = torch.zeros(F, F, dtype=torch.float64, device=device)
+            self.xy = torch.zeros(F, D, dtype=torch.float64, device=device)
+        self.xx += (x_NF.T @ x_NF).to(self.xx.device)
+        self.xy += (x_NF.T @ y_ND).to(self.xy.device)
+        self.rows += len(x_NF)
+
+
+def ridge(xx_FF: Tensor, xy_FD: Tensor) -> Tensor:
+    """The weights W [F, D] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖². With this
+    penalty, rescaling an input changes nothing but its weights. Raises UserError if a row that was
+    summed was not finite."""
+    require(
+        bool(xx_FF.isfinite().all() and xy_FD.isfinite().all()),
+        "the target's states are not finite numbers on the training texts, so no start can be "
+        "solved for: its weights are damaged, or they overflow in this dtype (give "
+        "target.dtype=float32)",
+    )
+    size_F = xx_FF.diagonal()
+    penalty_F = RIDGE * size_F + 1e-12 * size_F.max().clamp_min(1e-12)
+    penalised_FF = xx_FF.clone()
+    penalised_FF.diagonal().add_(penalty_F)
+    weight_FD: Tensor = torch.linalg.solve(penalised_FF, xy_FD)
+    return weight_FD
+
+
+def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Factors [F, Lr] and [Lr, D], of equal norm and at most rank `rank`, whose product is nearest
+    to the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
+    size_F, basis_FF = torch.linalg.eigh(xx_FF)
+    root_F = size_F.clamp_min(float(size_F.max()) * 1e-9).sqrt()
+    left, size, right = torch.linalg.svd((basis_FF * root_F).T @ weight_FD, full_matrices=False)
+    left, size, right = left[:, :rank], size[:rank].sqrt(), right[:rank]
+    inner, outer = (basis_FF / root_F) @ (left * size), size[:, None] * right
+    balance = (outer.norm() / inner.norm()).sqrt()
+    return inner * balance, outer / balance
+
+
+STARTS = ("regression", "target", "random")  # values of the setting `start`
+
+
+class Solved(Recurrent):
+    """A family gives `regress`, made from the methods here."""
+
+    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
+        """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
+        return torch.cat([embedding, feature], -1)
+
+    @property
+    def last_norm(self) -> RMSNorm | None:
+        """The norm between the stream and the LM head, if the drafter has one."""
+        return None
+
+    def before(self, some: Known) -> Tensor:
+        """The features [N, F] that depth 0 reads at known anchors."""
+        return some.before(some.ctx.features(self.needs)).to(self.dtype)
+
+    def token(self, some: Known, depth: int) -> Tensor:
+        """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
+        return self.embed(some.tokens(depth))
+
+    def wanted(self, some: Known, depth: int) -> Tensor:
+        """What the stream should be [N, D] after a depth at known anchors: the target's final
+        state, divided by the weight of the norm that follows."""
+        final_ND = some.wanted(depth).to(self.dtype)
+        return final_ND / away_from_zero(self.last_norm.weight) if self.last_norm else final_ND
+
+    def scale_last_norm(self, known: Iterable[Known]) -> None:
+        """Check that final states divided by the norm's weight have a mean square near 1. If not
+        (the target's norm adds a bias, or has not been copied), set the weight to the states' own
+        sizes."""
+        assert self.last_norm is not None
+        weight_D, final_ND = self.last_norm.weight, next(iter(known)).wanted(0).to(self.dtype)
+        if not 0.8 < float((final_ND / away_from_zero(weight_D)).square().mean()) < 1.25:
+            size_D = final_ND.square().mean(0).sqrt()
+            weight_D.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
+
+    def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[Known]]) -> None:
+        """Solve, by least squares, for the `fc` that best predicts the target's next final state
+        from the `joined` pairs of two depths: depth 0 reads a token and the target's state before
+        it, depth 1 the next token and the output of depth 0."""
+        pairs = Squares()
+        for some in known():
+            read = self.joined(self.token(some, 0), self.before(some))
+            pairs.add(read, self.wanted(some, 0))
+        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
+        for some in known():
+            state = self.layer.leave(fc(self.joined(self.token(some, 0), self.before(some))))
+            pairs.add(self.joined(self.token(some, 1), state), self.wanted(some, 1))
+        fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
+
+    def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Solve, by least squares, for the output weights of the first layer's MLP, so that the MLP
+        adds what the rest of the layer lacks at depths 0 and 1. Its other weights stay as they
+        are."""
+        layer, mlp, rest = self.layer, self.layer.mlp, Squares()
+        mlp.down_proj.weight.zero_()
+        for some in known():
+            feature = self.fuse(self.before(some))
+            for depth in (0, 1):
+                read, residual = self.enter(self.token(some, depth), feature)
+                stream = residual + layer.self_attn.own_output(read)
+                normed = layer.post_attention_layernorm(stream)
+                inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+                rest.add(inner, self.wanted(some, depth) - stream)
+                feature = self.onward(layer.leave(stream))
+        mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
+
+
+class Prefix(Recurrent):
+    """This layer is a recurrent draft that reads features alone, is used at depth 0 only, and
+    has a norm in place of an LM head."""
+
+    def __init__(self, llama: dict[str, Any], vocab: int) -> None:
+        config = RecurrentConfig("prefix", depth=1, start="random")
+        super().__init__(config, RecurrentSizes(target_vocab=vocab, llama=llama))
+        D = self.llama.hidden_size
+        self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
+        self.norm = RMSNorm(D, self.llama.rms_norm_eps)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return ids  # which `enter` does not read
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.entered(feature)
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        normed: Tensor = self.norm(hidden)
+        return normed

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.plugins import Plugins, lab_entries
 from specdec.targets.parts import TargetParts

@@ -23,9 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.drafters.memory import Copying, Memory
-from specdec.drafters.proposed import TreeNode
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.base import Sizes
+from specdec.drafters.copying import Copying, Memory, TreeNode
 from specdec.errors import require
 
 SEPARATOR = -1  # between texts of the corpus: not the id of any token

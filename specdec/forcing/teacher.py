@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Moment
-from specdec.drafters.gather import entries, text_after
-from specdec.drafters.predictor import Predictor, vocabulary
-from specdec.drafters.proposed import point_mass, whole
-from specdec.drafters.proposer import OWN, Drafter
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.attention import entries, text_after
+from specdec.drafters.base import OWN, Drafter, Predictor, Trainable, vocabulary
+from specdec.drafters.copying import point_mass, whole
 from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.batch import Batch, exactly, summarise

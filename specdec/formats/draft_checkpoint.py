@@ -22,8 +22,7 @@ from torch import Tensor
 from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Drafter, starts_of
+from specdec.drafters.base import Drafter, Predictor, starts_of
 from specdec.errors import UserError, located, require
 from specdec.files import (
     new_file,

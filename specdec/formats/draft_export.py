@@ -17,8 +17,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import (

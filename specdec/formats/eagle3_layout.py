@@ -2,8 +2,8 @@
 
 import torch
 
+from specdec.drafters.base import Drafter
 from specdec.drafters.eagle3 import Eagle3
-from specdec.drafters.proposer import Drafter
 from specdec.errors import require
 from specdec.formats.layout import Description, ExportLayout, Tensors, one_layer, special_tokens
 from specdec.targets.parts import TargetParts

@@ -25,8 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, Predictor
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
 from specdec.formats.reference_networks import BY_FAMILY, FINAL, CheckText, ExportFolder
 from specdec.targets.parts import TargetParts

@@ -8,7 +8,7 @@ greedily, never takes one while the best logit is above 0 (`objection` checks th
 import torch
 from torch import Tensor
 
-from specdec.drafters.heads import Heads
+from specdec.drafters.depth_heads import Heads
 from specdec.errors import require
 from specdec.formats.layout import Tensors
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import LlamaConfig
 
-from specdec.drafters.rope import share_of
+from specdec.drafters.layers import share_of
 from specdec.errors import require
 from specdec.targets.parts import TargetParts, soft_cap
 
@@ -55,7 +55,7 @@ def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
 
 def layers_of(llama: LlamaConfig) -> Description:
     """The config of a draft's layers as engines read it. The rotary parameters are those of `alike`
-    (rope.py), which all engines read alike; vLLM takes the scale of LongRoPE's factors
+    (layers.py), which all engines read alike; vLLM takes the scale of LongRoPE's factors
     from keys of its own."""
     described = llama.to_dict()
     rope: Description = dict(described["rope_parameters"])

@@ -1,7 +1,7 @@
 """A draft LM as a plain Hugging Face checkpoint.
 
 An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
-was padded with rows of zeros (`specdec.drafters.vocabulary`). The engine, which drafts
+was padded with rows of zeros (`specdec.drafters.pretrained`). The engine, which drafts
 greedily, gives their tokens the logit 0.
 """
 

@@ -20,7 +20,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from specdec.compat import set_attention
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, require
 from specdec.formats.layout import Description, Tensors, shared_head
 from specdec.targets.parts import TargetParts

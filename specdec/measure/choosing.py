@@ -15,7 +15,7 @@ from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.length import LENGTHS, CostTable, length
 from specdec.decoding.policy import Length, Measured
 from specdec.decoding.way import Way
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths

@@ -16,7 +16,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.forced import Text, along, decoded

@@ -19,8 +19,7 @@ from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
 from specdec.decoding.way import Way
-from specdec.drafters.predictor import vocabulary
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, vocabulary
 from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.device import finish

@@ -27,7 +27,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import require_room
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.way import Way
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.answering import Answered, answers_in_turn, counting

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.decoding.answers import Generation
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.forcing.batch import batch_of
 from specdec.forcing.teacher import TeacherForcing, predicted_rounds
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters import Drafter
+from specdec.drafters.attention import text_after
+from specdec.drafters.base import Predictor
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.dflash2 import DFlash2Config
 from specdec.drafters.dspark import DSparkConfig
 from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3Config
-from specdec.drafters.gather import text_after
 from specdec.drafters.hybrid import HybridConfig
 from specdec.drafters.hydra import HydraHeadsConfig
 from specdec.drafters.jetspec import JetSpecConfig
@@ -20,7 +21,6 @@ from specdec.drafters.mlp import MlpConfig
 from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.drafters.peagle import PEagleConfig
-from specdec.drafters.predictor import Predictor
 from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.suffix import SuffixConfig
 from specdec.forcing.teacher import logits_of

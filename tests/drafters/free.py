@@ -7,7 +7,7 @@ import torch
 
 from specdec.context import Context, FeatureSpec, Proposal
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.gather import pieces
+from specdec.drafters.attention import pieces
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.choose import Choose
 from specdec.sampling.sampler import Sampler

@@ -17,11 +17,9 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.base import Predictor, Trainable, starts_of, vocabulary
 from specdec.drafters.lm import LMConfig
-from specdec.drafters.predictor import Predictor, vocabulary
-from specdec.drafters.proposer import starts_of
 from specdec.drafters.registry import shipped
-from specdec.drafters.trainable import Trainable
 from specdec.forcing.teacher import TeacherForcing
 from specdec.lab.drafters.translated import Translated
 from specdec.runtime.cache import SlotCache

@@ -15,7 +15,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.suffix import SuffixConfig
-from specdec.drafters.views import shallow, with_weights
+from specdec.drafters.target_views import shallow, with_weights
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.copy import CopyConfig

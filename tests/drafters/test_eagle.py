@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from specdec.context import Context, Moment
 from specdec.drafters.eagle import Eagle, EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
-from specdec.drafters.layer import UPDATE
+from specdec.drafters.layers import UPDATE
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.objectives.objective import ObjectiveConfig

@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
 from specdec.context import Context, Moment
-from specdec.drafters.attention import Attention
 from specdec.drafters.eagle import Eagle, EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
-from specdec.drafters.layer import Layer
+from specdec.drafters.layers import Attention, Layer
 from specdec.drafters.peagle import PEagle, PEagleConfig
 from specdec.drafters.recurrence import Recurrent
 from specdec.errors import UserError

@@ -16,10 +16,10 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from specdec.context import Context, Moment
 from specdec.drafters import Drafter
+from specdec.drafters.base import Predictor
 from specdec.drafters.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.mlp import MlpConfig
-from specdec.drafters.predictor import Predictor
 from specdec.errors import UserError
 from specdec.targets.target import Target
 from tests.tiny import architectures, compose, random_drafter, random_target

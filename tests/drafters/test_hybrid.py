@@ -15,8 +15,8 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter, with_copying
+from specdec.drafters.base import vocabulary
 from specdec.drafters.hybrid import Hybrid, HybridConfig, cell, joined, replaced
-from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.measure.results import Results

@@ -98,7 +98,7 @@ BROKEN = {
     "raise SystemError('no\\nway')\n": r"SystemError: no\)",
     "": r"AttributeError: .*has no attribute 'Family'",
     "Family = 3\n": INCOMPLETE,
-    "from specdec.drafters.proposer import Drafter as Family\n": INCOMPLETE,
+    "from specdec.drafters.base import Drafter as Family\n": INCOMPLETE,
     WHOLE: r"the name in its Config is 'last_token'",
     WHOLE + "class Family(Family):\n    Config = int\n": r"its Config is not a dataclass",
     WHOLE

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specdec.context import Context
+from specdec.drafters.base import Drafter
 from specdec.drafters.mtp import MTP, MTPConfig
-from specdec.drafters.proposer import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import logits_of
 from specdec.formats import draft_export

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from specdec.context import Moment
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.drafters.attention import OverSlots
+from specdec.drafters.base import Predictor, Trainable, vocabulary
 from specdec.drafters.eagle import Eagle
-from specdec.drafters.over_slots import OverSlots
-from specdec.drafters.predictor import Predictor, vocabulary
-from specdec.drafters.trainable import Trainable
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose

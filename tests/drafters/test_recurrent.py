@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context
-from specdec.drafters import Drafter, over_text
+from specdec.drafters import Drafter, attention
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3Config
@@ -86,8 +86,8 @@ def test_blocks_of_anchors_equal_all_at_once(
     drafter = drafter_of(name, target).to(dtype)
     ctx, anchors = packed(target, drafter)
     whole, whole_gradients = gradients(drafter, lambda: drafter.hidden(ctx, anchors, None))
-    monkeypatch.setattr(over_text, "WHOLE", 0)
-    monkeypatch.setattr(over_text, "BLOCK", block)
+    monkeypatch.setattr(attention, "WHOLE", 0)
+    monkeypatch.setattr(attention, "BLOCK", block)
     found, found_gradients = gradients(drafter, lambda: drafter.hidden(ctx, anchors, None))
     scale = float(whole.abs().max())
     torch.testing.assert_close(found / scale, whole / scale, atol=tolerance, rtol=0)
@@ -107,9 +107,9 @@ def test_flex_attention_sees_what_all_at_once_sees(
     ctx, anchors = packed(target, drafter)
     with torch.no_grad():
         whole = drafter.hidden(ctx, anchors, None)
-        monkeypatch.setattr(over_text, "WHOLE", 0)
-        monkeypatch.setattr(over_text, "flexible", lambda *_: ProbeResult(True, ""))
-        monkeypatch.setattr(over_text, "_blocks", None)
+        monkeypatch.setattr(attention, "WHOLE", 0)
+        monkeypatch.setattr(attention, "flexible", lambda *_: ProbeResult(True, ""))
+        monkeypatch.setattr(attention, "_blocks", None)
         found = drafter.hidden(ctx, anchors, None)
     torch.testing.assert_close(found, whole, atol=1e-9, rtol=1e-9)
 
@@ -146,7 +146,7 @@ def test_a_long_text_needs_no_square_of_its_length(target: Target, name: str) ->
         return seen.elements
 
     one, two = largest(1536), largest(3072)
-    assert over_text.WHOLE < 1536**2
+    assert attention.WHOLE < 1536**2
     assert two <= 2.1 * one
     assert two < 3072**2  # less than one score for each anchor and key, of one head
 

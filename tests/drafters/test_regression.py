@@ -19,13 +19,13 @@ from transformers import LlamaConfig
 import train.initialisation
 from specdec.context import Context, Known
 from specdec.drafters import DRAFTERS
+from specdec.drafters.base import starts_of
 from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.hydra import Hydra, HydraHeadsConfig
 from specdec.drafters.mlp import MlpConfig
 from specdec.drafters.mtp import MTPConfig
-from specdec.drafters.proposer import starts_of
-from specdec.drafters.regression import RIDGE, Squares, low_rank, ridge
+from specdec.drafters.recurrence import RIDGE, Squares, low_rank, ridge
 from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint

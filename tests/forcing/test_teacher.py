@@ -15,10 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.context import Context, Moment
 from specdec.drafters import DRAFTERS
+from specdec.drafters.base import AnchorsConfig, Drafter
 from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.drafters.peagle import PEagleConfig
-from specdec.drafters.proposer import Drafter
-from specdec.drafters.trainable import AnchorsConfig
 from specdec.forcing import anchors as anchoring
 from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch

@@ -35,9 +35,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.eagle import EagleConfig
-from specdec.drafters.layer import _full_attention, config_of, llama_of
+from specdec.drafters.layers import Rope, _full_attention, config_of, llama_of, share_of
 from specdec.drafters.mtp import MTPConfig
-from specdec.drafters.rope import Rope, share_of
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
 from specdec.targets.causal import CausalTarget

@@ -15,8 +15,8 @@ from specdec.decoding.decode import decode
 from specdec.decoding.length import Confidence
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
+from specdec.drafters.base import vocabulary
 from specdec.drafters.hybrid import Hybrid, HybridConfig
-from specdec.drafters.predictor import vocabulary
 from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration, Calibrations

@@ -15,9 +15,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters import DRAFTERS
-from specdec.drafters.adapters import adapted_layers
 from specdec.drafters.lm import LM
 from specdec.drafters.pretrained import LoraOptions
+from specdec.drafters.target_views import adapted_layers
 from specdec.errors import UserError
 from specdec.runtime.cpu.grouped_attention import grouped_attention, stacked
 from specdec.targets.loading import TargetConfig, load_target

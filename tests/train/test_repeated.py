@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec
-from specdec.drafters import over_text
+from specdec.drafters import attention
 from specdec.runtime.cpu import machine_probes, packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.sampling.sampler import Sampler
@@ -39,7 +39,7 @@ def forgotten() -> None:
         machine_probes.native_dtype,
         packed_linear.obstacle,
         packed_linear.probe,
-        over_text._probed,
+        attention._probed,
     ):
         memory.cache_clear()
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.base import Sizes
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.targets.loading import load_target

@@ -20,7 +20,7 @@ from specdec.decoding.draft_answers import draft_answers
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, rounds_of
 from specdec.decoding.way import Way
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require
 from specdec.files import make_folder, record, sealed_lines, write_whole
 from specdec.integrity import sealed

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from specdec.context import FeatureSpec
 from specdec.drafters import family
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.errors import memory_for, require
 from specdec.progress import bars, console
 from specdec.ranks import Ranks

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from specdec.drafters import family
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Trainable
 from specdec.errors import UserError, first_line
 from specdec.runtime.quantised import itemsize
 from specdec.targets.loading import DTYPES, TargetConfig, auto_class, model_path

@@ -24,8 +24,7 @@ from torch import Tensor
 from specdec.context import Context, FeatureSpec
 from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
-from specdec.drafters.predictor import vocabulary
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require, require_between
 from specdec.targets.target import Target
 

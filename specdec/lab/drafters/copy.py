@@ -13,7 +13,7 @@ here everything before the anchor is the input, and teacher forcing sees what de
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specdec.drafters.memory import Copying, Memory
+from specdec.drafters.copying import Copying, Memory
 
 
 @dataclass

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.gather import tokens_from
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.attention import tokens_from
+from specdec.drafters.base import Predictor, Sizes
 from specdec.errors import require
 
 

@@ -22,13 +22,17 @@ from typing import Any
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters.adapters import Adapted, Adapters, adapted_layers
-from specdec.drafters.gather import entries, states
-from specdec.drafters.growth import growth_over
-from specdec.drafters.predictor import Predictor
+from specdec.drafters.attention import entries, states
+from specdec.drafters.base import Predictor, Trainable, growth_over
 from specdec.drafters.pretrained import LoraOptions
-from specdec.drafters.trainable import Trainable
-from specdec.drafters.views import View, ViewSizes, viewed_layers
+from specdec.drafters.target_views import (
+    Adapted,
+    Adapters,
+    View,
+    ViewSizes,
+    adapted_layers,
+    viewed_layers,
+)
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
 from specdec.sampling.trees import Growth

@@ -26,11 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, Moment
-from specdec.drafters.attention import Attend, Attention, fused
+from specdec.drafters.attention import (
+    At,
+    Keys,
+    OverDrafts,
+    OverPairs,
+    OverSlots,
+    entries,
+    fused,
+    text_after,
+    unread,
+)
 from specdec.drafters.eagle import Eagle
-from specdec.drafters.gather import entries, text_after, unread
-from specdec.drafters.over_slots import OverSlots
-from specdec.drafters.over_text import At, Keys, OverDrafts, OverPairs
+from specdec.drafters.layers import Attend, Attention
 from specdec.drafters.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
 from specdec.runtime.cache import SlotCache

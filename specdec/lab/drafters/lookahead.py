@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
-from specdec.drafters.memory import Copying, Memories, Memory
-from specdec.drafters.proposer import Sizes
+from specdec.drafters.base import Sizes
+from specdec.drafters.copying import Copying, Memories, Memory
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
 from specdec.targets.parts import TargetParts

@@ -19,12 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.growth import reading_no_draft
-from specdec.drafters.layer import copy_last, llama_of
-from specdec.drafters.prefix import Prefix
-from specdec.drafters.proposer import Limits, Sizes
-from specdec.drafters.recurrence import Recurrent, RecurrentSizes
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.base import Limits, Sizes, Trainable, reading_no_draft
+from specdec.drafters.layers import copy_last, llama_of
+from specdec.drafters.recurrence import Prefix, Recurrent, RecurrentSizes
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

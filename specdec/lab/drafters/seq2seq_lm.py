@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM
 
-from specdec.drafters.gather import entries
-from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained
-from specdec.drafters.vocabulary import fitted
+from specdec.drafters.attention import entries
+from specdec.drafters.pretrained import DraftLMConfig, LMSizes, Pretrained, fitted
 from specdec.errors import UserError, require
 from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqModel, Seq2SeqTarget
 from specdec.runtime.quantised import without_method

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.gather import first_tokens, tokens_from
-from specdec.drafters.views import View, ViewSizes, viewed_layers, with_weights
+from specdec.drafters.attention import first_tokens, tokens_from
+from specdec.drafters.target_views import View, ViewSizes, viewed_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import (
     Place,

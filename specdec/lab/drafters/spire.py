@@ -28,15 +28,29 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.attention import Attend, Attention, KeyValue, fused
-from specdec.drafters.gather import entries, tokens_from
-from specdec.drafters.layer import Layer, config_of, copy_alike, copy_fitting, llama_of
-from specdec.drafters.norm import RMSNorm
-from specdec.drafters.over_text import Keys, OverDrafts, Rotation, Sight
-from specdec.drafters.proposer import Sizes
-from specdec.drafters.rope import Rope
-from specdec.drafters.trainable import AnchorsConfig, Trainable
-from specdec.drafters.views import decoder_layers
+from specdec.drafters.attention import (
+    Keys,
+    OverDrafts,
+    Rotation,
+    Sight,
+    entries,
+    fused,
+    tokens_from,
+)
+from specdec.drafters.base import AnchorsConfig, Sizes, Trainable
+from specdec.drafters.layers import (
+    Attend,
+    Attention,
+    KeyValue,
+    Layer,
+    RMSNorm,
+    Rope,
+    config_of,
+    copy_alike,
+    copy_fitting,
+    llama_of,
+)
+from specdec.drafters.target_views import decoder_layers
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth

@@ -26,10 +26,9 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, FeatureSpec, Proposal
-from specdec.drafters.gather import first_tokens, last_of, unread
-from specdec.drafters.predictor import Predictor
-from specdec.drafters.proposed import copied_chains, copied_growth
-from specdec.drafters.proposer import NOTHING, Drafter, Sizes
+from specdec.drafters.attention import first_tokens, last_of, unread
+from specdec.drafters.base import NOTHING, Drafter, Predictor, Sizes
+from specdec.drafters.copying import copied_chains, copied_growth
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.lab.drafters.bridge import Bridge
 from specdec.runtime.cache import SlotCache

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rich.progress import Progress
 
-from specdec.drafters.proposer import Drafter
+from specdec.drafters.base import Drafter
 from specdec.files import write_json
 from specdec.lab.decoding.beam import BeamResult, beam_search
 from specdec.targets.target import Target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.drafters import over_text
+from specdec.drafters import attention
 from specdec.errors import UserError
 from specdec.lab.drafters.spire import Spire, SpireConfig, WindowCache
 from specdec.sampling.choose import Choose
@@ -151,7 +151,7 @@ def test_a_ring_holds_the_sinks_and_the_latest_tokens() -> None:
         assert found == {t for t in range(count) if t < 2 or t >= count - 3}
 
 
-@pytest.mark.parametrize("computed", [over_text._blocks, over_text._flex])
+@pytest.mark.parametrize("computed", [attention._blocks, attention._flex])
 def test_every_way_to_attend_sees_the_same_window(computed: Any) -> None:
     """In tiles of 128 keys and by flex attention as with all scores at once, for two documents."""
     generator, A = torch.Generator().manual_seed(0), 300
@@ -159,12 +159,12 @@ def test_every_way_to_attend_sees_the_same_window(computed: Any) -> None:
     keys, values, *own = (x[:, :, 0] for x in drawn)
     place = torch.cat([torch.arange(100), torch.arange(200)])[None]
     document, every = torch.arange(A)[None].ge(100).long(), torch.arange(A)[None]
-    sight = over_text.Sight.of(every, place, document)._replace(window=7, sink=2)
+    sight = attention.Sight.of(every, place, document)._replace(window=7, sink=2)
     pairs = ((own[0], own[1]),)
     found = computed(query, (keys, values), sight, pairs)
-    torch.testing.assert_close(found, over_text._whole(query, (keys, values), sight, pairs))
+    torch.testing.assert_close(found, attention._whole(query, (keys, values), sight, pairs))
     narrow = sight._replace(window=6)
-    assert not torch.allclose(found, over_text._whole(query, (keys, values), narrow, pairs))
+    assert not torch.allclose(found, attention._whole(query, (keys, values), narrow, pairs))
 
 
 def test_spire_trains_on_a_tiny_target(tiny: Tiny, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.way import Way
-from specdec.drafters.predictor import vocabulary
+from specdec.drafters.base import vocabulary
 from specdec.errors import UserError
 from specdec.forcing.teacher import AcceptanceTable, TeacherForcing
 from specdec.formats import draft_checkpoint

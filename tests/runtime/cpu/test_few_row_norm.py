@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.drafters.norm import RMSNorm
+from specdec.drafters.layers import RMSNorm
 from specdec.runtime.cpu.few_row_norm import FEW, FewRowsNorm
 
 D = 48

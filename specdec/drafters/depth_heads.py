@@ -1,5 +1,4 @@
-"""A head for each depth on the target's final hidden state: what Medusa, Hydra and the MLP
-speculator have in common.
+"""A head for each depth on the target's final hidden state: what several methods have in common.
 
 The state before the anchor is the target's at a - 1. From the anchor on, each token turns the state
 of the token before it into its own state, and head k reads the state after k + 1 tokens:
@@ -15,10 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.gather import entries, tokens_from
-from specdec.drafters.growth import with_depth
-from specdec.drafters.proposer import Sizes
-from specdec.drafters.trainable import Trainable
+from specdec.drafters.attention import entries, tokens_from
+from specdec.drafters.base import Sizes, Trainable, with_depth
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
 

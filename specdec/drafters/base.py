@@ -1,0 +1,561 @@
+"""What every drafter does (`Drafter`), what those with a distribution q of their own at every depth
+add (`Predictor`), and those with weights to train (`Trainable`).
+
+What only some drafters can do is a class attribute, False by default, and the methods that a
+drafter gives if it sets that attribute. The functions at the end make the `Growth` of each kind of
+drafter, which grows a draft tree node by node.
+
+The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
+features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
+`target_logits[a + k]`.
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from specdec.compat import set_buffer
+from specdec.context import Context, FeatureSpec, Known, Moment, Proposal
+from specdec.drafters.attention import pieces, unread
+from specdec.errors import UserError, require, require_between, require_known, require_within
+from specdec.runtime.cache import SlotCache
+from specdec.sampling.choose import Choose
+from specdec.sampling.confidence import Calibrations, variant_of
+from specdec.sampling.trees import DEEPEST, Growth, Shape
+from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
+
+NOTHING, OWN = -1, -2  # in place of a copied id (see `Drafter.copied`)
+
+
+@dataclass(kw_only=True)
+class Sizes:
+    """The sizes of a drafter that the target determines; families that need more extend the class.
+
+    `target_vocab` and `draft_vocab` count tokens; a `draft_vocab` of None is the whole vocabulary.
+    The sizes are written to a draft's card with the config, so all fields are plain JSON.
+    """
+
+    target_vocab: int
+    draft_vocab: int | None = None
+
+    @classmethod
+    def of(cls, config: Any, target: TargetParts, **more: Any) -> Self:
+        """The sizes for this config and target, with the values `more` of a family's own fields.
+        `draft_vocab` is None unless it is smaller than the target's vocabulary."""
+        V, asked = target.vocab_size, getattr(config, "draft_vocab", None)
+        more.setdefault("draft_vocab", asked if (asked or V) < V else None)
+        return cls(target_vocab=V, **more)
+
+
+@dataclass
+class Limits:
+    """What decoding must know of a drafter before it drafts."""
+
+    depth: int | None = None  # the most tokens in a row that it can draft; None: any number
+    positions: int | None = None  # the longest text to draft for, in tokens; None: any
+    slots: int = 0  # slots of a cache that drafting needs besides those of its nodes
+    parallel: bool = False  # depths do not read each other's tokens: `Growth.marginals`
+
+
+class Drafter(nn.Module, ABC):
+    """Proposes tokens. A drafter is made from its config (the user's choices) and its sizes (what
+    the target determines), so a draft on disk can be read without planning it again.
+
+    `Config` is the dataclass that configures the family. It may have `bounds`, the limits of its
+    settings (see `require_within`), and `starts`, the values that its setting `start` may take.
+
+    Each attribute that is False by default declares an ability. A drafter that sets it gives the
+    methods named beside it.
+    """
+
+    Config: ClassVar[type[Any]]
+    Sizes: ClassVar[type[Sizes]] = Sizes
+    config: Any
+    sizes: Any
+    needs: FeatureSpec = FeatureSpec()
+    depth: int  # how many depths are trained and measured; also the default γ
+    limits: Limits
+
+    copies: bool = False  # its proposals are point masses, without q: `copied`
+    fits_texts: ClassVar[bool] = False  # learns counts or an index from texts: `fit`
+    weighs_choices: ClassVar[bool] = False  # chooses between ways to draft by their cost: `weigh`
+    sends_scouts: ClassVar[bool] = False  # its proposals have scouts (see `Scouts`): `hear`
+    runs_target: ClassVar[bool] = False  # may run the target's own layers, even in training
+    calibrations = Calibrations()  # of its confidence in each drafted token
+    noted_alpha: Sequence[float] = ()  # its greedy α by depth on held-out text, as noted on disk
+    # the same way to draft in `generate` of transformers: "assistant" or "prompt lookup"
+    in_transformers: ClassVar[str | None] = None
+    # configs, by name, of a family that pays only where prompts are long; benches measure these
+    long_prompts: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, config: Any, sizes: Any) -> None:
+        super().__init__()
+        bounds: dict[str, Any] = {"depth": (1, DEEPEST), "draft_vocab": 1, "intermediate_size": 1}
+        bounds |= getattr(config, "bounds", {})
+        own = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
+        require_within("drafter", config, **own)
+        if hasattr(config, "start"):
+            require_known("drafter", config, start=starts_of(config))
+        self.config = config
+        self.sizes = sizes
+        self.depth = config.depth
+        self.limits = Limits()
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        """Whether a drafter with this config has weights to train."""
+        return False
+
+    @classmethod
+    def adapts_target(cls, config: Any) -> bool:
+        """Whether a drafter with this config trains adapters on the target along with itself. The
+        target with these adapters is then the one that it drafts for."""
+        return False
+
+    @classmethod
+    def plan(cls, config: Any, target: TargetParts) -> Any:
+        """The `Sizes` of a drafter with this config for this target."""
+        return cls.Sizes.of(config, target)
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        target: TargetParts,
+        vocab_S: Tensor | None = None,
+        earlier: "Drafter | None" = None,
+    ) -> Self:
+        """A drafter for a target. Families that are trained start from the weights of an `earlier`
+        draft, if there is one, and may have the pruned draft vocabulary `vocab_S`."""
+        drafter = cls(config, cls.plan(config, target))
+        drafter.to(target.device)
+        drafter.attach(target)
+        return drafter
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or cast as modules do, but never cast rotary frequencies: rounded to bfloat16, they
+        would be off by up to 0.4 %, which adds up to one radian after 256 positions."""
+        exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, x in exact.items():
+            path, _, leaf = name.rpartition(".")
+            module = self.get_submodule(path)
+            set_buffer(module, leaf, x.to(self.get_buffer(name).device))
+        return self
+
+    def attach(self, target: TargetParts) -> None:
+        """Keep references to the frozen parts of the target that the drafter reads. They are never
+        saved."""
+
+    def new_cache(self, capacity: int | None = None) -> Any:
+        """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
+        method, or None. `capacity` fixes the slots of families whose passes can be compiled."""
+        return None
+
+    @abstractmethod
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
+        """Draft in the given shape after each row's anchor, the last token of the row in `ctx`.
+
+        `ctx` is always the whole context: a cache only saves work and never changes the draft.
+        """
+
+    @abstractmethod
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """The state of one speculation step at its anchors. Beam search, which chooses tokens by
+        itself, grows the draft node by node from it."""
+
+    def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
+        """The ids [B, A, K] of the K = `depth` tokens that a drafter that `copies` drafts at each
+        anchor; `NOTHING` where it drafts none, `OWN` where its `copying_head` drafts. Along a known
+        text it answers with these tokens themselves."""
+        raise NotImplementedError
+
+    @property
+    def copying_head(self) -> "tuple[Drafter, int] | None":
+        """The drafter with a q that drafts where a drafter that `copies` finds nothing better, and
+        the most tokens that it drafts in a row; None if there is no such drafter."""
+        return None
+
+    def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
+        """Learn from training texts without gradients, and keep what was learned in buffers.
+        `masks` mark the assistant's tokens. A family without weights to train is fitted in place of
+        training."""
+        raise NotImplementedError
+
+    def weigh(
+        self,
+        cost: "Callable[[Drafter, int], tuple[float, float]]",
+        texts: Sequence[Sequence[int]],
+        masks: Sequence[Sequence[bool]],
+        variant: str,
+    ) -> None:
+        """Learn, before decoding at a temperature, what the choice between several ways to draft
+        depends on. `cost(member, γ)` measures the time of one draft step of a member that drafts γ
+        tokens, and of a forward pass over γ + 1 tokens, both in steps of the baseline. Where
+        `masks` is true, the tokens of `texts` are the target's own responses at that temperature.
+        `variant` names the variant of α (see `variant_of`)."""
+        raise NotImplementedError
+
+    def hear(self, logits_BQV: Tensor, cache: Any) -> None:
+        """Learn from the target's logits after each scout of the last proposal. `cache` is the one
+        that drafted it."""
+        raise NotImplementedError
+
+    def require_sound(self) -> None:
+        """Raise UserError if buffers, loaded from a damaged file, hold values that no fit can have
+        produced, such as ids outside the target's vocabulary."""
+
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        """What to tell the user if chains or trees of this depth are deeper than the drafter was
+        trained for, so that the deepest tokens are accepted less often; else empty."""
+        return ""
+
+    def settled(self, target: Target) -> "tuple[Drafter, Target]":
+        """The drafter and the target to decode with, not yet attached: these two or, if the drafter
+        `adapts_target`, a drafter without adapters and a copy of the target with them merged."""
+        return self, target
+
+    def weights_to_save(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The weights of a draft on disk, from a state dict. Parts that only training needs, such
+        as adapters on the draft's own weights, are merged into the others."""
+        return dict(weights)
+
+
+def starts_of(config: Any) -> Sequence[str]:
+    """The values that the setting `start` may have in a config, or in a class of configs."""
+    starts: Sequence[str] = getattr(config, "starts", ("target", "random"))
+    return starts
+
+
+def chosen_layers(
+    configured: Sequence[int] | None, default: Sequence[int], target: TargetParts
+) -> list[int]:
+    """The target's layers that a drafter reads: those that its config gives, or the default.
+    Raises UserError for a layer that the target lacks."""
+    layers, L = configured or sorted(set(default)), target.depth
+    few = "" if configured else "; the default needs more, so give drafter.layers"
+    require(
+        all(0 < k <= L for k in layers),
+        f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
+    )
+    return list(layers)
+
+
+def require_rising(layers: Sequence[int] | None) -> None:
+    """Raise UserError unless layers to read are unset, or distinct and in rising order."""
+    require(
+        layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
+        f"drafter.layers={layers}: give distinct layers in rising order, as engines "
+        "read them, or null for the default",
+    )
+
+
+class Predictor(Drafter):
+    """A family gives `hidden` and `unembed`; the rest has defaults."""
+
+    # It estimates its own acceptance (`confidence`). The estimate is trained along with the draft,
+    # whatever the draft's own loss (see `ObjectiveConfig.loss`).
+    estimates_acceptance: ClassVar[bool] = False
+
+    vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all
+
+    def __init__(self, config: Any, sizes: Any) -> None:
+        super().__init__(config, sizes)
+        self.register_buffer("vocab_S", None)
+        if sizes.draft_vocab:
+            self.vocab_S = torch.arange(sizes.draft_vocab)
+
+    @abstractmethod
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+        """Hidden states [B, A, K, D] of every depth at every anchor.
+
+        `drafted_BAk` holds the k = K - 1 tokens drafted so far after each anchor. None means the
+        text's own next tokens (teacher forcing), with K = `depth`.
+        """
+
+    @abstractmethod
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        """Draft logits [..., S] of depth k from hidden states [..., D]."""
+
+    def confidence(self, hidden_NKD: Tensor) -> Tensor:
+        """The α [N, K] that a drafter with `estimates_acceptance` expects at each depth, from
+        hidden states. Decoding reads it as the draft's confidence."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
+        growth = self.begin(ctx, cache)
+        variant = variant_of(choose.sampler.greedy, choose.siblings == "fixed")
+        growth.calibration = self.calibrations.of(variant)
+        proposal = shape.draft(growth, choose)
+        if ctx.cache is not None:
+            ctx.cache.drop()  # drafts in the target's own slots, which its pass will overwrite
+        q_BGS, V = proposal.q_BGV, self.sizes.target_vocab
+        if q_BGS is not None and q_BGS.shape[-1] < V:
+            assert self.vocab_S is not None
+            q_BGV = q_BGS.new_zeros(*q_BGS.shape[:2], V)
+            proposal.q_BGV = q_BGV.index_copy_(-1, self.vocab_S, q_BGS)
+        return proposal
+
+    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+        """This default reads every node's path again from the start. Families that use a cache
+        replace it, and must give the same logits."""
+
+        def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
+            k = drafted_BWk.shape[2]
+            return self.unembed(self.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k], k)
+
+        return rereading(ctx, logits)
+
+    def require_sound(self) -> None:
+        if (ids_S := self.vocab_S) is not None:
+            V, rising = self.sizes.target_vocab, bool((ids_S[1:] > ids_S[:-1]).all())
+            require(
+                rising and int(ids_S[0]) >= 0 and int(ids_S[-1]) < V,
+                f"the ids of the draft vocabulary must rise within 0 to {V - 1}",
+            )
+
+
+def vocabulary(drafter: Drafter | None) -> Tensor | None:
+    """The target ids of a drafter's own vocabulary, ascending; None: all, as of copied tokens."""
+    return drafter.vocab_S if isinstance(drafter, Predictor) else None
+
+
+def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
+    """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
+
+    Ties go to the lower id. If too few ids occur, the lowest of the others fill the rest.
+    """
+    counts = Counter(chain.from_iterable(texts))
+    ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))
+    return torch.tensor(sorted(ranked[:size]))
+
+
+@dataclass
+class AnchorsConfig:
+    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null
+    takes all. A sample is for families whose training pass costs more with every anchor."""
+
+    per_row: int | None = None
+
+    def __post_init__(self) -> None:
+        require_between("drafter.anchors.per_row", self.per_row, 1)
+
+    def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """The weight of each depth at each position [T, K]. Drawn anchors weigh more, so that the
+        expected loss and its gradient are those of all valid anchors."""
+        weight_TK = valid_TK.float()
+        usable = valid_TK[:, 0].nonzero()[:, 0]
+        if self.per_row is None or len(usable) <= self.per_row:
+            return weight_TK
+        order = torch.randperm(len(usable), generator=generator)[: self.per_row]
+        drawn_T1 = torch.zeros_like(weight_TK[:, :1])
+        drawn_T1[usable[order]] = len(usable) / self.per_row
+        return weight_TK * drawn_T1
+
+
+class Trainable(Predictor):
+    """A family with layers writes one `step` through them, which training and drafting both take.
+    The step is handed the attention (see `attention.py`). Training unrolls it in `hidden` at all
+    anchors of a text, given the text's own tokens."""
+
+    learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
+    added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
+    regressed: int = 2  # how many depths `regress` solves for
+    # It has a head for each depth that reads only states of the target: no drafted token, and
+    # nothing of another head (`read_by_heads`, `heads_of`). So training needs the tensors of one
+    # head at a time (Gloeckle et al. 2024, arXiv 2404.19737, section 2): its logits are made, give
+    # their gradient and are freed before the next head's are made, unless the objective couples the
+    # depths.
+    separate_heads: ClassVar[bool] = False
+
+    @classmethod
+    def trains(cls, config: Any) -> bool:
+        return True
+
+    @classmethod
+    def build(
+        cls,
+        config: Any,
+        target: TargetParts,
+        vocab_S: Tensor | None = None,
+        earlier: Drafter | None = None,
+    ) -> Self:
+        """A drafter to train for a target. Its weights start as the config says, or as those of
+        an `earlier` draft (see `inherit`).
+
+        `vocab_S` holds the target ids of a pruned draft vocabulary, ascending (as
+        `specdec.drafters.frequent_tokens` gives them); without it, the lowest ids are kept.
+        """
+        drafter = cls(config, cls.plan(config, target))
+        if drafter.vocab_S is not None and vocab_S is not None:
+            drafter.vocab_S = vocab_S
+        drafter.to(target.device)
+        drafter.attach(target)
+        with torch.no_grad():
+            drafter.start(target)
+            if earlier is not None:
+                assert isinstance(earlier, Predictor)
+                drafter.inherit(earlier)
+        return drafter
+
+    def start(self, target: TargetParts) -> None:
+        """Set the weights that training starts from."""
+
+    def inherit(self, earlier: Predictor) -> None:
+        """Take over the weights of an earlier draft, whose vocabulary must be part of this draft's.
+        Rows over the draft vocabulary are matched by token id; rows of tokens that the earlier
+        draft lacks keep their start. Raises UserError for a tensor that does not fit."""
+        theirs, place_S = earlier.state_dict(), None
+        if self.vocab_S is not None and earlier.vocab_S is not None:
+            known_S = earlier.vocab_S.to(self.vocab_S.device)
+            require(
+                bool(torch.isin(known_S, self.vocab_S).all()),
+                "the earlier draft has tokens that this one lacks: add them to vocab_S",
+            )
+            place_S = torch.searchsorted(self.vocab_S, known_S)
+        for name, x in self.state_dict().items():
+            if name == "vocab_S" or (name not in theirs and name.startswith(self.added)):
+                continue
+            source = theirs.get(name, torch.empty(0))
+            over_vocab = self.vocab_S is not None and x.shape[:1] == self.vocab_S.shape
+            if source.shape == x.shape:
+                x.copy_(source)
+            elif place_S is not None and over_vocab and source.shape == x[place_S].shape:
+                x[place_S] = source.to(x)
+            else:
+                said = f"of shape {list(source.shape)}" if name in theirs else "missing"
+                raise UserError(
+                    f"the earlier draft's tensor {name!r} is {said}, but {list(x.shape)} is needed"
+                    ": give the settings of that draft"
+                )
+
+    @property
+    def train_depth(self) -> int:
+        """How many depths the loss covers: `depth`, or fewer if the family trains on fewer."""
+        return self.depth
+
+    def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
+        """The weight in the loss of each depth at each position of a row [T, K]; a position
+        without weight is not an anchor. By default every valid depth weighs 1. If the config has
+        `anchors`, a sample of the anchors is drawn, each of which weighs 1 / its probability, so
+        that the expected loss is that of all anchors.
+
+        `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
+        """
+        return getattr(self.config, "anchors", AnchorsConfig()).draw(valid_TK, generator)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+        """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
+        more. Families that do not train as they draft (noise on features, glancing, parallel
+        depths) replace this default."""
+        return self.hidden(ctx, anchors_BA, None)
+
+    @property
+    def regresses(self) -> bool:
+        """Whether the config asks for an initialisation in closed form, by `regress`."""
+        return getattr(self.config, "start", None) == "regression"
+
+    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+        """Initialise the weights in closed form, by least squares over a part of the training
+        texts. `known()` yields the same part every time. Called only if the drafter `regresses`."""
+        raise NotImplementedError
+
+    def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
+        """If the drafter `adapts_target`: the target's final hidden states [B, T, D] with the
+        current adapters, and the weight of the draft's own loss when the share `progress` of a run
+        is done. The divergence of the adapted target from the original is added with weight 1."""
+        return None
+
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        """The states [B, A, K, D] that `separate_heads` read at each anchor, or [B, A, 1, D] if all
+        heads read the same."""
+        raise NotImplementedError
+
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        """Hidden states [N, K, D] of K depths, from depth `first` on, made from the states that
+        their `separate_heads` read."""
+        raise NotImplementedError
+
+    def beyond_training(self, depth: int, tree: bool) -> str:
+        """Only drafters that read the target's features lose acceptance beyond their trained depth,
+        since there they read their own states in place of these features. A draft that is a
+        language model of its own has no such depth."""
+        fed_back = self.trains(self.config) and self.needs != FeatureSpec()
+        if depth <= self.depth or self.limits.depth is not None or not fed_back:
+            return ""
+        return (
+            f"this {self.config.name} was trained to draft {self.depth} tokens in a row but drafts "
+            f"{depth} here: the further ones take as long, and fewer of them will be accepted"
+        )
+
+
+def learning_rate(config: Any) -> float:
+    """The learning rate if `optim.lr` is null. Higher ones spoil a start by regression."""
+    return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
+
+
+def with_depth(
+    grow: Callable[[Tensor, Tensor | None, int], Tensor],
+) -> Callable[[Tensor, Tensor | None], Tensor]:
+    """`Growth.grow` from a function that also takes the depth of the new nodes."""
+    depths = [0]  # the depth of the anchor, then of every node
+
+    def told(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
+        depths.extend([depth] * tokens_BW.shape[1])
+        return grow(tokens_BW, parents_BW, depth)
+
+    return told
+
+
+def growth_over(
+    cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+) -> Growth:
+    """The growth of a model with a cache of its own, which first reads the tokens committed since
+    the last round. `read(ids, slots, last)` gives the logits [B, W, S] after ids [B, W]. Each id
+    follows its slot in `slots` [B, W]; if that is None, the ids form a chain. With indices `last`
+    [B, 1], only the logits there [B, 1, S] are given."""
+    new = unread(cache, ctx.counts())
+    ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
+    first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
+    cache.keep(new)
+    return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
+
+
+def rereading(ctx: Context, logits: Callable[[Tensor, Tensor], Tensor]) -> Growth:
+    """The growth of a drafter without a cache, which reads every node's path again from the start.
+    `logits(anchor_BW, drafted_BWk)` gives those [B, W, S] after k tokens drafted at an anchor."""
+    anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+    paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
+
+    def after(W: int) -> Tensor:
+        last = [known[-W:] for known in paths]
+        drafted_BWk = torch.tensor(last, dtype=torch.long, device=anchor_B1.device)
+        return logits(anchor_B1.expand(-1, W), drafted_BWk)
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+        above = [[-1]] * len(paths) if parents_BW is None else (parents_BW + 1).tolist()
+        for known, places, tokens in zip(paths, above, tokens_BW.tolist(), strict=True):
+            known += [[*known[at], token] for at, token in zip(places, tokens, strict=True)]
+        return after(tokens_BW.shape[1])
+
+    return Growth(after(1)[:, 0], grow)
+
+
+def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
+    """The growth of a drafter that reads no drafted tokens, given its logits [B, S] by depth."""
+
+    def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
+        return logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1)
+
+    return Growth(
+        logits(0), with_depth(grow), lambda depth: torch.stack([*map(logits, range(depth))], 1)
+    )

@@ -1,0 +1,476 @@
+"""The layers of a draft: Llama's (or Qwen3's), with norm, rotary positions, attention and MLP.
+
+A layer takes its shape, and may copy its weights, from the target's.
+
+A method writes one `step` through its layers and passes each of them an `Attend`: attention over a
+sequence (training) or over the slots of a cache (drafting), both in `attention.py`. The step does
+not know which.
+
+A draft has one kind of layer, which attends to the whole text, so it copies the rotary parameters
+of the target's full attention. Engines and transformers read some of these differently, and those
+are replaced by what both read alike (`alike`): a draft is then the same network everywhere.
+"""
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+
+from specdec.runtime.cpu.few_row_norm import FewRowsNorm
+from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
+from specdec.targets.parts import UNBOUNDED, TargetParts
+
+
+class RMSNorm(LlamaRMSNorm):
+    """Llama's RMSNorm; outside autograd and compiled graphs, with fewer operators, which in 16 bits
+    round once where Llama's round twice."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps)
+        self._fast: FewRowsNorm | None = None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """The normed states [..., D]."""
+        weight, dtype = self.weight, hidden_states.dtype
+        alike = dtype is weight.dtype and dtype is not torch.float64  # Llama's sums in float32
+        plain = not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not (alike and plain) or weight.is_inference():
+            normed: Tensor = super().forward(hidden_states)
+            return normed
+        if self._fast is None or self._fast.weight is not weight:
+            self._fast = FewRowsNorm(weight, self.variance_epsilon)
+        self._fast.renew_if_changed()
+        return self._fast(hidden_states)
+
+
+FULL = "full_attention"
+THETA = 10000.0
+
+
+def of_full_attention(rope: Mapping[str, Any] | None, kind: str | None) -> dict[str, Any] | None:
+    """A copy of a target's rotary parameters for layers with full attention or, if they are given
+    by kind of layer and there is no such kind, for layers of this `kind`. None if the target has
+    none for these layers."""
+    if not rope:
+        return None
+    by_kind = {name: x for name, x in rope.items() if isinstance(x, Mapping)}
+    if not by_kind or "rope_type" in rope:
+        return {name: copy.deepcopy(x) for name, x in rope.items() if name not in by_kind}
+    taken = next((k for k in (FULL, kind) if k in by_kind), next(iter(by_kind)))
+    return dict(copy.deepcopy(by_kind[taken]))
+
+
+def alike(rope: Mapping[str, Any], width: int, positions: int) -> dict[str, Any]:
+    """Rotary parameters that transformers and vLLM 0.32 read alike, for `width` rotated numbers of
+    a head and texts of up to `positions` tokens.
+
+    `dynamic` changes nothing up to that length, and has a fixed base with `alpha`. `longrope` has
+    two sets of factors, between which transformers chooses by a text's length and vLLM by the
+    longest text that it may be given: a draft has the short set at any length. vLLM divides
+    nothing by the `factor` of `proportional`, and needs every number of `yarn` to be given.
+    All other keys, such as the sections of images, are left out.
+    """
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind, theta = "longrope" if kind == "su" else kind, rope.get("rope_theta") or THETA
+    whole = rope.get("original_max_position_embeddings") or positions
+    same = {"rope_type": kind, "rope_theta": theta}
+    if kind == "proportional":
+        return same
+    if kind == "linear":
+        return same | {"factor": float(rope["factor"])}
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        factors = {name: float(rope[name]) for name in names}
+        return same | factors | {"original_max_position_embeddings": whole}
+    if kind == "yarn":
+        factor = float(rope.get("factor") or positions / whole)
+        return same | {
+            "factor": factor,
+            "original_max_position_embeddings": whole,
+            "attention_factor": _yarn_attention(rope, factor),
+            "beta_fast": rope.get("beta_fast") or 32,
+            "beta_slow": rope.get("beta_slow") or 1,
+            "truncate": rope.get("truncate", True),
+        }
+    if kind == "longrope" and len(rope["short_factor"]) == width // 2:
+        factor = rope.get("factor") or positions / whole
+        usual = math.sqrt(1 + math.log(factor) / math.log(whole)) if factor > 1 else 1.0
+        scale = rope.get("short_mscale") or rope.get("attention_factor") or usual
+        short = [float(x) for x in rope["short_factor"]]
+        return same | {
+            "short_factor": short,
+            "long_factor": list(short),
+            "original_max_position_embeddings": whole,
+            "attention_factor": float(scale),
+        }
+    if kind == "dynamic" and rope.get("alpha"):
+        theta = theta * rope["alpha"] ** (width / (width - 2))
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
+    """The factor on cos and sin that YaRN infers unless it is given."""
+
+    def grown(scale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    if (attention := rope.get("attention_factor")) is not None:
+        return float(attention)
+    above, below = rope.get("mscale"), rope.get("mscale_all_dim")
+    return float(grown(above) / grown(below)) if above and below else float(grown(1.0))
+
+
+def rotary_width(rope: Mapping[str, Any] | None, head_dim: int) -> int:
+    """How many numbers of a head are rotated: an even number, from 2 to `head_dim`."""
+    share = (rope or {}).get("partial_rotary_factor")
+    share = 1.0 if share is None else float(share)
+    return min(head_dim, max(2, int(head_dim * share) // 2 * 2))
+
+
+def share_of(width: int, head_dim: int) -> float:
+    """The `partial_rotary_factor` that a reader, which rounds down, turns into `width`."""
+    share = width / head_dim
+    return share if int(head_dim * share) == width else math.nextafter(share, 1.0)
+
+
+class Rope(nn.Module):
+    """Rotary factors for `rotated`, from a table that grows as needed. The config's `rotary_dim`
+    (None: all) is the number of rotated numbers of a head; of `proportional` parameters, the others
+    are rotated by 0."""
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__()
+        config, width = copy.deepcopy(llama), getattr(llama, "rotary_dim", None)
+        rope: dict[str, Any] = config.rope_parameters  # type: ignore[assignment]
+        if width is not None and rope["rope_type"] == "proportional":
+            rope["partial_rotary_factor"] = share_of(width, int(llama.head_dim or 0))
+        elif width is not None:
+            config.head_dim = width
+        self.rotary = LlamaRotaryEmbedding(config)
+        self._table: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """cos and sin [..., Dr] at positions below `end`; the first half of sin is negated."""
+        device, table = position.device, self._table
+        if table is None or len(table[0]) < end or table[0].device != device:
+            with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
+                steps = torch.arange(max(2 * end, 1024), device=device)[None]
+                cos, sin = self.rotary(torch.zeros((), device=device), steps)
+            first, second = sin[0].chunk(2, -1)
+            table = self._table = cos[0], torch.cat([-first, second], -1)
+        return table[0][position], table[1][position]
+
+
+def rotated(x_BHADh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of heads, given cos and sin [B, A, Dr] from `Rope`, for their first
+    Dr numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
+    are the halves of x; here sin has the sign."""
+    width = rope[0].shape[-1]
+    if width < x_BHADh.shape[-1]:
+        return torch.cat([rotated(x_BHADh[..., :width], rope), x_BHADh[..., width:]], -1)
+    cos, sin = (t[:, None].to(x_BHADh.dtype) for t in rope)
+    return torch.addcmul(x_BHADh * cos, x_BHADh.roll(width // 2, -1), sin)
+
+
+SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
+
+KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, Dh]
+
+
+class Attention(nn.Module):
+    """Grouped-query attention that reads `width` numbers per pair and returns D; with `head_norms`
+    each query and key head passes an RMSNorm first, as in Qwen3."""
+
+    q_norm: nn.Module
+    k_norm: nn.Module
+
+    def __init__(self, llama: LlamaConfig, width: int, head_norms: bool = False) -> None:
+        super().__init__()
+        self.heads, self.head_dim = llama.num_attention_heads, int(llama.head_dim or 0)
+        self.kv_heads = llama.num_key_value_heads or self.heads
+        inner, shared = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(width, inner, bias=False)
+        self.k_proj = nn.Linear(width, shared, bias=False)
+        self.v_proj = nn.Linear(width, shared, bias=False)
+        self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
+        self._joint: JointLinear | None = None  # of q, k and v
+        for name in ("q_norm", "k_norm"):
+            norm = RMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
+            self.add_module(name, norm)
+
+    def keys_values(self, x_BPD: Tensor, rope: tuple[Tensor, Tensor]) -> KeyValue:
+        keys = self.k_norm(self._heads(self.k_proj(x_BPD)))
+        return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
+
+    def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries [B, Hkv, Hg, A, Dh]."""
+        query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
+        grouped: Tensor = query.unflatten(1, (self.kv_heads, -1))
+        return grouped
+
+    def at_once(
+        self, x_BWD: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """`query` and `keys_values` of the same places by one product with a packed weight; None
+        where this is not possible, or not faster."""
+        if not multiplies(x_BWD, self.q_proj.weight):
+            return None
+        self._joint = joint(self._joint, self.q_proj, self.k_proj, self.v_proj)
+        if self._joint is None or not self._joint.faster(x_BWD):
+            return None
+        heads, turning = self._heads(self._joint(x_BWD)), self.heads + self.kv_heads
+        turned, values = heads[:, :turning], heads[:, turning:]
+        if not isinstance(self.q_norm, nn.Identity):
+            query, keys = turned.split([self.heads, self.kv_heads], 1)
+            turned = torch.cat([self.q_norm(query), self.k_norm(keys)], 1)
+        turned = rotated(turned, rope)
+        query, keys = turned[:, : self.heads], turned[:, self.heads :]
+        return query.unflatten(1, (self.kv_heads, -1)), keys, values
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, A, H·Dh] -> [B, H, A, Dh]"""
+        heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        return heads
+
+    def joined(self, heads: Tensor) -> Tensor:
+        """The heads' outputs [B, Hkv, Hg, A, Dh] -> [B, A, D]"""
+        output: Tensor = self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
+        return output
+
+    def own_output(self, x: Tensor) -> Tensor:
+        """The output [..., D] for inputs that see only themselves."""
+        values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
+        heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
+        output: Tensor = self.o_proj(heads.flatten(-2))
+        return output
+
+    def see_oneself(self, inner_FLr: Tensor, outer_LrD: Tensor) -> None:
+        """Set the weights so that every input x [F] sees little but itself and the output is
+        `x @ inner_FLr @ outer_LrD`. Queries and keys are the same random map of x's first D
+        numbers."""
+        (Lr, D), groups = outer_LrD.shape, self.heads // self.kv_heads
+        self.v_proj.weight[:Lr] = inner_FLr.T.to(self.v_proj.weight)
+        outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)
+        outputs[:, :Lr] = outer_LrD.T
+        of_heads = outputs.unflatten(1, (self.kv_heads, -1)).repeat_interleave(groups, 1)
+        self.o_proj.weight.copy_(of_heads.flatten(1) / groups)
+        drawn = torch.randn(
+            self.kv_heads, self.head_dim, D, generator=torch.Generator().manual_seed(0)
+        )
+        own = drawn.to(outputs) * (SHARP / (self.head_dim**0.5 * D)) ** 0.5
+        for projection, times in ((self.k_proj, 1), (self.q_proj, groups)):
+            projection.weight.zero_()
+            projection.weight[:, :D] = own.repeat_interleave(times, 0).flatten(0, 1)
+
+
+class Attend(Protocol):
+    """The attention of one pass. Every layer reads all W places of the pass, which get keys; the
+    output of the last layer may be asked for at a few places only."""
+
+    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
+        """What layer i adds to the residual stream, [B, Wo, D] at the places where its output is
+        asked for. Its attention reads `read` [B, W, …]."""
+
+    def asked(self, i: int, x: Tensor) -> Tensor:
+        """The entries [B, Wo, …] of x [B, W, …] where the output of layer i is asked for."""
+
+
+UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
+LONGEST = 1 << 17  # positions of a draft whose target sets no limit
+READS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+ATTENTION, FEED_FORWARD = (*READS, "self_attn.o_proj."), ("mlp.",)
+
+
+class MLP(LlamaMLP):
+    """Llama's MLP, whose first two products are one for packed weights."""
+
+    def __init__(self, llama: LlamaConfig) -> None:
+        super().__init__(llama)  # type: ignore[no-untyped-call]
+        self._first: JointLinear | None = None
+        self._last: JointLinear | None = None
+
+    def added(self, stream: Tensor, x: Tensor) -> Tensor:
+        """The stream [..., D] plus the output for x [..., D]."""
+        if not multiplies(x, self.gate_proj.weight):
+            return self._plainly(stream, x)
+        self._first = joint(self._first, self.gate_proj, self.up_proj)
+        self._last = joint(self._last, self.down_proj)
+        if self._first is None or self._last is None or not self._first.faster(x):
+            return self._plainly(stream, x)
+        gate, up = self._first(x).chunk(2, -1)
+        return self._last(self.act_fn(gate) * up, stream)
+
+    def _plainly(self, stream: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self(x)
+        return stream + out
+
+
+class Layer(nn.Module):
+    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
+    `head_norms`, a Qwen3 layer."""
+
+    input_layernorm: RMSNorm
+    hidden_norm: RMSNorm
+
+    def __init__(
+        self,
+        llama: LlamaConfig,
+        width: int,
+        norms: tuple[str, ...] = (),
+        head_norms: bool = False,
+    ) -> None:
+        super().__init__()
+        for name in norms:
+            self.add_module(name, RMSNorm(llama.hidden_size, llama.rms_norm_eps))
+        self.self_attn = Attention(llama, width, head_norms)
+        self.post_attention_layernorm = RMSNorm(llama.hidden_size, llama.rms_norm_eps)
+        self.mlp = MLP(llama)
+
+    def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """What attention reads of the stream [..., D] from below, and the residual."""
+        return self.input_layernorm(stream), stream
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        stream = residual + attended
+        return self.leave(self.mlp.added(stream, self.post_attention_layernorm(stream)))
+
+    def leave(self, stream: Tensor) -> Tensor:
+        """The layer's output, from the stream after its MLP."""
+        return stream
+
+    def forward(self, read: Tensor, residual: Tensor, attend: Attend, i: int = 0) -> Tensor:
+        """The output [B, Wo, D] of this layer, the i-th of a draft, where it is asked for it, from
+        what attention reads at all places and the residual there."""
+        added = attend(i, self.self_attn, read)
+        return self.finish(attend.asked(i, residual), added)
+
+    def silence(self) -> None:
+        """Set the output weights to zero: the layer adds nothing to the residual."""
+        self.self_attn.o_proj.weight.zero_()
+        self.mlp.down_proj.weight.zero_()
+
+    def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
+        """Scale the output weights of attention and MLP so that both together add `UPDATE` times
+        the size of states like `state_ND`, if attention sees only the state's own `read_ND`."""
+        attention = self.self_attn
+        mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
+        added_ND = torch.cat([attention.own_output(read_ND), mlp_ND], 1)
+        size, added = (x.square().sum(1).mean().sqrt() for x in (state_ND, added_ND))
+        for writes in (attention.o_proj, self.mlp.down_proj):
+            writes.weight.mul_(UPDATE * size / added)
+
+
+def away_from_zero(weight_D: Tensor) -> Tensor:
+    """A norm's weights as divisors: those near 0 are replaced by a tenth of their mean size."""
+    size_D = weight_D.abs().clamp_min(0.1 * float(weight_D.abs().mean()))
+    return torch.where(weight_D < 0, -size_D, size_D)
+
+
+def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
+    """Whether `theirs` holds all tensors of `ours`, in the same shapes and not quantised."""
+    tensors = [theirs.get(name, torch.empty(0)) for name in ours]
+    same = [x.shape == y.shape for x, y in zip(tensors, ours.values(), strict=True)]
+    return all(same) and all(x.element_size() > 1 for x in tensors)
+
+
+def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: int) -> None:
+    """Copy the tensors of a target's layer that mean the same as those of the same names in a
+    draft's layer. q, k, v and o belong together, as do the parts of an MLP: they are copied only if
+    all of them fit, since a single one of latent attention or of wider heads may have the right
+    shape by chance. Attention that reads more than `width` numbers takes q, k and v as its last
+    columns."""
+
+    def place(name: str) -> Tensor | None:
+        source, x = theirs.get(name), ours[name]
+        if source is None or source.element_size() == 1:
+            return None
+        wide = name.startswith(READS) and source.shape == (x.shape[0], width)
+        return x if source.shape == x.shape else x[:, -width:] if wide else None
+
+    places = {name: place(name) for name in ours}
+    together = [[n for n in ours if n.startswith(group)] for group in (ATTENTION, FEED_FORWARD)]
+    apart = {n for names in together if any(places[n] is None for n in names) for n in names}
+    for name, x in places.items():
+        if x is not None and name not in apart:
+            x.copy_(theirs[name])
+
+
+def copy_fitting(x: Tensor, source: Tensor | None) -> None:
+    """Copy a tensor of the target's, if there is one, to a weight of the same shape."""
+    if source is not None and source.shape == x.shape:
+        x.copy_(source)
+
+
+def copy_last(target: TargetParts, ours: Mapping[str, Tensor]) -> Tensor | None:
+    """Copy tensors of the target's last layer to those of the same names. Returns the weight of the
+    norm after that layer. If there is no such norm, or a tensor does not fit, copies nothing and
+    returns None."""
+    theirs, after = target.as_llama(-1), target.norm_weight
+    if after is None or not fits(theirs, ours):
+        return None
+    for name, x in ours.items():
+        x.copy_(theirs[name])
+    return after
+
+
+def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[str, Any]:
+    """The keys of a LlamaConfig for a layer shaped like the target's own, and `rotary_dim` if only
+    so many numbers of a head are rotated. Where the target's layers differ, it is shaped like the
+    last one with full attention. Nothing of the target's config is shared or changed."""
+    index, theirs = _full_attention(target.config)
+    D, positions = target.width, target.positions
+
+    def size(key: str, default: int) -> int:
+        value = getattr(theirs, key, None)
+        value = value[index] if isinstance(value, list | tuple) and len(value) > index else value
+        return value if type(value) is int and value > 0 else default
+
+    wanted = size("num_attention_heads", max(1, D // 64))
+    heads = next(n for n in range(min(wanted, D), 0, -1) if D % n == 0)  # as LlamaConfig demands
+    kv_heads, head_dim = size("num_key_value_heads", heads), size("head_dim", D // wanted)
+    head_dim += head_dim % 2
+    kinds = getattr(theirs, "layer_types", None) or ()
+    kind = kinds[index] if index < len(kinds) else None
+    rope = of_full_attention(getattr(theirs, "rope_parameters", None), kind)
+    rotary = rotary_width(rope, head_dim)
+    if rope is not None:
+        rope.pop("partial_rotary_factor", None)
+    return {
+        "hidden_size": D,
+        "intermediate_size": intermediate_size or size("intermediate_size", 4 * D),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
+        "head_dim": head_dim,
+        "rms_norm_eps": getattr(theirs, "rms_norm_eps", None) or 1e-5,
+        "max_position_embeddings": positions if positions < UNBOUNDED else LONGEST,
+        "rope_parameters": rope,
+        "hidden_act": "silu",
+        "vocab_size": target.vocab_size,
+    } | ({"rotary_dim": rotary} if rotary < head_dim else {})
+
+
+def _full_attention(config: Any) -> tuple[int, Any]:
+    """The index of a target's last layer with full attention (else of its last layer), and the
+    config of that layer. In Gemma 4 its sizes differ from the model's, whose config raises if it is
+    asked for them."""
+    count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
+    full = [k for k, kind in enumerate(kinds[:count]) if kind == FULL]
+    index = full[-1] if full else count - 1
+    various = getattr(config, "is_heterogeneous", False)
+    return index, config.per_layer_config[index] if various else config
+
+
+def config_of(llama: Mapping[str, Any]) -> LlamaConfig:
+    """The config of a draft's layers, from its keys (`llama_of`) as they are on its card. A card of
+    an earlier version may say how much of a head is rotated, or hold parameters by kind of layer:
+    such a draft was trained without regard to them."""
+    rope = of_full_attention(llama["rope_parameters"], None)
+    if rope is not None:
+        width = llama.get("rotary_dim") or llama["head_dim"]
+        rope = alike(rope, width, llama["max_position_embeddings"])
+    return LlamaConfig(**{**llama, "rope_parameters": rope})
