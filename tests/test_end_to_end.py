@@ -359,7 +359,7 @@ def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
     server = ServedEngine(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
     try:
-        server.start()
+        server.launch()
         yield server.url
     finally:
         server.kill()

@@ -141,7 +141,7 @@ def test_nothing_is_printed_past_these_places() -> None:
     known = {
         ("specdec/terminal.py", "print"),  # one_line; and a constant
         ("specdec/progress.py", "Console"),  # Terminal
-        ("scripts/benches/memory.py", "print"),  # numbers, to the process that started it
+        ("scripts/benches/memory_bench.py", "print"),  # numbers, to the process that started it
         ("scripts/benches/recipe.py", "print"),  # plain
         ("scripts/vllm_worker.py", "print"),  # JSON, to the process that started it
     }

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.setting import Timing, setting
-from benches.turns import Answer, Answerer, compare, in_turn, ours, tau
+from benches.turns import Answerer, TimedAnswer, compare, in_turn, ours, tau
 
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
@@ -79,12 +79,12 @@ class VllmWorker:
         self._asked(json.dumps(how))
         self.serving = True
 
-    def answer(self, prompt: list[int], limit: int) -> Answer:
+    def answer(self, prompt: list[int], limit: int) -> TimedAnswer:
         """vLLM's greedy answer of at most `limit` tokens."""
         said = self._asked(json.dumps({"ids": prompt, "limit": limit}))
         drafts = sum(said.get("num_drafts", []))  # plain decoding has no such counts
         per_position = said.get("num_accepted_tokens_per_pos", [])
-        return Answer(said["ids"], said["seconds"], drafts, per_position)
+        return TimedAnswer(said["ids"], said["seconds"], drafts, per_position)
 
     def _asked(self, line: str) -> dict[str, Any]:
         """What scripts/vllm_worker.py answers to a line."""
@@ -147,7 +147,7 @@ def engine(draft: Path, timing: Serving) -> None:
         if dtype == "float32":  # then both write the same texts
             return
         texts = [answer.ids for answer in made["ours, speculative"]]
-        mine, theirs = list[Answer](), list[Answer]()
+        mine, theirs = list[TimedAnswer](), list[TimedAnswer]()
         for prompt, text in zip(at_hand.prompts, texts, strict=True):
             for pair in on_shared_text(engines[1], target, drafter, gamma, prompt, text):
                 mine.append(pair[0])
@@ -165,7 +165,7 @@ def on_shared_text(
     gamma: int,
     prompt: list[int],
     text: list[int],
-) -> Iterator[tuple[Answer, Answer]]:
+) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
     """Our answers and vLLM's along one of our texts, where both write the same tokens.
 
     In bfloat16 near-ties flip. When vLLM leaves the text, it is put back on it after the token at

@@ -40,15 +40,17 @@ def engine_kills(
     with TemporaryDirectory() as temporary:
         folder = Path(temporary)
         server = ServedEngine(folder, "drafter=eagle3_small", "target.dtype=float32")
-        whole, killed = (Run(folder / x, server.url, conversations) for x in ("whole", "killed"))
+        whole, killed = (
+            EngineKilledRun(folder / x, server.url, conversations) for x in ("whole", "killed")
+        )
         try:
-            server.start()
-            whole.start()
+            server.launch()
+            whole.launch()
             whole.ended()
             while len(rows) < count:
-                server.start()
+                server.launch()
                 known, asked = len(killed.answers()), server.answers
-                killed.start()
+                killed.launch()
                 wanted = draw.randint(1, max(1, conversations // count))
                 while killed.running and server.answers < asked + wanted:
                     time.sleep(0.05)
@@ -65,9 +67,9 @@ def engine_kills(
                 kept = len(killed.answers())
                 rows.append([" and ".join(victims), *map(str, (server.answers - asked, kept))])
                 console.print(*rows[-1], sep=" | ")
-            server.start()
+            server.launch()
             known, asked = len(killed.answers()), server.answers
-            killed.start()
+            killed.launch()
             killed.ended()
             require_missing(len(whole.answers()) - known, server.answers - asked)
             left = len(list((folder / "states").iterdir()))
@@ -89,7 +91,7 @@ def require_missing(missing: int, asked: int) -> None:
     require(asked <= missing, f"{asked} answers were requested, but only {missing} were missing")
 
 
-class Run:
+class EngineKilledRun:
     """A run of train.py whose answers and features come from an engine, in a folder of its own."""
 
     def __init__(self, folder: Path, url: str, conversations: int) -> None:
@@ -108,7 +110,7 @@ class Run:
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start it, unless it runs."""
         if not self.running:
             self.process = started(self.command, self.folder / "log")

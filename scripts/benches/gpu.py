@@ -34,7 +34,7 @@ STRONG = ("budget.minutes=30", "data.limit=20000", "loop.epochs=3", "loop.rows=8
 
 
 @dataclass(frozen=True)
-class Piece:
+class GpuPart:
     """A command that measures something and takes about `minutes`. If it `resumes`, it continues
     where it was interrupted. `after` names a piece that must have succeeded first. `figures`
     matches the beginning of the output lines to keep: by default, all but those of progress."""
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class PartOutcome:
     """The outcome of a piece over all its `calls`. `status` is the exit code of the last call; None
     if there was none, or if it was interrupted and can resume. `output` is the last call's."""
 
@@ -63,7 +63,7 @@ class Outcome:
         return self.status not in (0, None)
 
 
-def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
+def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[GpuPart]:
     """All pieces, in order. The last two decode with the head that the third trains."""
     head, best, python = folder / "head", str(folder / "head" / "best"), sys.executable
     bench = (python, "scripts/bench")
@@ -78,11 +78,11 @@ def pieces(folder: Path, overrides: Sequence[str], dry: bool) -> list[Piece]:
     exact = ("lossless", best, lookup, "--keep", str(folder / "identity"), *(size if dry else ()))
     strong = r"trained|measured|T="
     return [
-        Piece("tests", (python, *tests), minutes=6, figures=r"\d+ passed"),
-        Piece("training", (*bench, "throughput", *much, *overrides, *rows), minutes=4),
-        Piece("head", (python, *train, *overrides), resumes=True, figures=strong),
-        Piece("identity", (*bench, *exact), resumes=True, after="head"),
-        Piece("speed", (*bench, "speed", best, *size, "--compiled"), minutes=8, after="head"),
+        GpuPart("tests", (python, *tests), minutes=6, figures=r"\d+ passed"),
+        GpuPart("training", (*bench, "throughput", *much, *overrides, *rows), minutes=4),
+        GpuPart("head", (python, *train, *overrides), resumes=True, figures=strong),
+        GpuPart("identity", (*bench, *exact), resumes=True, after="head"),
+        GpuPart("speed", (*bench, "speed", best, *size, "--compiled"), minutes=8, after="head"),
     ]
 
 
@@ -131,14 +131,16 @@ def gpu(
         sys.exit(MORE)
 
 
-def known(piece: Piece, folder: Path) -> Outcome:
+def known(piece: GpuPart, folder: Path) -> PartOutcome:
     """The outcome of a piece in earlier calls with the same command, or else a fresh one."""
-    path, fresh = folder / f"{piece.name}.json", Outcome(list(piece.command))
-    found = read_record(Outcome, path) if path.exists() else fresh
+    path, fresh = folder / f"{piece.name}.json", PartOutcome(list(piece.command))
+    found = read_record(PartOutcome, path) if path.exists() else fresh
     return found if found.command == fresh.command else fresh
 
 
-def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder: Path) -> Outcome:
+def carried_out(
+    piece: GpuPart, before: PartOutcome, seconds: float, dry: bool, folder: Path
+) -> PartOutcome:
     """Run a piece for at most `seconds`, then interrupt it as Ctrl-C does, and kill it if it does
     not end. A piece that cannot resume has then failed."""
     device = {"DRAFTSMITH_TEST_DEVICE": "cuda"}
@@ -169,10 +171,10 @@ def carried_out(piece: Piece, before: Outcome, seconds: float, dry: bool, folder
                         process.wait(GRACE)
     spent = before.seconds + time.monotonic() - started
     output = log.read_text(errors="replace", encoding="utf-8")
-    return Outcome(before.command, status, before.calls + 1, spent, output)
+    return PartOutcome(before.command, status, before.calls + 1, spent, output)
 
 
-def section(piece: Piece, made: Outcome) -> str:
+def section(piece: GpuPart, made: PartOutcome) -> str:
     """The figures of a finished piece, as a section of Markdown."""
     lines = [line for line in made.output.splitlines() if re.match(piece.figures, line)]
     spent = f"{made.seconds / 60:.1f} minutes, begun {made.calls} times"

@@ -33,7 +33,7 @@ SOON = 0.06  # seconds after a place's beginning within which the kill comes; a 
 
 
 @dataclass
-class Run:
+class KilledRun:
     """A run of two processes: how they share the draft, whose answers it reads, and its deaths, as
     the arguments of `tests.kills.Death`."""
 
@@ -83,7 +83,7 @@ def kills(
         )
 
 
-def _killed(place: Path, run: Run) -> list[list[str]]:
+def _killed(place: Path, run: KilledRun) -> list[list[str]]:
     """Kill the run at all of its moments, let it end, and compare it with the one that was left
     alone. Returns the moments. On a fast machine, a phase may end within a delay, and the next kill
     then finds nothing to cut: the run is begun anew, with delays half as long. Raises UserError if
@@ -116,12 +116,12 @@ def _killed(place: Path, run: Run) -> list[list[str]]:
     raise UserError(f"{run.name}: kills came too late {ATTEMPTS} times: give another --seed")
 
 
-def planned(count: int, seed: int) -> list[Run]:
+def planned(count: int, seed: int) -> list[KilledRun]:
     """The four runs with `count` deaths of ranks in all, and one of the launcher in each. A run's
     deaths follow its phases, the later ones in turn. The first phase is cut at its first place and
     then at its second, since a first death near its end could leave nothing to cut."""
     draw = random.Random(seed)
-    runs = [Run(kind, answers) for answers in ("target", "data") for kind in FLAGS]
+    runs = [KilledRun(kind, answers) for answers in ("target", "data") for kind in FLAGS]
     for n in range(count + len(runs)):
         run, turn = runs[n % len(runs)], n // len(runs)
         first = "answers" if run.answers == "target" else "features"
@@ -137,7 +137,7 @@ def planned(count: int, seed: int) -> list[Run]:
     return runs
 
 
-def _overrides(place: Path, run: Run, name: str) -> list[str]:
+def _overrides(place: Path, run: KilledRun, name: str) -> list[str]:
     """The command line of `train.py` for a run, with caches of its own."""
     folder = place / f"{run.kind}-{run.answers}-{name}"
     more = [f"answers.root={folder}-answers", f"features.root={folder}-features"]

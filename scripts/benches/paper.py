@@ -21,7 +21,7 @@ from specdec.progress import console
 from specdec.report.markdown import escaped, table, write
 from specdec.report.plots import PALETTE, Line, Panel, curves
 from specdec.report.theory import FURTHEST, PASS, of_pass
-from specdec.theory import leviathan as theory
+from specdec.theory import leviathan
 from specdec.theory.intervals import ratio_interval
 
 SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
@@ -61,7 +61,7 @@ LENIENT = {
 
 
 @dataclass
-class Beams:
+class BeamPoints:
     """Beam search with a draft and without; each list has one entry per prompt."""
 
     steps: list[int]
@@ -76,7 +76,7 @@ class Experiments(NamedTuple):
     best: str  # the draft with which the rest was measured
     by_gamma: dict[int, Measured]  # T = 0
     by_rule: dict[str, Measured]  # T = 1
-    beams: Beams
+    beams: BeamPoints
 
 
 def paper(
@@ -182,7 +182,7 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
     return Experiments(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
 
 
-def beams_of(run: Path, base: Results) -> Beams:
+def beams_of(run: Path, base: Results) -> BeamPoints:
     """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn, or
     read what was measured from the run if it is there."""
     kept, gamma = run / "beams.json", base.asked[0].way.gamma
@@ -195,9 +195,9 @@ def beams_of(run: Path, base: Results) -> Beams:
             nodes = sum(r.nodes for r in found.rounds)
             counts = found.steps - 1, len(found.rounds), nodes
             rows.append((*counts, plain.seconds, found.seconds))
-        made = Beams(*map(list, zip(*rows[1:], strict=True)))
+        made = BeamPoints(*map(list, zip(*rows[1:], strict=True)))
         write_whole(kept, json.dumps(asdict(made)))
-    return read_record(Beams, kept, "delete it, and give the command again")
+    return read_record(BeamPoints, kept, "delete it, and give the command again")
 
 
 def blocks(m: Experiments, folder: Path) -> list[str]:
@@ -268,7 +268,7 @@ LENIENCE = ("α predicted", "accepted at depth 0", "τ", "α, all positions", "t
 
 
 def measured_operations(at: Measured, c_hat: float) -> float:
-    return theory.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
+    return leviathan.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
 
 
 def gammas(m: Experiments) -> Rows:
@@ -276,10 +276,10 @@ def gammas(m: Experiments) -> Rows:
     for gamma, at in m.by_gamma.items():
         alpha, operations = alpha_of(at), "—"
         if c_hat is not None:
-            foreseen = theory.operations_factor(alpha, gamma, c_hat)
+            foreseen = leviathan.operations_factor(alpha, gamma, c_hat)
             operations = f"{measured_operations(at, c_hat):.2f} (Theorem 3.11: {foreseen:.2f})"
-        tokens = theory.expected_tokens(alpha, gamma)
-        factor = theory.walltime_factor(alpha, gamma, at.costs.c.value)
+        tokens = leviathan.expected_tokens(alpha, gamma)
+        factor = leviathan.walltime_factor(alpha, gamma, at.costs.c.value)
         found = [f"{tokens:.2f}", str(at.tau), f"{factor:.2f}", at.speedup.text(2), operations]
         yield f"γ = {gamma}", found
 
@@ -289,14 +289,14 @@ def oracles(m: Experiments) -> Rows:
         for at in made.asked:
             if (known := at.oracle) is not None:
                 alpha, c = alpha_of(at), at.costs.c.value
-                closed = max(theory.walltime_by_gamma(alpha, c, FURTHEST))
+                closed = max(leviathan.walltime_by_gamma(alpha, c, FURTHEST))
                 yield (
                     f"{name}, T = {at.way.temperature:g}",
                     [
                         f"{known.speedup:.2f}",
                         f"{known.fixed_speedup:.2f} (γ = {known.fixed_gamma})",
                         f"{known.speedup / known.fixed_speedup - 1:.0%}",
-                        f"{max(1.0, theory.oracle_factor(alpha, c)) / closed - 1:.0%}",
+                        f"{max(1.0, leviathan.oracle_factor(alpha, c)) / closed - 1:.0%}",
                     ],
                 )
 
@@ -321,7 +321,7 @@ def passes(m: Experiments) -> Rows:
 def searches(m: Experiments) -> Rows:
     beams, gamma = m.beams, m.found[m.best].asked[0].way.gamma
     steps, done = sum(beams.steps), max(1, sum(beams.passes))
-    most = theory.beam_passes(BEAMS, 2 * BEAMS, gamma)
+    most = leviathan.beam_passes(BEAMS, 2 * BEAMS, gamma)
     plain, seconds = sum(beams.plain_seconds), sum(beams.seconds)
     gain = ratio_interval(beams.plain_seconds, beams.seconds)
     yield "plain", [f"{steps:,}", "1.00", str(BEAMS), f"{plain:.1f}"]
@@ -339,7 +339,7 @@ def gamma_plot(path: Path, m: Experiments) -> None:
         colour = PALETTE[i % len(PALETTE)]
         for lines, at in zip(panels, made.asked):
             alpha, c = alpha_of(at), at.costs.c.value
-            factors = (theory.walltime_by_gamma(alpha, c, SHOWN, cost) for cost in (v, None))
+            factors = (leviathan.walltime_by_gamma(alpha, c, SHOWN, cost) for cost in (v, None))
             points = (
                 list(m.by_gamma.values()) if (name, at.way.temperature) == (m.best, 0) else [at]
             )
@@ -347,7 +347,7 @@ def gamma_plot(path: Path, m: Experiments) -> None:
             speedups = [x.speedup.value for x in points]
             lines.append(Line([x.way.gamma for x in points], speedups, colour, "", "o"))
             if at.way.temperature == 0 and (c_hat := at.operations) is not None:
-                grown = [theory.operations_factor(alpha, g, c_hat) for g in gammas]
+                grown = [leviathan.operations_factor(alpha, g, c_hat) for g in gammas]
                 counted = [measured_operations(x, c_hat) for x in points]
                 panels[2] += [
                     Line(gammas, grown, colour, name),
@@ -367,7 +367,7 @@ def tokens_plot(path: Path, m: Experiments) -> None:
         furthest = min(1.0, max(map(alpha_of, ats)) + 0.1)
         alphas = [furthest * i / 50 for i in range(51)]
         for gamma, colour in zip(used, PALETTE):
-            tokens = [theory.expected_tokens(alpha, gamma) for alpha in alphas]
+            tokens = [leviathan.expected_tokens(alpha, gamma) for alpha in alphas]
             points = [(alpha_of(at), at.tau.value) for at in ats if at.way.gamma == gamma]
             lines.append(Line(alphas, tokens, colour, f"γ = {gamma}"))
             lines.append(Line([a for a, _ in points], [tau for _, tau in points], colour, "", "o"))

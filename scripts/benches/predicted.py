@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from specdec.measure.results import Measured, Results
 from specdec.report.theory import FURTHEST, foreseen_speedup, through
-from specdec.theory import leviathan as theory
+from specdec.theory import leviathan
 
 Rows = Iterable[tuple[str, list[str]]]
 ALPHAS = ("α at T = 0", "α at T = 1", "positions")
@@ -17,13 +17,15 @@ def alpha_of(at: Measured) -> float:
     return at.alpha.all.of(at.way.temperature)[0].value
 
 
-def cost_of_a_pass(found: Mapping[str, Results], more: Iterable[Measured] = ()) -> theory.PassCost:
+def cost_of_a_pass(
+    found: Mapping[str, Results], more: Iterable[Measured] = ()
+) -> leviathan.PassCost:
     """v by γ: at each γ, the median of what was measured for v with all drafts and in `more`."""
     points: dict[int, list[float]] = {}
     ats = [at for made in found.values() for at in made.asked]
     for at in (*ats, *more):
         points.setdefault(at.way.gamma, []).append(at.costs.v.value)
-    return theory.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
+    return leviathan.pass_cost({gamma: statistics.median(of) for gamma, of in points.items()})
 
 
 def alphas(found: Mapping[str, Results]) -> Rows:
@@ -32,12 +34,12 @@ def alphas(found: Mapping[str, Results]) -> Rows:
         yield name, [str(zero), str(one), f"{one.n:,}"]
 
 
-def speeds(found: Mapping[str, Results], v: theory.PassCost) -> Rows:
+def speeds(found: Mapping[str, Results], v: leviathan.PassCost) -> Rows:
     for name, made in found.items():
         for at in made.asked:
             alpha, c = at.alpha.all.of(at.way.temperature)[0], at.costs.c.value
-            expected = through(alpha, lambda a: theory.walltime_factor(a, at.way.gamma, c))  # noqa: B023
+            expected = through(alpha, lambda a: leviathan.walltime_factor(a, at.way.gamma, c))  # noqa: B023
             figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
             figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]
-            fastest = theory.best_gamma(alpha.value, c, FURTHEST, v)
+            fastest = leviathan.best_gamma(alpha.value, c, FURTHEST, v)
             yield f"{name}, T = {at.way.temperature:g}", [str(at.way.gamma), *figures, str(fastest)]

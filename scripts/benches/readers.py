@@ -52,7 +52,7 @@ Value = str | int | float | None
 
 
 @dataclass
-class Outcome:
+class ReadingOutcome:
     """What the readers of one configuration say: by their names, how much they read and the
     decoder's prompts, or why they reject the data."""
 
@@ -99,10 +99,10 @@ def readers(
     require(not wrong, f"{len(wrong)} of {len(found)} configurations are read differently")
 
 
-def outcomes(place: Path, count: int, seed: int) -> list[Outcome]:
+def outcomes(place: Path, count: int, seed: int) -> list[ReadingOutcome]:
     """The outcomes of random configurations, with their files in `place`."""
     register()
-    draw, found = random.Random(seed), list[Outcome]()
+    draw, found = random.Random(seed), list[ReadingOutcome]()
     targets = {name: _target(place / name.replace(" ", "-"), x) for name, x in TEMPLATES.items()}
     for n in range(count):
         folder = place / f"{n}"
@@ -227,8 +227,8 @@ def _chat(
     return record
 
 
-def _outcome(folder: Path, settings: Sequence[str]) -> Outcome:
-    cfg, outcome, silent = composed(settings), Outcome(settings), StringIO()
+def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
+    cfg, outcome, silent = composed(settings), ReadingOutcome(settings), StringIO()
     answers = [f"answers.root={folder / 'answers'}"]
     cfg = composed([*settings, *answers])
     place, target = folder / "run", TargetLoader(cfg.target).parts

@@ -33,7 +33,7 @@ class ServedEngine:
         self.command += ["--states", str(folder / "states"), "--", *theirs]
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the engine, unless it runs, and wait until it answers. Raises UserError if it
         ends."""
         if self.process is not None:

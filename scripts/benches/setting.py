@@ -35,7 +35,7 @@ class Timing:
 
 
 @dataclass
-class Setting:
+class BenchSetting:
     """A target, drafts for it by name, prompts to answer, and other prompts to choose a tree on."""
 
     target: Target
@@ -49,7 +49,7 @@ class Setting:
         return next(iter(self.drafters.values()))
 
 
-def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
+def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> BenchSetting:
     """The target of the first draft, all `drafts`, and prompts from the held-out side of the first
     draft's run: those to answer, and up to `others` more. Prints a summary. Raises UserError if
     there is no prompt to answer or, with `others`, none besides."""
@@ -66,7 +66,7 @@ def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> Setting:
         f"{run} has only {len(found)} held-out prompts, so none is left to choose a tree on: give "
         "a smaller --prompts",
     )
-    made = Setting(target, drafters_of(drafts, target), found[:count], found[count:])
+    made = BenchSetting(target, drafters_of(drafts, target), found[:count], found[count:])
     console.print(
         f"{len(made.prompts)} held-out prompts, up to {timing.new} new tokens, {target.dtype}, "
         f"{torch.get_num_threads()} threads{', compiled' * timing.compiled}"

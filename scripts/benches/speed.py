@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from benches.setting import Timing, drafters_of, setting
-from benches.turns import Answer, Answerer, compare, in_turn, ours, show
+from benches.turns import Answerer, TimedAnswer, compare, in_turn, ours, show
 from command_line import target_of
 from transformers import DynamicCache, GenerationConfig
 
@@ -130,7 +130,7 @@ def with_modules(target: Target, new: int, way: Way, drafted: str, without: str)
     """`ours`, with all passes through the model's modules, to be compared with `without`."""
     mine = ours(target, new, way, drafted)
 
-    def answer(prompt: list[int]) -> Answer:
+    def answer(prompt: list[int]) -> TimedAnswer:
         target.lean_allowed = False
         try:
             return mine.answer(prompt)
@@ -151,13 +151,13 @@ def transformers(
         do_sample=False, max_new_tokens=new, **ends, **({} if assisted else settings)
     )
 
-    def answer(prompt: list[int]) -> Answer:
+    def answer(prompt: list[int]) -> TimedAnswer:
         if assistant is not None:
             assistant.generation_config = GenerationConfig(**settings)
         ids = torch.tensor([prompt], device=target.device)
         options = {"attention_mask": torch.ones_like(ids), "generation_config": config, **assisted}
         seconds, out = timed(partial(model.generate, ids, **options), target.device)
-        return Answer(out[0, len(prompt) :].tolist(), seconds)
+        return TimedAnswer(out[0, len(prompt) :].tolist(), seconds)
 
     return Answerer(answer, drafted)
 
@@ -169,15 +169,15 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
-    def steps(call: Callable[[], object]) -> Answer:
-        return Answer([], sum(timed(call, target.device)[0] for _ in range(STEPS)))
+    def steps(call: Callable[[], object]) -> TimedAnswer:
+        return TimedAnswer([], sum(timed(call, target.device)[0] for _ in range(STEPS)))
 
-    def of_theirs(_: list[int]) -> Answer:
+    def of_theirs(_: list[int]) -> TimedAnswer:
         options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
         model(input_ids=ids, **options)
         return steps(lambda: model(input_ids=token, **options))
 
-    def of_ours(_: list[int]) -> Answer:
+    def of_ours(_: list[int]) -> TimedAnswer:
         cache = target.new_cache()
         target.features(ids, FeatureSpec(), cache=cache)
         cache.keep([len(prompt)])

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     device: torch.device
 
     @classmethod
-    def of(cls, x: Tensor) -> "Layout":
+    def of_tensor(cls, x: Tensor) -> "Layout":
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
 
     def drawn(self) -> Tensor:
@@ -55,7 +55,7 @@ class Products(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.overloadpacket in PRODUCTS:
-            inputs = tuple(Layout.of(x) for x in args if isinstance(x, Tensor))
+            inputs = tuple(Layout.of_tensor(x) for x in args if isinstance(x, Tensor))
             self.counts[func, inputs] += 1
         return func(*args, **(kwargs or {}))
 

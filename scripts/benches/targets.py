@@ -88,7 +88,7 @@ OTHER = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepOutcome:
     """What came of one step with one target. `step` is load, decode, or the drafter that was
     trained, with the settings that matter; `detail` is the reason, in one line."""
 
@@ -97,7 +97,7 @@ class Outcome:
     detail: str = ""
 
 
-END = Outcome("end", OK)
+END = StepOutcome("end", OK)
 
 
 def targets(
@@ -125,7 +125,7 @@ def targets(
     chosen = [arch for arch in known.values() if not only or arch.name in only]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(keep or scratch)
-        found = dict[str, list[Outcome]]()
+        found = dict[str, list[StepOutcome]]()
         started = time.monotonic()
         for arch, outcomes in each(chosen, configured(families), folder, processes, seconds):
             found[arch.name] = outcomes
@@ -146,7 +146,7 @@ def targets(
 
 def each(
     chosen: Sequence[Tiny], runs: dict[str, Config], folder: Path, processes: int, seconds: int
-) -> Iterator[tuple[Tiny, list[Outcome]]]:
+) -> Iterator[tuple[Tiny, list[StepOutcome]]]:
     """The outcomes of each architecture, as they come. Each runs in a process of its own, forked
     from this one, which has imported everything: a crash or a hang is an outcome too. Those that
     `folder` holds already are not made again, unless one is a fault."""
@@ -176,15 +176,15 @@ def each(
                 outcomes.pop()
             if late or process.exitcode:
                 how = f"no end after {seconds} s" if late else f"exit code {process.exitcode}"
-                outcomes.append(Outcome("process", FAULT, how))
+                outcomes.append(StepOutcome("process", FAULT, how))
             yield arch, outcomes
 
 
-def written(folder: Path) -> list[Outcome]:
+def written(folder: Path) -> list[StepOutcome]:
     """The outcomes that `tried_apart` has written so far."""
     file = folder / "outcomes.jsonl"
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [Outcome(**json.loads(line)) for line in lines]
+    return [StepOutcome(**json.loads(line)) for line in lines]
 
 
 def slug(name: str) -> str:
@@ -210,9 +210,9 @@ def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
             file.flush()
 
 
-def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[Outcome]:
+def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[StepOutcome]:
     """All that a user may do with a target of one architecture, in turn."""
-    steps = Steps()
+    steps = TargetSteps()
     with steps.step("made", refuses=Exception) as made:
         tiny.save(arch, folder / "target")
         made.value = theirs = transformers_model(arch, folder / "target")
@@ -246,10 +246,10 @@ def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[O
         yield steps.outcome
 
 
-class Steps:
+class TargetSteps:
     """Steps whose errors become outcomes. `outcome` is that of the last step."""
 
-    outcome: Outcome
+    outcome: StepOutcome
 
     @contextmanager
     def step(
@@ -275,7 +275,7 @@ class Steps:
             state, said = FAULT, f"{type(error).__name__}: {first_line(error)}"
         if state != OK:
             traceback.print_exc()
-        self.outcome = Outcome(name, state, said[:400])
+        self.outcome = StepOutcome(name, state, said[:400])
 
 
 def transformers_model(arch: Tiny, folder: Path) -> Any:
@@ -431,7 +431,7 @@ def without_measurement(
         draft_export.write_export(folder / "export", drafter, whole, cfg.export)
 
 
-def summary(outcomes: Sequence[Outcome]) -> str:
+def summary(outcomes: Sequence[StepOutcome]) -> str:
     """How many steps had which outcome, and why a target was refused."""
     if len(outcomes) == 1:
         return f"{outcomes[0].state}: {outcomes[0].detail}"
@@ -439,7 +439,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
-def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
+def page(found: Sequence[tuple[Tiny, list[StepOutcome]]], seconds: float) -> str:
     """The matrix in Markdown."""
     read = {arch: x for arch, x in found if len(x) > 1}
     alike = refused_by_kind(read)
@@ -514,7 +514,7 @@ def page(found: Sequence[tuple[Tiny, list[Outcome]]], seconds: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def share_of_causal(found: Sequence[tuple[Tiny, list[Outcome]]]) -> str:
+def share_of_causal(found: Sequence[tuple[Tiny, list[StepOutcome]]]) -> str:
     """How many causal models are decoded with chains and trained EAGLE-3 heads for."""
     causal = [x for arch, x in found if arch.decoder and NONE not in {o.state for o in x}]
     wanted = {("decode", OK), (tiny.WANTED, OK)}
@@ -534,7 +534,7 @@ def kind_of(arch: Tiny) -> str:
     return "causal models" if arch.decoder else "encoder-decoders"
 
 
-def refused_by_kind(read: dict[Tiny, list[Outcome]]) -> dict[str, set[str]]:
+def refused_by_kind(read: dict[Tiny, list[StepOutcome]]) -> dict[str, set[str]]:
     """The drafters that every causal model, and those that every encoder-decoder, refuses."""
     every = dict[str, set[str]]()
     for arch, outcomes in read.items():
@@ -543,13 +543,13 @@ def refused_by_kind(read: dict[Tiny, list[Outcome]]) -> dict[str, set[str]]:
     return every
 
 
-def refusals(arch: Tiny, outcomes: Sequence[Outcome], alike: dict[str, set[str]]) -> str:
+def refusals(arch: Tiny, outcomes: Sequence[StepOutcome], alike: dict[str, set[str]]) -> str:
     """The drafters that this architecture refuses though others of its kind do not."""
     refused = [o.step for o in outcomes if o.state == REFUSED]
     return ", ".join(step for step in refused if step not in alike[kind_of(arch)])
 
 
-def verdict(arch: Tiny, outcomes: Sequence[Outcome], alike: dict[str, set[str]]) -> str:
+def verdict(arch: Tiny, outcomes: Sequence[StepOutcome], alike: dict[str, set[str]]) -> str:
     """Which of `VERDICTS` counts this architecture."""
     whole, some, at_load, none, fault = VERDICTS
     states = {o.state for o in outcomes}
@@ -560,7 +560,7 @@ def verdict(arch: Tiny, outcomes: Sequence[Outcome], alike: dict[str, set[str]])
     return some if refusals(arch, outcomes, alike) else whole
 
 
-def grouped(named: Iterable[tuple[str, Outcome]]) -> list[str]:
+def grouped(named: Iterable[tuple[str, StepOutcome]]) -> list[str]:
     """Reasons as a list, each with the names that it holds for, those of most names first."""
     by_reason = dict[str, list[str]]()
     for name, outcome in named:

@@ -154,7 +154,7 @@ def training(
     ]
     with ExitStack() as ending:
         steps = {
-            name: ending.enter_context(Steps(name, root, [*given, *overrides]))
+            name: ending.enter_context(TimedSteps(name, root, [*given, *overrides]))
             for name, root in roots.items()
         }
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -173,7 +173,7 @@ def training(
     show([*columns, "GFLOP/s of the products", f"{first} is faster by"], rows)
 
 
-class Steps:
+class TimedSteps:
     """A process that does the training steps of a checkout on request (see steps.py)."""
 
     def __init__(self, name: str, root: Path, overrides: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from specdec.progress import bars, console
 from specdec.targets.target import Target
 
 
-class Answer(NamedTuple):
+class TimedAnswer(NamedTuple):
     """New tokens and the seconds that they took; if drafts were verified, also the number of rounds
     and how many of them accepted each position."""
 
@@ -28,7 +28,7 @@ class Answerer(NamedTuple):
     """How a prompt is answered, how much a round drafts, and the names of the rivals to compare
     this one with. `compiled` says whether passes go through torch.compile."""
 
-    answer: Callable[[list[int]], Answer]
+    answer: Callable[[list[int]], TimedAnswer]
     drafted: str = ""
     rivals: Sequence[str] = ()
     compiled: bool = False
@@ -46,25 +46,25 @@ def ours(
     """Our decoder in this way (None: plainly), timed with its prefill or without it."""
     way = way or Way()
 
-    def answer(prompt: list[int]) -> Answer:
+    def answer(prompt: list[int]) -> TimedAnswer:
         call = partial(generate, target, prompt, way, max_new_tokens=new, **options)
         seconds, made = timed(call, target.device)
         deepest = max((r.drafted for r in made.rounds), default=0)
         accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
         spent = seconds if prefill else made.seconds
-        return Answer(made.ids, spent, len(made.rounds), accepted)
+        return TimedAnswer(made.ids, spent, len(made.rounds), accepted)
 
     return Answerer(answer, drafted, rivals, way.compiled)
 
 
 def in_turn(
     answerers: dict[str, Answerer], prompts: list[list[int]], first: list[list[int]] | None = None
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[TimedAnswer]]:
     """The answers of each to every prompt. Each first warms up: if its passes are compiled, on all
     prompts, so that no graph is built while the clock runs; otherwise on `first` (by default the
     first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
-    made: dict[str, list[Answer]] = {name: [] for name in answerers}
+    made: dict[str, list[TimedAnswer]] = {name: [] for name in answerers}
     with bars(console) as progress:
         task = progress.add_task("warming up", total=len(answerers))
         for one in answerers.values():
@@ -79,7 +79,7 @@ def in_turn(
     return made
 
 
-def compare(answerers: dict[str, Answerer], made: dict[str, list[Answer]]) -> None:
+def compare(answerers: dict[str, Answerer], made: dict[str, list[TimedAnswer]]) -> None:
     """Print a table of what `in_turn` made: each beside the fastest of its rivals."""
     seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
     middle = {name: statistics.median(of) for name, of in seconds.items()}  # per token
@@ -97,13 +97,13 @@ def compare(answerers: dict[str, Answerer], made: dict[str, list[Answer]]) -> No
     show([*columns, "times faster than", "", "same ids"], rows)
 
 
-def accepted(answers: Sequence[Answer]) -> list[float]:
+def accepted(answers: Sequence[TimedAnswer]) -> list[float]:
     """The share of all rounds that accepted each position."""
     counts = zip_longest(*(a.accepted for a in answers), fillvalue=0)
     return [sum(count) / sum(a.rounds for a in answers) for count in counts]
 
 
-def tau(answers: Sequence[Answer]) -> str:
+def tau(answers: Sequence[TimedAnswer]) -> str:
     """τ over all the answers; empty if nothing was drafted."""
     shares = accepted(answers)
     return f"{1 + sum(shares):.3f}" if shares else ""

@@ -44,7 +44,7 @@ without any settings.
 
 
 @dataclass
-class Setting:
+class DocumentedSetting:
     """A field of a dataclass as its source has it."""
 
     name: str
@@ -119,7 +119,7 @@ def section(key: str, kind: type[Any], defaults: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def table(prefix: str, settings: list[Setting], defaults: dict[str, Any]) -> str:
+def table(prefix: str, settings: list[DocumentedSetting], defaults: dict[str, Any]) -> str:
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for s in settings:
         value = shown(defaults[s.name])
@@ -127,17 +127,17 @@ def table(prefix: str, settings: list[Setting], defaults: dict[str, Any]) -> str
     return "\n".join(lines) + "\n"
 
 
-def settings_of(kind: type[Any]) -> list[Setting]:
+def settings_of(kind: type[Any]) -> list[DocumentedSetting]:
     """The fields of a dataclass in their order, with type and comment as written where the field
     was last defined."""
-    written: dict[str, Setting] = {}
+    written: dict[str, DocumentedSetting] = {}
     for owner in reversed(kind.__mro__):
         if is_dataclass(owner):
             written |= {s.name: s for s in written_in(owner)}
     return [written[f.name] for f in fields(kind) if f.init]
 
 
-def written_in(owner: type[Any]) -> Iterator[Setting]:
+def written_in(owner: type[Any]) -> Iterator[DocumentedSetting]:
     source = dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(StringIO(source).readline)
     comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
@@ -147,7 +147,7 @@ def written_in(owner: type[Any]) -> Iterator[Setting]:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             kind = ast.unparse(node.annotation).replace(" | None", " or null")
             comment = comments.get(node.end_lineno or node.lineno, "")
-            yield Setting(node.target.id, kind.replace(" | ", " or "), comment)
+            yield DocumentedSetting(node.target.id, kind.replace(" | ", " or "), comment)
 
 
 def text_of(kind: type[Any]) -> str:

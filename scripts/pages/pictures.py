@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pages.drawing import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, YELLOW, Drawing
-from pages.results import FOLDER, Cell, tables
+from pages.results_page import FOLDER, Cell, tables
 
 PICTURES = FOLDER.parent / "pictures"
 

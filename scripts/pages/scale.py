@@ -34,7 +34,7 @@ def tables() -> str:
 
 
 @cache
-def of(target: str, devices: int) -> Outlook:
+def outlook_of(target: str, devices: int) -> Outlook:
     """What the job needs for a target on so many devices, which hold it together if it does not fit
     one of them and can be divided by their number."""
     register()
@@ -47,12 +47,12 @@ def of(target: str, devices: int) -> Outlook:
 
 
 def _memory() -> str:
-    names = [stage.name for stage in of(next(iter(NAMES)), 1).stages]
+    names = [stage.name for stage in outlook_of(next(iter(NAMES)), 1).stages]
     lines = [f"| target | {DEVICE.upper()}s | each holds | {' | '.join(names)} | disk |"]
     lines.append("| --- " * (len(names) + 4) + "|")
     for target, title in NAMES.items():
         for devices in COUNTS:
-            o = of(target, devices)
+            o = outlook_of(target, devices)
             cells = (_cell(stage) for stage in o.stages)
             disk = gibibytes(sum(o.disk.values()))
             holds = "a part" if o.divided else "a target"
@@ -72,7 +72,7 @@ def _remedies() -> str:
         by_advice: dict[tuple[str, str], list[str]] = {}
         for devices in COUNTS:
             stages: dict[str, list[str]] = {}
-            for stage in of(target, devices).stages:
+            for stage in outlook_of(target, devices).stages:
                 if not stage.fits:
                     stages.setdefault(stage.remedy, []).append(stage.name)
             for remedy, names in stages.items():
@@ -83,13 +83,13 @@ def _remedies() -> str:
 
 
 def _times() -> str:
-    o = of(next(iter(NAMES)), 1)
+    o = outlook_of(next(iter(NAMES)), 1)
     batches = " | ".join(f"batch {g.batch}: break-even α, best γ" for g in o.gains)
     lines = [f"| target | {DEVICE.upper()}s | time | {batches} |"]
     lines.append("| --- " * (len(o.gains) + 3) + "|")
     for target, title in NAMES.items():
         for devices in COUNTS:
-            o = of(target, devices)
+            o = outlook_of(target, devices)
             cells = []
             for g in o.gains:
                 least = "none" if g.break_even is None else f"{g.break_even:.2f}"

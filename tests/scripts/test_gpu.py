@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
     def ran(minutes: float = 9.0, **commands: Any) -> str:
         todo = [
-            bench.Piece(name, (sys.executable, "-c", code), resumes=True)
+            bench.GpuPart(name, (sys.executable, "-c", code), resumes=True)
             for name, code in commands.items()
         ]
         monkeypatch.setattr(bench, "pieces", lambda *_: todo)

@@ -43,9 +43,9 @@ def test_the_kills_come_in_every_phase_of_every_kind_of_run(seed: int) -> None:
 
 
 def test_two_answers_to_one_prompt_are_found(tmp_path: Path) -> None:
-    from benches.engine_kills import Run
+    from benches.engine_kills import EngineKilledRun
 
-    run, folder = Run(tmp_path / "run", "", 4), tmp_path / "run" / "answers" / "key"
+    run, folder = EngineKilledRun(tmp_path / "run", "", 4), tmp_path / "run" / "answers" / "key"
     folder.mkdir(parents=True)
     assert run.answers() == {}
     for name, prompt in (("a", "x"), ("b", "y")):
@@ -61,5 +61,5 @@ def test_an_engine_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:
     from benches.serving import ServedEngine
 
     with pytest.raises(UserError, match="the engine ended: ") as told:
-        ServedEngine(tmp_path, "--gamma", "many").start()
+        ServedEngine(tmp_path, "--gamma", "many").launch()
     assert "--gamma" in str(told.value)

@@ -45,13 +45,13 @@ def test_homogeneity_of_two_samples() -> None:
 
 
 def test_every_prompt_warms_up_what_is_compiled() -> None:
-    from benches.turns import Answer, Answerer, in_turn, ratio
+    from benches.turns import Answerer, TimedAnswer, in_turn, ratio
 
     calls: dict[str, list[int]] = {"eager": [], "compiled": []}
 
-    def answer(name: str, prompt: list[int]) -> Answer:
+    def answer(name: str, prompt: list[int]) -> TimedAnswer:
         calls[name].append(len(prompt))
-        return Answer([1], 1.0)
+        return TimedAnswer([1], 1.0)
 
     each = {name: Answerer(partial(answer, name), compiled=name == "compiled") for name in calls}
     in_turn(each, [[1] * n for n in (2, 5, 3)])
@@ -64,12 +64,12 @@ def test_an_answerer_stands_beside_the_fastest_of_its_rivals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 rounds."""
-    from benches.turns import Answer, Answerer, compare
+    from benches.turns import Answerer, TimedAnswer, compare
 
     each = {name: Answerer(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
     each["ours"] = Answerer(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
-    made = {"slow": [Answer([1, 2], 8.0)] * 2, "fast": [Answer([1, 3], 4.0)] * 2}
-    made["ours"] = [Answer([1, 3], 2.0, 2, [2, 1]), Answer([1, 2], 2.0, 2, [1])]
+    made = {"slow": [TimedAnswer([1, 2], 8.0)] * 2, "fast": [TimedAnswer([1, 3], 4.0)] * 2}
+    made["ours"] = [TimedAnswer([1, 3], 2.0, 2, [2, 1]), TimedAnswer([1, 2], 2.0, 2, [1])]
     compare(each, made)
     last = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
     figures = ["2.000", "0.750 0.250", "4", "1.0", "2.00 (2.00 to 2.00)"]
@@ -94,10 +94,10 @@ def stood_in(
     """Let `bench lossless` measure n-gram lookup of this target on these prompts through this
     decoder."""
     from benches import lossless as bench
-    from benches.setting import Setting, drafters_of
+    from benches.setting import BenchSetting, drafters_of
 
     drafters = drafters_of([Path("ngram")], target)
-    monkeypatch.setattr(bench, "setting", lambda *_: Setting(target, drafters, prompts))
+    monkeypatch.setattr(bench, "setting", lambda *_: BenchSetting(target, drafters, prompts))
     monkeypatch.setattr(bench, "decode", decoder)
 
 
@@ -163,7 +163,7 @@ def test_identity_drafts_as_deep_as_asked(
 
 def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     from benches import lossless as bench
-    from benches.setting import Setting
+    from benches.setting import BenchSetting
 
     def never(*_, **__):
         raise AssertionError("decoded")
@@ -171,7 +171,7 @@ def test_identity_is_refused_before_anything_is_decoded(monkeypatch: pytest.Monk
     target = random_target(architectures(16, 2)["llama"])
     stood_in(monkeypatch, target, [[1, 2, 3]], never)
     heads = {"medusa": Medusa.build(Medusa.Config(depth=2), target)}
-    monkeypatch.setattr(bench, "setting", lambda *_: Setting(target, heads, [[1, 2, 3]]))
+    monkeypatch.setattr(bench, "setting", lambda *_: BenchSetting(target, heads, [[1, 2, 3]]))
     with pytest.raises(UserError, match="at most 2 tokens"):
         bench.lossless([Path("medusa")], new=6, gamma=3)
 
@@ -360,7 +360,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     """A shell script stands in for vLLM's Python: it chatters, answers once, starts anew, and
     fails."""
     from benches import engine
-    from benches.turns import Answer
+    from benches.turns import TimedAnswer
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -374,7 +374,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     folders = Path("target"), Path("draft")
     with engine.VllmWorker() as served:
         served.serve(*folders, "eagle3", 2, "float32")
-        assert served.answer([1, 2], 2) == Answer([7, 8], 0.5, 4, [2, 1])
+        assert served.answer([1, 2], 2) == TimedAnswer([7, 8], 0.5, 4, [2, 1])
         served.serve(*folders, None, 2, "bfloat16")
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):
@@ -393,13 +393,13 @@ def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
     """A draft that is the target has every token accepted: γ + 1 = 3 tokens a round, α = 1 at each
     depth, so that the best γ is the largest or, where drafting costs more than it gains, 0."""
     from benches import speed
-    from benches.setting import Setting, Timing
+    from benches.setting import BenchSetting, Timing
 
     tokenizer = make_tokenizer()
     target = random_target(architectures(len(tokenizer), 2)["llama"])
     target.tokenizer = tokenizer
     drafter = random_drafter(LMConfig(depth=2, layers=[0, 1]), target, 0.0)
-    found = Setting(target, {"twin": drafter}, [[5, 9, 7], [8, 4]])
+    found = BenchSetting(target, {"twin": drafter}, [[5, 9, 7], [8, 4]])
     monkeypatch.setattr(speed, "setting", lambda *_: found)
     speed.theory([Path("twin")], Timing(2, 13, "float32"))
     lines = [line for line in capsys.readouterr().out.splitlines() if "| twin" in line]

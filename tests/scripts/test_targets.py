@@ -123,7 +123,7 @@ def test_a_crash_or_a_hang_is_a_fault_and_loses_nothing(
     def outcomes_of(*_: Any) -> Iterator[Any]:
         with calls.open("a") as file:
             file.write(".")
-        yield targets.Outcome("load", "ok")
+        yield targets.StepOutcome("load", "ok")
         if how == "crash":
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
@@ -132,10 +132,10 @@ def test_a_crash_or_a_hang_is_a_fault_and_loses_nothing(
     monkeypatch.setattr(targets, "outcomes_of", outcomes_of)
     arch = tiny.architectures()[:1]
     seconds = 1 if how == "hang" else 100
-    fault = [targets.Outcome("process", targets.FAULT, said)] if said else []
+    fault = [targets.StepOutcome("process", targets.FAULT, said)] if said else []
     for _ in range(2):
         ((_, found),) = targets.each(arch, {}, tmp_path, 1, seconds)
-        assert found == [targets.Outcome("load", "ok"), *fault]
+        assert found == [targets.StepOutcome("load", "ok"), *fault]
     assert calls.read_text() == ("." if how == "none" else "..")
 
 
@@ -151,9 +151,9 @@ def test_a_crash_or_a_hang_is_a_fault_and_loses_nothing(
 def test_only_one_line_before_training_is_a_refusal(
     error: Exception | None, late: bool, state: str, said: str
 ) -> None:
-    from benches.targets import Steps
+    from benches.targets import TargetSteps
 
-    steps = Steps()
+    steps = TargetSteps()
     with steps.step("load", lambda: late):
         if error is not None:
             raise error
@@ -162,16 +162,23 @@ def test_only_one_line_before_training_is_a_refusal(
 
 def test_the_page_counts_each_architecture_once() -> None:
     from benches import targets, tiny
-    from benches.targets import Outcome
+    from benches.targets import StepOutcome
 
     a, b, c, d = tiny.architectures()[:4]
-    decoded = [Outcome("load", "ok"), Outcome("decode", "ok", "chains")]
-    refused = Outcome("x", "refused", "target '/a/b' (AForCausalLM) has none: give another")
+    decoded = [StepOutcome("load", "ok"), StepOutcome("decode", "ok", "chains")]
+    refused = StepOutcome("x", "refused", "target '/a/b' (AForCausalLM) has none: give another")
     found = [
-        (a, [*decoded, Outcome("x", "ok"), Outcome("y", "refused", "never")]),
-        (b, [*decoded, refused, Outcome("y", "refused", "never")]),
-        (c, [Outcome("load", "refused", "target: c has lumps")]),
-        (d, [*decoded, Outcome("x", "FAULT", "ValueError: no"), Outcome("y", "refused", "never")]),
+        (a, [*decoded, StepOutcome("x", "ok"), StepOutcome("y", "refused", "never")]),
+        (b, [*decoded, refused, StepOutcome("y", "refused", "never")]),
+        (c, [StepOutcome("load", "refused", "target: c has lumps")]),
+        (
+            d,
+            [
+                *decoded,
+                StepOutcome("x", "FAULT", "ValueError: no"),
+                StepOutcome("y", "refused", "never"),
+            ],
+        ),
     ]
     text = targets.page(found, 60.0)
     counts = dict(zip(targets.VERDICTS, [1, 1, 1, 0, 1]))

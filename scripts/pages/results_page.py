@@ -42,7 +42,7 @@ class Column:
 
 
 @dataclass
-class Run:
+class TableRun:
     """What gave some rows of a table."""
 
     commit: str
@@ -53,13 +53,13 @@ class Run:
 
 
 @dataclass
-class Table:
+class ResultsTable:
     """A claim with its figures, as a file has them."""
 
     claim: str
     summary: str
     columns: list[Column]
-    runs: list[Run]
+    runs: list[TableRun]
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -68,14 +68,14 @@ class Table:
             require(fits, f"the row of {row[0]!r} does not fit the columns of {self.claim!r}")
 
 
-def tables() -> dict[str, Table]:
+def tables() -> dict[str, ResultsTable]:
     """All tables in the order of their files' names."""
-    return {path.stem: read(path) for path in sorted(FOLDER.glob("*.json"))}
+    return {path.stem: read_results_table(path) for path in sorted(FOLDER.glob("*.json"))}
 
 
-def read(path: Path) -> Table:
+def read_results_table(path: Path) -> ResultsTable:
     """A table from its file. Raises UserError for what does not belong into one."""
-    return record(Table, json.loads(path.read_text(encoding="utf-8")), path.name)
+    return record(ResultsTable, json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
 def page() -> str:
@@ -98,7 +98,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def rows_of(table: Table, run: Run) -> str:
+def rows_of(table: ResultsTable, run: TableRun) -> str:
     """Which rows of the table a run gave, as in "rows 1 to 3"."""
     before = sum(len(other.rows) for other in table.runs[: table.runs.index(run)])
     first, last = before + 1, before + len(run.rows)

@@ -51,7 +51,7 @@ def memory(
     rows = []
     for name in families:
         require(family(name).trains(family(name).Config()), f"{name} has nothing to train")
-        code = "from benches.memory import step; step()"
+        code = "from benches.memory_bench import step; step()"
         job = json.dumps({"overrides": [f"drafter={name}", *overrides], "tokens": tokens})
         done = subprocess.run(
             [sys.executable, "-c", code, job],
