@@ -202,9 +202,7 @@ class Proposal:
                 paths[-1].append([*paths[-1][place], token])
         return paths
 
-    def row(self, b: int, nodes: int) -> "Proposal":
-        """The first `nodes` nodes of one row, as a batch of one."""
-        q, parents = (
-            None if x is None else x[b : b + 1, :nodes] for x in (self.q_BGV, self.parents_BG)
-        )
-        return Proposal(self.tokens_BG[b : b + 1, :nodes], q, parents)
+    def rows(self, rows: slice) -> "Proposal":
+        """The drafts of these rows of the batch, without scouts."""
+        q, parents = (None if x is None else x[rows] for x in (self.q_BGV, self.parents_BG))
+        return Proposal(self.tokens_BG[rows], q, parents)

@@ -64,4 +64,7 @@ def test_scouts_follow_the_nodes_and_change_none_of_them() -> None:
         assert ids_BM[:, :M].tolist() == plain.block(ANCHORS)[0].tolist()
         assert ids_BM[:, M:].tolist() == [[1, 2, 3], [4, 5, 6]]
         assert above_BM is not None and above_BM[0].tolist() == [*above, 0, M, 0]
-        assert both.row(1, 2).scouts is None
+        second = both.rows(slice(1, 2))
+        assert second.scouts is None and second.tokens_BG.tolist() == plain.tokens_BG[1:].tolist()
+        if plain.parents_BG is not None:
+            assert torch.equal(second.above_BG, plain.above_BG[1:])

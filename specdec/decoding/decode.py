@@ -26,7 +26,9 @@ from specdec.drafters.attention import last_of
 from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
+from specdec.runtime.device import row_groups
 from specdec.sampling.choose import Choose, Processor
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.trees import Chain, Shape
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
@@ -49,9 +51,9 @@ def decode(
 ) -> list[Generation]:
     """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
     batch or, with `at_once` (the number of rows, for plain decoding only), make room for
-    prompts that have none yet. No row's distribution depends on its neighbours, but the draws of a
-    sampled row may, if `way.length` looks at the batch or when the longest row is about to use up
-    the positions.
+    prompts that have none yet. A row's tokens do not depend on its neighbours, sampled ones
+    neither: its random numbers follow from its seed alone. Exceptions are its drafts' lengths, if
+    `way.length` looks at the batch or the longest row is about to use up the positions.
 
     `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
@@ -93,7 +95,7 @@ def decode(
         choose = Choose(
             way.sampler,
             "fixed" if way.greedy_draft else judge.siblings,
-            [torch.Generator(target.device).manual_seed(seeds[i]) for i in numbers],
+            RowDraws([seeds[i] for i in numbers], target.device),
             vocabulary(drafter),
             target.vocab_size,
             target.shown(processors),
@@ -196,23 +198,26 @@ def shortened(
 
 
 def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
-    """Draw each row's verdict with its generator; `logits_BMV` have passed the processors."""
+    """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
     if choose.sampler.greedy:
         if rule.at_zero is not None:
             return rule.at_zero(proposal, logits_BMV.float())
         return greedy(proposal, logits_BMV.float().argmax(-1))
-    verdicts = []
-    for b, generator in enumerate(choose.generators):
-        ids = proposal.tokens_BG[b].tolist()
-        drafted = max((i + 1 for i, token in enumerate(ids) if token >= 0), default=0)
+    groups = row_groups(len(logits_BMV), logits_BMV[0].numel(), logits_BMV.device)
+    draws, verdicts = choose.draws.groups(groups), list[Verdict]()
+    for rows, of_rows in zip(groups, draws, strict=True):
+        logits = logits_BMV[rows]
+        row_B = torch.arange(len(logits), device=logits.device)
 
-        def p_of(place_B: Tensor, b: int = b) -> Tensor:
-            return choose.sampler.probs(logits_BMV[b, place_B])
+        def p_of(place_B: Tensor | None, x: Tensor = logits, row_B: Tensor = row_B) -> Tensor:
+            return choose.sampler.probs(x if place_B is None else x[row_B, place_B])
 
-        # without the row's padding, whose length depends on its neighbours
-        verdicts.append(verify(rule, proposal.row(b, drafted), p_of, generator))
+        verdicts.append(verify(rule, proposal.rows(rows), p_of, of_rows))
+    choose.draws.regroup(draws)
+    if len(verdicts) == 1:
+        return verdicts[0]
     accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
-    paths = [v.path_BK[0] for v in verdicts]
+    paths = [path_K for v in verdicts for path_K in v.path_BK]
     return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
 

@@ -9,6 +9,7 @@ from specdec.context import Context, FeatureSpec
 from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 
@@ -35,8 +36,8 @@ def draft_answers(
 ) -> list[list[int]]:
     """The draft's own answers, sampled from q; each ends with an eos or after `max_new_tokens`."""
     device = next(drafter.parameters()).device
-    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-    choose = Choose(sampler, "with", generators, vocabulary(drafter), drafter.sizes.target_vocab)
+    draws = RowDraws(seeds, device)
+    choose = Choose(sampler, "with", draws, vocabulary(drafter), drafter.sizes.target_vocab)
     answers: list[list[int]] = [[] for _ in prompts]
     cache, going = drafter.new_cache(), list(range(len(prompts)))
     while going:

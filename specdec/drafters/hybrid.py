@@ -314,11 +314,12 @@ class Hybrid(Drafter):
         if shape.depth == 0 or (all(copies) and not beside):
             return copied_chains(copies, ctx)
         choose = replace(choose, vocab_S=self.head.vocab_S)
-        if choose.siblings != "fixed" and not beside:  # a row that copies keeps its generator as is
-            unused = torch.Generator(ctx.ids_BT.device).manual_seed(0)
-            of_rows = zip(choose.generators, copies, strict=True)
-            choose.generators = [unused if ids else own for own, ids in of_rows]
+        before_B = choose.draws.counter_B
         proposal = self.head.draft(ctx, shape, choose, cache.head)
+        if choose.siblings != "fixed" and not beside:  # a row that copies uses no random numbers
+            copying_B = torch.tensor([bool(ids) for ids in copies], device=before_B.device)
+            counter_B = choose.draws.counter_B
+            choose.draws.counter_B = torch.where(copying_B, before_B, counter_B)
         return joined(proposal, copies) if beside else replaced(proposal, copies)
 
 

@@ -24,6 +24,7 @@ from specdec.measure.setup import Setup
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.device import finish
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape
 from specdec.targets.target import Target
@@ -131,7 +132,7 @@ def _prepared(
     rows, first_BV = prefill(target, prompts, drafter.needs, cache)
     first = first_BV.argmax(-1).tolist()
     rows.extend([[token] for token in first], Context(rows.ids()), [0] * batch, None)
-    choose = Choose(Sampler(0.0), "fixed", [], vocabulary(drafter), target.vocab_size)
+    choose = Choose(Sampler(0.0), "fixed", RowDraws([]), vocabulary(drafter), target.vocab_size)
     ctx = rows.context(cache)
     return rows, cache, lambda: drafter.draft(ctx, shape, choose, draft_cache)
 

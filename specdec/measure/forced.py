@@ -64,7 +64,8 @@ def beyond_acceptance(piece: LossInputs, generator: torch.Generator) -> tuple[Te
     plain = non_iterative_alpha(p, q)
     picked, best = piece.logits.float().softmax(-1).nan_to_num(0.0).max(-1)
     none = q.sum(-1) <= 0  # a drafter with nothing to propose
-    drawn = sample(q.masked_fill(none[..., None], 1.0), generator)[..., None]
+    uniform = torch.rand(none.shape, dtype=torch.float64, generator=generator, device=q.device)
+    drawn = sample(q.masked_fill(none[..., None], 1.0), uniform)[..., None]
     q_drawn, p_drawn = (x.gather(-1, drawn)[..., 0] for x in (q, p))
     kept = (p_drawn / q_drawn).nan_to_num(0.0).clamp_max(1.0)
     if piece.confidence is not None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 CGROUP = Path("/sys/fs/cgroup")  # where Linux says what a container may use
+GROUP = {"cpu": 1 << 20}  # numbers of a group of rows, by the type of the device
+GROUP_ELSEWHERE = 1 << 28
 
 
 def is_awaited(x: Tensor) -> bool:
@@ -25,6 +27,14 @@ def perhaps_any(mask: Tensor) -> bool:
     """Whether anything in a mask is set, if that is known without waiting, which it is on the CPU;
     else True. For rare cases whose treatment leaves all other cases as they are."""
     return is_awaited(mask) or bool(mask.any())
+
+
+def row_groups(rows: int, size: int, device: torch.device) -> list[slice]:
+    """The rows of a batch in groups, for work on `size` numbers for each row that no row shares.
+    Steps over few numbers find them in a CPU's cache; a GPU works faster the more rows there are,
+    and a group has a limit only because of its memory."""
+    most = max(1, GROUP.get(device.type, GROUP_ELSEWHERE) // max(1, size))
+    return [slice(first, first + most) for first in range(0, rows, most)]
 
 
 def finish(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.runtime.device import perhaps_any
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler, draws, sample
 
 Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scores) -> scores
@@ -31,12 +32,13 @@ class Chosen(NamedTuple):
 @dataclass
 class Choose:
     """Warps logits and picks tokens. `siblings` says how a node's children are drawn: "without"
-    replacement, "with", or "fixed" (the likeliest ones; q is then one-hot). `generators` has one
-    for each row, and `texts` is the caller's own list of texts, which changes with the batch."""
+    replacement, "with", or "fixed" (the likeliest ones; q is then one-hot). `draws` has the
+    random numbers of each row, and `texts` is the caller's own list of texts, which changes with
+    the batch."""
 
     sampler: Sampler
     siblings: str
-    generators: Sequence[torch.Generator]
+    draws: RowDraws
     vocab_S: Tensor | None = None
     vocab_size: int = 0
     processors: Sequence[Processor] = ()
@@ -55,7 +57,7 @@ class Choose:
         going_B: Tensor | None = None,
     ) -> Chosen:
         """Choose `count` children at each of these places of a draft, by its logits there. Rows
-        outside `going_B` get no children, and nothing is drawn from their generators."""
+        outside `going_B` get no children and use no random numbers."""
         logits, q = self.drafted(logits_BWS, draft, place_BW), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
@@ -100,34 +102,32 @@ class Choose:
         """The target's own next token of each row [B], from logits after the processors."""
         if self.sampler.greedy:
             return logits_BV.float().argmax(-1)  # bfloat16 argmax is slow on a CPU
-        p_BV = self.sampler.probs(logits_BV)
-        return torch.cat([sample(p_BV[b, None], g) for b, g in enumerate(self.generators)])
+        return sample(self.sampler.probs(logits_BV), self.draws.uniform(1)[:, 0])
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep these rows of the batch only."""
-        self.generators = [self.generators[b] for b in rows]
+        self.draws.select(rows)
 
     def replace(self, rows: Sequence[int], other: "Choose") -> None:
-        """Give these rows of the batch the generators of another one, in order."""
-        new = dict(zip(rows, other.generators, strict=True))
-        self.generators = [new.get(b, g) for b, g in enumerate(self.generators)]
+        """Give these rows of the batch the random numbers of another one, in order."""
+        self.draws.replace(rows, other.draws)
 
     def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Indices [B, W, count] drawn from q, and which of them do not exist."""
-        if self.siblings != "with":
-            count = min(count, q_BWS.shape[-1])
-        index_BWC = q_BWS.new_zeros(*q_BWS.shape[:2], count, dtype=torch.long)
-        none_BWC = torch.ones_like(index_BWC, dtype=torch.bool)
-        going = [True] * len(q_BWS) if going_B is None else going_B.tolist()
-        for b, (q_WS, generator) in enumerate(zip(q_BWS, self.generators, strict=True)):
-            if not going[b]:
-                continue
-            if count == 1 or self.siblings == "with":
-                empty_W1 = q_WS.sum(-1, keepdim=True) <= 0
-                safe_WS = q_WS.masked_fill(empty_W1, 1) if perhaps_any(empty_W1) else q_WS
-                drawn_WC = draws(safe_WS, count, generator)
-            else:  # sorting by q / Exp(1) gives the order of draws without replacement
-                race_WS = torch.empty_like(q_WS).exponential_(generator=generator)
-                drawn_WC = (q_WS / race_WS).topk(count, -1).indices
-            index_BWC[b], none_BWC[b] = drawn_WC, q_WS.gather(-1, drawn_WC) <= 0
-        return index_BWC, none_BWC
+        """Indices [B, W, count] drawn from q, and which of them do not exist. Draws without
+        replacement follow one another, each from what q has left."""
+        (B, W), again = q_BWS.shape[:2], self.siblings == "with"
+        count = count if again else min(count, q_BWS.shape[-1])
+        used_B = None if going_B is None else going_B * (W * count)
+        uniform_BWC = self.draws.uniform(W * count, used_B).view(B, W, count)
+        indices, missing = list[Tensor](), list[Tensor]()
+        for at in [uniform_BWC] if again else uniform_BWC.split(1, -1):
+            if indices:
+                q_BWS = q_BWS.scatter(-1, indices[-1], 0.0)
+            empty_BW1 = q_BWS.sum(-1, keepdim=True) <= 0
+            some_BWS = q_BWS.masked_fill(empty_BW1, 1) if perhaps_any(empty_BW1) else q_BWS
+            indices.append(draws(some_BWS, at))
+            missing.append(q_BWS.gather(-1, indices[-1]) <= 0)
+        none_BWC = torch.cat(missing, -1)
+        if going_B is not None:
+            none_BWC = none_BWC | ~going_B[:, None, None]
+        return torch.cat(indices, -1), none_BWC

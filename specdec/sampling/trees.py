@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from specdec.context import Proposal
 from specdec.errors import UserError, require, require_within
-from specdec.runtime.device import is_awaited, perhaps_any
+from specdec.runtime.device import perhaps_any
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration
 
@@ -85,9 +85,7 @@ class Chain(Shape):
             if k > 0:
                 logits_BWS = growth.grow(tokens_BG[:, -1:].clamp_min(0), None)
             place_B1 = tokens_BG.new_full((len(tokens_BG), 1), k)
-            # a GPU draws for all rows: to wait until it is known which have stopped costs more
-            asked_B = None if self.stop is None and is_awaited(going_B) else going_B
-            chosen = choose(logits_BWS, 1, Proposal(tokens_BG), place_B1, asked_B)
+            chosen = choose(logits_BWS, 1, Proposal(tokens_BG), place_B1, going_B)
             token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
             going_B = token_B >= 0
             if not perhaps_any(going_B):

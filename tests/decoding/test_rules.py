@@ -11,6 +11,7 @@ from specdec.decoding.rules import RULES, greedy, lenience_at_zero, point_mass, 
 from specdec.decoding.verify import verify
 from specdec.errors import UserError
 from specdec.lab.decoding.verification_methods import kseq
+from specdec.sampling.row_draws import RowDraws
 from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,
@@ -166,8 +167,9 @@ def test_of_equally_long_paths_typical_takes_the_likelier() -> None:
 def test_a_rule_of_chains_refuses_a_tree() -> None:
     for name in ("rejection", "block", "lenience"):
         tokens_BG, parents_BG, q_BGV, p_BMV = example(RULES["recursive"])
+        tree = Proposal(tokens_BG, q_BGV, parents_BG)
         with pytest.raises(ValueError, match="chains only"):
-            verify(RULES[name], Proposal(tokens_BG, q_BGV, parents_BG), lookup(p_BMV))
+            verify(RULES[name], tree, lookup(p_BMV), RowDraws([0]))
 
 
 # --- greedy ------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from specdec.decoding.speculative import HARMLESS, LATE, READ, speculative_gener
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.targets.causal import CausalTarget
@@ -106,7 +107,7 @@ def test_warped_drafts_follow_p(target: Target, fields: dict[str, Any]) -> None:
 def test_a_draft_with_nothing_to_propose_passes_every_warper() -> None:
     """Two of transformers' warpers raise on a row that is -inf throughout."""
     for warper in (EtaLogitsWarper(0.1), TopHLogitsWarper(0.5)):
-        choose = Choose(Sampler(1.0), "with", [torch.Generator()], None, 7, [warper])
+        choose = Choose(Sampler(1.0), "with", RowDraws([0]), None, 7, [warper])
         choose.texts = [[1, 2]]
         nothing = Proposal(torch.zeros(1, 0).long())
         chosen = choose(torch.full((1, 1, 7), -torch.inf), 1, nothing, torch.zeros(1, 1).long())

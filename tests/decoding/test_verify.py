@@ -19,6 +19,8 @@ from torch import Tensor
 from specdec.context import Proposal
 from specdec.decoding.rules import RULES, Law, Rule, greedy
 from specdec.decoding.verify import draw, verify
+from specdec.sampling.row_draws import RowDraws
+from tests.decoding.tree_laws import lookup
 from tests.laws import (
     FILLS,
     Fill,
@@ -193,10 +195,7 @@ def test_nothing_drafted_leaves_the_target_alone(rule: Rule) -> None:
         stop_BM, next_BMV = law(rule, Proposal(nothing, q, parents), p)
         assert next_BMV.tolist() == p.tolist()
         assert stop_BM.tolist() == [[1.0]]
-        generator = torch.Generator().manual_seed(0)
-        verdict = verify(
-            rule, Proposal(nothing, q, parents), lambda index_B: p[[0], index_B], generator
-        )
+        verdict = verify(rule, Proposal(nothing, q, parents), lookup(p), RowDraws([0]))
         assert verdict.accepted_B.tolist() == [0] and verdict.path_BK.shape == (1, 0)
 
 
@@ -391,7 +390,7 @@ def test_draw_follows_the_law() -> None:
     seed is fixed; another seed would exceed 25.7 once in 10,000 times."""
     count = 50_000
     round_law = Law(LAW.stop_BM.expand(count, -1), LAW.next_BMV.expand(count, -1, -1))
-    accepted_B, next_B, _ = draw(round_law, chains_of(count), torch.Generator().manual_seed(5))
+    accepted_B, next_B, _ = draw(round_law, chains_of(count), RowDraws(range(count)))
     seen = torch.zeros(4, 3).index_put_((accepted_B, next_B), torch.ones(count), accumulate=True)
     expected = count * LAW.stop_BM[:, None] * LAW.next_BMV
     possible = expected > 0
@@ -404,9 +403,7 @@ def test_draw_takes_each_row_from_its_own_law() -> None:
     B = 12
     stop_BM = torch.eye(4)[torch.arange(B) % 4]
     next_BMV = torch.eye(5)[(torch.arange(B)[:, None] + torch.arange(4)) % 5]
-    accepted_B, next_B, path_BK = draw(
-        Law(stop_BM, next_BMV), chains_of(B), torch.Generator().manual_seed(6)
-    )
+    accepted_B, next_B, path_BK = draw(Law(stop_BM, next_BMV), chains_of(B), RowDraws(range(B)))
     assert accepted_B.tolist() == [b % 4 for b in range(B)]
     assert next_B.tolist() == [(b + b % 4) % 5 for b in range(B)]
     assert [[x for x in row if x >= 0] for row in path_BK.tolist()] == [
@@ -414,10 +411,10 @@ def test_draw_takes_each_row_from_its_own_law() -> None:
     ]
 
 
-def test_draw_depends_on_the_generator_alone() -> None:
+def test_draw_depends_on_the_seeds_alone() -> None:
     round_law = Law(LAW.stop_BM.expand(64, -1), LAW.next_BMV.expand(64, -1, -1))
     one, two, other = (
-        draw(round_law, chains_of(64), torch.Generator().manual_seed(s)) for s in (7, 7, 8)
+        draw(round_law, chains_of(64), RowDraws(range(s, s + 64))) for s in (7, 7, 80)
     )
     assert torch.equal(one.accepted_B, two.accepted_B) and torch.equal(one.next_B, two.next_B)
     assert not torch.equal(one.accepted_B, other.accepted_B)

@@ -3,14 +3,22 @@
 Run alone: python -m pytest tests/decoding/test_verify_draws.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from specdec.context import Proposal
+from specdec.decoding.decode import decode, generate
 from specdec.decoding.rules import RULES
 from specdec.decoding.verify import verify
+from specdec.decoding.way import Way
+from specdec.sampling.row_draws import RowDraws
+from specdec.sampling.sampler import Sampler
+from specdec.sampling.trees import Chain, Static
 from tests.decoding.tree_laws import SHAPES, example, lookup
+from tests.drafters.families import make_drafter, make_target, text
 from tests.laws import law
 
 
@@ -34,8 +42,8 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     accepted_B, next_B, path_BG = verify(
         rule,
         Proposal(tokens_BG[row_B], q_RGV, parents_BG[row_B]),
-        lambda index_B: p_BMV[row_B, index_B],
-        torch.Generator().manual_seed(11),
+        lookup(p_BMV[row_B]),
+        RowDraws(range(4 * count)),
     )
     assert torch.equal((path_BG >= 0).sum(-1), accepted_B)
     above_B = torch.full((4 * count,), -1)  # every path goes from parent to child
@@ -61,26 +69,55 @@ def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
     for name, rule in RULES.items():
         tokens_BG, parents_BG, q_BGV, p_BMV = (x[:1] for x in example(rule))
         for seed in range(20):
-            asked: list[int] = []
+            asked: list[int | None] = []
 
-            def p_of(index_B: Tensor, asked: list[int] = asked, p: Tensor = p_BMV) -> Tensor:
-                asked.append(int(index_B))
-                return p[torch.arange(1), index_B]
+            def p_of(
+                place_B: Tensor | None, asked: list[int | None] = asked, p: Tensor = p_BMV
+            ) -> Tensor:
+                asked.append(None if place_B is None else int(place_B))
+                return lookup(p)(place_B)
 
-            generator = torch.Generator().manual_seed(seed)
-            verdict = verify(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_of, generator)
+            proposal = Proposal(tokens_BG, q_BGV, parents_BG)
+            verdict = verify(rule, proposal, p_of, RowDraws([seed]))
             path = [0] + [i + 1 for i in verdict.path_BK[0].tolist()]
-            assert asked == (path if rule.node else list(range(7))), name
+            assert asked == (path if rule.node else [None]), name
 
 
-def test_verify_depends_on_the_generator_alone() -> None:
+def test_verify_depends_on_the_seeds_alone() -> None:
     for rule in RULES.values():
         tokens, parents, q, p = (x.repeat_interleave(20, 0) for x in example(rule))
+        seeds = range(len(tokens))
         one, two = (
-            verify(rule, Proposal(tokens, q, parents), lookup(p), torch.Generator().manual_seed(4))
-            for _ in range(2)
+            verify(rule, Proposal(tokens, q, parents), lookup(p), RowDraws(seeds)) for _ in range(2)
         )
         assert all(torch.equal(a, b) for a, b in zip(one, two))
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["q", "q_None"])
+@pytest.mark.parametrize("name", RULES)
+def test_a_row_draws_the_same_among_any_neighbours(name: str, sampled: bool) -> None:
+    """Two verdicts one after the other, of 40 mixed rows: alone without their padding, together,
+    permuted, and with a part of the rows gone."""
+    rule, count = RULES[name], 40
+    mixed = [torch.cat([x] * 10) for x in example(rule)]
+    tokens_BG, parents_BG, drawn_from_BGV, p_BMV = mixed
+    q_BGV, there_BG = drawn_from_BGV if sampled else None, tokens_BG >= 0
+
+    def verdicts(rows: list[int], nodes: int) -> list[tuple[list[int], list[int], int, int]]:
+        """The two paths, and the two next tokens, of each row."""
+        q = None if q_BGV is None else q_BGV[rows, :nodes]
+        proposal = Proposal(tokens_BG[rows, :nodes], q, parents_BG[rows, :nodes])
+        p, draws = p_BMV[rows, : nodes + 1], RowDraws([100 + 7 * b for b in rows])
+        both = [verify(rule, proposal, lookup(p), draws) for _ in range(2)]
+        paths = [[[i for i in row if i >= 0] for row in v.path_BK.tolist()] for v in both]
+        return [*zip(*paths, *(v.next_B.tolist() for v in both), strict=True)]
+
+    nodes = [max([0, *(row.nonzero()[:, 0] + 1).tolist()]) for row in there_BG]
+    alone = [verdicts([b], nodes[b])[0] for b in range(count)]
+    assert len(set(nodes)) > 1 and len({str(found) for found in alone}) > 8
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(2)).tolist()
+    for rows in ([*range(count)], order, order[:11]):
+        assert verdicts(rows, tokens_BG.shape[1]) == [alone[b] for b in rows]
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -108,10 +145,32 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
         for x in law(rule, Proposal(tokens_BG, q, parents_BG), p_BMV):
             assert x.isfinite().all() and (x >= 0).all()
             assert torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
-        verdict = verify(rule, Proposal(tokens_BG, q, parents_BG), lookup(p_BMV), g)
+        verdict = verify(
+            rule, Proposal(tokens_BG, q, parents_BG), lookup(p_BMV), RowDraws(range(7))
+        )
         assert verdict.next_B[2] == 7 and ((verdict.next_B >= 0) & (verdict.next_B < V)).all()
         last_B = verdict.path_BK.amax(-1) if verdict.path_BK.shape[1] else torch.full((7,), -1)
         if rule.lossless:
             assert last_B[3] == -1 and verdict.next_B[3] >= V // 2
         if rule.lossless and q is not None and rule is not RULES["point_mass"]:
             assert last_B[4] == -1 and last_B[5] == -1
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_sampled_answers_are_those_of_a_row_alone(tree: bool) -> None:
+    """Whole answers with a draft, of prompts of unequal lengths: alone, together and permuted.
+    The rows end at different times."""
+    target = make_target()
+    shape = Static([[0], [1], [0, 0], [1, 0], [0, 1]]) if tree else Chain(3)
+    way = Way(make_drafter("eagle3", target), shape, sampler=Sampler(1.0))
+    prompts = [text(i, 3 + (5 * i) % 11)[0].tolist() for i in range(6)]
+    seeds = [40 + 3 * i for i in range(6)]
+    options: dict[str, Any] = {"max_new_tokens": 12, "eos": (3, 4, 5, 6)}
+    alone = [
+        generate(target, prompt, way, seed=seed, **options).ids
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    for order in ([0, 1, 2, 3, 4, 5], [4, 2, 5, 0]):
+        mixed = [prompts[i] for i in order], [seeds[i] for i in order]
+        made = decode(target, mixed[0], way, seeds=mixed[1], **options)
+        assert [g.ids for g in made] == [alone[i] for i in order]

@@ -170,5 +170,6 @@ def example(rule: Rule, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...
     return tokens_BG, parents_BG, q_BGV, p_BMV
 
 
-def lookup(p_BMV: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda index_B: p_BMV[torch.arange(len(p_BMV)), index_B]
+def lookup(p_BMV: Tensor) -> Callable[[Tensor | None], Tensor]:
+    row_B = torch.arange(len(p_BMV))
+    return lambda place_B: p_BMV if place_B is None else p_BMV[row_B, place_B]

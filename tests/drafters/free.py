@@ -10,6 +10,7 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.attention import pieces
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Shape, Static
 from specdec.targets.target import Target
@@ -40,8 +41,8 @@ def drafted(
     sampler: Sampler | None = None,
     cache: Any = None,
 ) -> Proposal:
-    generators = [torch.Generator().manual_seed(b) for b in range(len(ctx.ids_BT))]
-    choose = Choose(sampler or Sampler(0.0), "without", generators, None, V)
+    draws = RowDraws(range(len(ctx.ids_BT)))
+    choose = Choose(sampler or Sampler(0.0), "without", draws, None, V)
     return drafter.draft(ctx, shape, choose, cache)
 
 

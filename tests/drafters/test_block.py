@@ -20,6 +20,7 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, logits_of
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain
 from specdec.targets.target import Target
@@ -164,10 +165,8 @@ def test_blocks_are_the_references(target: Target, drafter: Block) -> None:
 
 
 def drafted(drafter: Block, ctx: Context, shape: Any, cache: Any) -> Any:
-    generators = [torch.Generator() for _ in ctx.ids_BT]
-    return drafter.draft(
-        ctx, shape, Choose(Sampler(0), "fixed", generators, drafter.vocab_S, V), cache
-    )
+    draws = RowDraws([0] * len(ctx.ids_BT))
+    return drafter.draft(ctx, shape, Choose(Sampler(0), "fixed", draws, drafter.vocab_S, V), cache)
 
 
 def test_drafting_is_the_same_block_and_its_keys_never_stay(target: Target, drafter: Block) -> None:

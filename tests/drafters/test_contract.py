@@ -24,6 +24,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.lab.drafters.translated import Translated
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.target import Target
@@ -150,10 +151,8 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
 def drafted(
     drafter: Drafter, ctx: Context, shape: Shape, sampler: Sampler, seed: int, cache: object = None
 ) -> Proposal:
-    generators = [
-        torch.Generator(ctx.ids_BT.device).manual_seed(seed + b) for b in range(len(ctx.ids_BT))
-    ]
-    choose = Choose(sampler, "without", generators, vocabulary(drafter), V)
+    draws = RowDraws(range(seed, seed + len(ctx.ids_BT)), ctx.ids_BT.device)
+    choose = Choose(sampler, "without", draws, vocabulary(drafter), V)
     return drafter.draft(ctx, shape, choose, cache)
 
 

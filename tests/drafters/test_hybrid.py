@@ -21,6 +21,7 @@ from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.target import Target
@@ -50,11 +51,11 @@ def hybrid(target: Target, **settings: Any) -> Hybrid:
 
 def drafted(
     drafter: Drafter, target: Target, texts: list[list[int]], shape: Shape, temperature: float
-) -> tuple[Proposal, list[torch.Generator]]:
-    generators = [torch.Generator().manual_seed(7) for _ in texts]
-    choose = Choose(Sampler(temperature), "without", generators, vocabulary(drafter), V)
+) -> tuple[Proposal, RowDraws]:
+    draws = RowDraws([7] * len(texts))
+    choose = Choose(Sampler(temperature), "without", draws, vocabulary(drafter), V)
     ids = torch.tensor(texts)
-    return drafter.draft(context(target, drafter, ids), shape, choose), generators
+    return drafter.draft(context(target, drafter, ids), shape, choose), draws
 
 
 @pytest.mark.parametrize(
@@ -112,14 +113,14 @@ def test_counts_by_hand(target: Target) -> None:
 def test_rows_of_a_batch_choose_for_themselves(target: Target, temperature: float) -> None:
     """One copies and one drafts; each does what it does alone, with the same draws."""
     drafter, shape = hybrid(target, v={1: 1.1, 4: 1.2}, alpha=[0.4]), Chain(4)
-    both, generators = drafted(drafter, target, [HERE, ELSEWHERE], shape, temperature)
+    both, draws = drafted(drafter, target, [HERE, ELSEWHERE], shape, temperature)
     copies, drafts = both.tokens_BG.tolist()
     assert copies == [8, 9, 5, 6] and drafts[2:] == [-1, -1] and min(drafts[:2]) >= 0
     for b, ids in enumerate((HERE, ELSEWHERE)):
-        alone, (generator,) = drafted(drafter, target, [ids], shape, temperature)
+        alone, own = drafted(drafter, target, [ids], shape, temperature)
         n = alone.tokens_BG.shape[1]
         assert both.tokens_BG[b, :n].tolist() == alone.tokens_BG[0].tolist()
-        assert torch.equal(generators[b].get_state(), generator.get_state())
+        assert draws.counter_B[b] == own.counter_B[0]
     assert (both.q_BGV is None) == (temperature == 0)
     if both.q_BGV is not None:
         assert both.q_BGV[0, range(4), copies].tolist() == [1] * 4

@@ -20,6 +20,7 @@ from specdec.drafters.eagle import Eagle
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.target import Target
@@ -116,7 +117,7 @@ def drafted(drafter: Drafter, target: Target) -> Calls:
     shapes: list[Shape] = [Chain(3), Dynamic(3, 10, 4)]
     with watched(drafter) as calls:
         for shape, ctx in zip(shapes, contexts, strict=True):
-            choose = Choose(Sampler(0.0), "without", [torch.Generator()], vocabulary(drafter), V)
+            choose = Choose(Sampler(0.0), "without", RowDraws([0]), vocabulary(drafter), V)
             drafter.draft(ctx, shape, choose, cache)
     return calls
 

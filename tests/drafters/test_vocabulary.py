@@ -22,6 +22,7 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.causal import CausalTarget
@@ -110,7 +111,7 @@ def test_a_draft_with_other_padding_computes_what_its_source_does(
     assert drafter.model.get_input_embeddings().weight.shape[0] == V
     assert drafter.model.get_output_embeddings().weight.shape[0] == V
 
-    choose = Choose(Sampler(1.0), "with", [torch.Generator()], drafter.vocab_S, V)
+    choose = Choose(Sampler(1.0), "with", RowDraws([0]), drafter.vocab_S, V)
     q_BGV = drafter.draft(Context(ids_BT), Chain(3), choose).q_BGV
     assert q_BGV is not None and q_BGV.shape[-1] == V
     assert not q_BGV[..., both:].any()

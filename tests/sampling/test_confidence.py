@@ -20,6 +20,7 @@ from specdec.drafters.hybrid import Hybrid, HybridConfig
 from specdec.errors import UserError
 from specdec.sampling.choose import Choose
 from specdec.sampling.confidence import Calibration, Calibrations
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Growth, Shape
 from specdec.targets.target import Target
@@ -121,7 +122,7 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
 def proposed(drafter: Drafter, target: Target, shape: Shape, temperature: float) -> Proposal:
     ids = torch.tensor([PROMPTS[1]])
     ctx, _ = target.features(ids, drafter.needs)
-    choose = Choose(Sampler(temperature), "fixed", [], vocabulary(drafter), V)
+    choose = Choose(Sampler(temperature), "fixed", RowDraws([]), vocabulary(drafter), V)
     return drafter.draft(ctx, shape, choose)
 
 
@@ -203,7 +204,7 @@ def test_what_a_length_is_told_is_the_own_estimate_after_calibration(target: Tar
     ctx, _ = target.features(torch.tensor([PROMPTS[1]]), drafter.needs)
 
     def drafted(ctx: Context) -> Proposal:
-        choose = Choose(Sampler(0.0), "fixed", [], vocabulary(drafter), V)
+        choose = Choose(Sampler(0.0), "fixed", RowDraws([]), vocabulary(drafter), V)
         return drafter.draft(ctx, Chain(3, stop), choose)
 
     tokens = drafted(ctx).tokens_BG

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import COLDEST, Sampler, draws, sample
 from tests.device import DEVICE
 
@@ -278,7 +279,7 @@ def test_sample_follows_probabilities() -> None:
     """Chi-square over 4 tokens that can occur, 3 degrees of freedom, fixed seed; another seed
     would exceed 21.1 once in 10,000 times. The weights need not sum to 1."""
     weights = torch.tensor([2.0, 0.0, 1.0, 0.5, 0.25])
-    drawn = sample(weights.expand(40_000, 5), torch.Generator(DEVICE).manual_seed(2))
+    drawn = sample(weights.expand(40_000, 5), RowDraws(range(40_000), DEVICE).uniform(1)[:, 0])
     counts = torch.bincount(drawn, minlength=5)
     expected = 40_000 * weights / weights.sum()
     assert counts[1] == 0
@@ -290,14 +291,14 @@ def test_draws_of_a_row_are_independent() -> None:
     """Pairs of two draws, 3 tokens that can occur, 8 degrees of freedom: 31.8 is exceeded once in
     10,000 times. A mass that is nearly nothing is all there is."""
     weights = torch.tensor([0.0, 3.0, 1.0, 0.0, 2.0, 0.0])
-    pairs = draws(weights.expand(30_000, 6), 2, torch.Generator(DEVICE).manual_seed(6))
+    pairs = draws(weights.expand(30_000, 6), RowDraws(range(30_000), DEVICE).uniform(2))
     counts = torch.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36).view(6, 6)
     expected = 30_000 * weights[:, None] * weights / weights.sum() ** 2
     possible = expected > 0
     assert counts[~possible].sum() == 0
     assert ((counts - expected) ** 2 / expected)[possible].sum() < 31.8
     for only in (torch.tensor([[0.0, 0.0, 1e-38]]), torch.tensor([[1e-38, 0.0, 0.0]])):
-        assert (draws(only, 50) == only.argmax()).all()
+        assert (draws(only, RowDraws([0], DEVICE).uniform(50)) == only.argmax()).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-5, -1.0, math.nan, INF])
@@ -313,16 +314,19 @@ def test_nothing_is_drawn_from_a_row_without_mass(weight: float) -> None:
     probs = torch.full((2, 5), 0.2)
     probs[1] = weight
     with pytest.raises(UserError, match="nothing to draw from"):
-        draws(probs, 1)
+        draws(probs, RowDraws([0, 1], DEVICE).uniform(1))
 
 
 def test_sample_keeps_shapes_and_rows() -> None:
     ids = torch.randint(9, (2, 3, 4), generator=torch.Generator().manual_seed(3))
-    assert torch.equal(sample(torch.eye(9)[ids]), ids)
-    assert sample(torch.eye(9)[4]).shape == ()
+    uniform = RowDraws([0], DEVICE).uniform(24).view(2, 3, 4)
+    assert torch.equal(sample(torch.eye(9)[ids], uniform), ids)
+    assert sample(torch.eye(9)[4], uniform[0, 0, 0]).shape == ()
 
 
-def test_sample_depends_on_the_generator_alone() -> None:
+def test_sample_depends_on_the_seeds_alone() -> None:
     probs = Sampler().probs(noise(200, 50))
-    one, two, other = (sample(probs, torch.Generator(DEVICE).manual_seed(s)) for s in (4, 4, 5))
+    one, two, other = (
+        sample(probs, RowDraws(range(s, s + 200), DEVICE).uniform(1)[:, 0]) for s in (4, 4, 500)
+    )
     assert torch.equal(one, two) and not torch.equal(one, other)

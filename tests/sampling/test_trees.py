@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Growth, Static
 
@@ -35,7 +36,7 @@ def test_parents_are_named_where_growth_is_no_chain(
         found.append(None if parents_BW is None else parents_BW[0].tolist())
         return torch.arange(7.0).expand(1, tokens_BW.shape[1], -1)
 
-    choose = Choose(Sampler(0.0), "fixed", [torch.Generator()])
+    choose = Choose(Sampler(0.0), "fixed", RowDraws([0]))
     proposal = Static(paths).draft(Growth(torch.arange(7.0)[None], grow), choose)
     leaves = [p for p in paths if [*p, 0] not in paths]
     inner = {len(p) for p in paths if p not in leaves}  # depths at which nodes grow

@@ -16,6 +16,7 @@ from specdec.context import Context, Moment
 from specdec.errors import UserError
 from specdec.lab.drafters.falcon import Falcon, FalconConfig
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.targets.target import Target
@@ -215,7 +216,7 @@ def test_one_pass_drafts_two_depths(target: Target, shape: Shape, passes: list[i
     """The number of queries in each pass: two for every block that begins there."""
     drafter, queries = falcon(target), list[int]()
     ctx, run = read(target, drafter), drafter.compiled.run
-    choose = Choose(Sampler(0.0), "without", [torch.Generator()], None, V)
+    choose = Choose(Sampler(0.0), "without", RowDraws([0]), None, V)
 
     def counted(cache: Any, **inputs: Any) -> Any:
         queries.append(inputs["at"].shape[1])

@@ -15,6 +15,7 @@ from specdec.drafters import attention
 from specdec.errors import UserError
 from specdec.lab.drafters.spire import Spire, SpireConfig, WindowCache
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic
 from specdec.targets.target import Target
@@ -116,7 +117,7 @@ def test_a_draft_over_a_long_text_keeps_and_reads_a_window(sink: int) -> None:
     cache that does not grow."""
     target, window = doubled(), 4
     drafter = spire(target, depth=3, window=window, sink=sink, draft_vocab=None)
-    greedy = Choose(Sampler(0.0), "without", [torch.Generator(), torch.Generator()], None, V)
+    greedy = Choose(Sampler(0.0), "without", RowDraws([0, 1]), None, V)
     rows = torch.cat([text(40), text(41)[:, :40]])
     features, cache = read(target, drafter, rows), drafter.new_cache()
     wide: list[int] = []

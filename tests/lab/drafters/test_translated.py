@@ -25,6 +25,7 @@ from specdec.formats import draft_checkpoint
 from specdec.lab.drafters.bridge import Bridge
 from specdec.lab.drafters.translated import Translated, TranslatedConfig
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.causal import CausalTarget
@@ -247,7 +248,7 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
             text = torch.tensor([prompt])
             final = target.features(text, FeatureSpec())[1][0, -1:]
             p = sampler.probs(target.logits(final))[0].double()
-            choose = Choose(sampler, "none", [torch.Generator()], vocabulary(drafter), V)
+            choose = Choose(sampler, "none", RowDraws([0]), vocabulary(drafter), V)
             proposal = drafter.draft(Context(text), Chain(1), choose, drafter.new_cache())
             assert proposal.q_BGV is not None
             q = proposal.q_BGV[0, 0].double()
@@ -281,7 +282,7 @@ def test_cached_draft_equals_the_uncached_one(
         before = [list(own) for own in cache.tokens]
 
         def draw(ctx: Context, seeds: list[int], cache: Any, n: int = n) -> Any:
-            rows_of = [torch.Generator().manual_seed(s) for s in seeds]
+            rows_of = RowDraws(seeds)
             choose = Choose(
                 Sampler(temperature), "none", rows_of, vocabulary(drafter), target.vocab_size
             )
@@ -333,7 +334,7 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
     assert drafter.vocab_S is not None
     inside = set(drafter.vocab_S.tolist())
     prompt = prompts(target)[1]
-    choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], vocabulary(drafter), V)
+    choose = Choose(sampler, "none", RowDraws([0]), vocabulary(drafter), V)
     proposal = drafter.draft(Context(torch.tensor([prompt])), Chain(2), choose, drafter.new_cache())
     assert proposal.q_BGV is not None
     outside = next(i for i in range(V) if i not in inside)

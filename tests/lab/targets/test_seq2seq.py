@@ -41,6 +41,7 @@ from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.lab.targets.seq2seq import Seq2SeqCache, Seq2SeqTarget
 from specdec.measure.results import Results
 from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.causal import CausalTarget
@@ -307,7 +308,7 @@ def test_committed_tokens_follow_p() -> None:
     sampler = Sampler(1.0)
     p = sampler.probs(target.logits(target.features(text, FeatureSpec())[1][0, -2:]))[1].double()
     ctx, cache = Context(text), drafter.new_cache()
-    choose = Choose(sampler, "none", [torch.Generator().manual_seed(0)], None, V)
+    choose = Choose(sampler, "none", RowDraws([0]), None, V)
     q = drafter.draft(ctx, Chain(1), choose, cache).q_BGV
     assert q is not None
     q = q[0, 0].double()
@@ -397,7 +398,7 @@ def test_cached_draft_equals_the_uncached_default(temperature: float, shape: Sha
             ids[b, : len(text)] = torch.tensor(text)
 
         def drafted(ctx: Context, seeds: list[int], cache: object) -> Proposal:
-            rows = [torch.Generator().manual_seed(s) for s in seeds]
+            rows = RowDraws(seeds)
             choose = Choose(Sampler(temperature), "without", rows, None, V)
             return drafter.draft(ctx, shape, choose, cache)
 
