@@ -146,7 +146,7 @@ def draws(probs: Tensor, uniform: Tensor) -> Tensor:
     UserError for a row whose sum is 0 or not finite."""
     probs_NV, uniform_NC = probs.flatten(0, -2), uniform.flatten(0, -2)
     drawn = [uniform_NC[:0].long()]
-    for rows in row_groups(*probs_NV.shape, probs.device):
+    for rows in row_groups(len(probs_NV), probs_NV.shape[1], probs.device):
         upto_NV = probs_NV[rows].cumsum(-1, dtype=torch.float64)
         mass_N1 = upto_NV[:, -1:]
         if not ((mass_N1 > 0) & mass_N1.isfinite()).all():
