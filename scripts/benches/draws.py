@@ -13,17 +13,18 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.context import Proposal
-from specdec.decoding import decode as loop
+from specdec.decoding import decode
 from specdec.decoding.answers import PHASES
 from specdec.decoding.rules import Rule, Verdict
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
+from specdec.errors import nearest, require
 from specdec.measure.machine import processor_name
 from specdec.progress import console
-from specdec.sampling import choose as choosing
+from specdec.sampling import sampler
+from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
 from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
@@ -51,9 +52,7 @@ class RowByRow:
         made = [torch.Generator(device).manual_seed(b) for b in range(rows)]
         self.draws = [GeneratorDraws(generator) for generator in made]
 
-    def judged(
-        self, rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: choosing.Choose
-    ) -> Verdict:
+    def judged(self, rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
         verdicts = []
         for b, draws in enumerate(self.draws[: len(logits_BMV)]):
             ids = proposal.tokens_BG[b].tolist()
@@ -74,14 +73,14 @@ class RowByRow:
         return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
     def drawn(
-        self, choose: choosing.Choose, q_BWS: Tensor, count: int, going_B: Tensor | None
+        self, choose: Choose, q_BWS: Tensor, count: int, going_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         index_BWC = q_BWS.new_zeros(*q_BWS.shape[:2], count, dtype=torch.long)
         none_BWC = torch.ones_like(index_BWC, dtype=torch.bool)
         for b, (q_WS, row) in enumerate(zip(q_BWS, self.draws, strict=False)):
             if count == 1:
                 at_WC = row.uniform(len(q_WS))[0, :, None]
-                drawn_WC = choosing.draws(q_WS, at_WC)
+                drawn_WC = sampler.draws(q_WS, at_WC)
             else:
                 race_WS = torch.empty_like(q_WS).exponential_(generator=row.generator)
                 drawn_WC = (q_WS / race_WS).topk(count, -1).indices
@@ -90,6 +89,7 @@ class RowByRow:
 
 
 def draws(
+    method: Annotated[str, "of the drafter, as in drafter=METHOD"],
     *,
     batch: Annotated[int, "rows that are decoded together"] = 32,
     vocabs: Annotated[Sequence[int], "sizes of the vocabulary"] = (2048, 32000),
@@ -100,13 +100,13 @@ def draws(
 ) -> None:
     """Milliseconds of a speculation step at T = 1 with draws for the whole batch and row by row.
 
-    Both decode the same prompts in turn, in one process, with a small random target and its own
-    small EAGLE-3 head. Medians over turns; phases are those of the decoder's clock.
+    Both decode the same prompts in turn, in one process, with a small random target and a random
+    drafter for it. Medians over turns; phases are those of the decoder's clock.
     """
     console.print(f"{processor_name()}, torch {torch.__version__}: {batch} rows on {device}")
     table = []
     for vocab in vocabs:
-        target, drafter = _random_pair(vocab, device)
+        target, drafter = _random_pair(method, vocab, device)
         shapes: dict[str, Shape] = {f"chain of {gamma}": Chain(gamma)}
         shapes[f"tree of {len(TREE)}"] = Static(TREE)
         for name, shape in shapes.items():
@@ -127,7 +127,7 @@ def draws(
     show(["vocabulary", "topology", "draws", *PHASES, "step", "gain: judge", "gain: step"], table)
 
 
-def _random_pair(vocab: int, device: str) -> tuple[Target, Drafter]:
+def _random_pair(method: str, vocab: int, device: str) -> tuple[Target, Drafter]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab,
@@ -141,9 +141,9 @@ def _random_pair(vocab: int, device: str) -> tuple[Target, Drafter]:
     model = LlamaForCausalLM(config).float().to(device)
     model.generation_config.eos_token_id = None
     target = CausalTarget(model, None, "random")
-    kind = DRAFTERS["eagle3"]
+    require(method in DRAFTERS, f"method {method!r} is unknown{nearest(method, DRAFTERS)}")
+    kind = DRAFTERS[method]
     settings: Any = kind.Config()
-    settings.draft_vocab = None
     return target, kind.build(settings, target).float().eval().to(device)
 
 
@@ -153,15 +153,13 @@ def _step(
     """Seconds of a speculation step, by phase and altogether."""
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(target.vocab_size, (batch, PROMPT), generator=draw).tolist()
-    way = Way(drafter, shape, sampler=Sampler(1.0))
+    way = Way(drafter, shape, sampler=sampler.Sampler(1.0))
     with ExitStack() as stack:
         if by_row:
             rows = RowByRow(batch, target.device)
-            stack.enter_context(patch.object(loop, "judged", rows.judged))
-            stack.enter_context(
-                patch.object(choosing.Choose, "_draw", lambda *given: rows.drawn(*given))
-            )
-        made = loop.decode(target, prompts, way, max_new_tokens=new, eos=(), seeds=range(batch))
+            stack.enter_context(patch.object(decode, "judged", rows.judged))
+            stack.enter_context(patch.object(Choose, "_draw", lambda *given: rows.drawn(*given)))
+        made = decode.decode(target, prompts, way, max_new_tokens=new, eos=(), seeds=range(batch))
     first = min(made, key=lambda g: g.seconds)  # until it ends, the batch has all its rows
     spent = first.spent | {"step": first.seconds}
     return {key: seconds / len(first.rounds) for key, seconds in spent.items()}
