@@ -26,8 +26,8 @@ from specdec.sampling import sampler
 from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.targets.base import Target
 from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 
 PROMPT = 16  # tokens
 TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
