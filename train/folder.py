@@ -43,7 +43,7 @@ from train.data.split import SHARE, trained_openings
 from train.loop import LoopConfig
 from train.rows_per_step import RowsPerStep
 from train.run_config import Config
-from train.run_documents import Texts
+from train.run_documents import RunDocuments
 from train.shards import line_of_beginning
 from train.tracking import files_of_trackers
 
@@ -177,7 +177,12 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
 
 
 def describe(
-    cfg: Config, folder: Path, identity: str, portion: RowsPerStep, fingerprint: str, texts: Texts
+    cfg: Config,
+    folder: Path,
+    identity: str,
+    portion: RowsPerStep,
+    fingerprint: str,
+    texts: RunDocuments,
 ) -> None:
     """Write the run's config.json, unless the folder holds a run of other texts or models: then
     raise UserError. Until here, an error leaves the folder free for another run."""
@@ -201,7 +206,7 @@ def describe(
     write_json(folder / "config.json", described)
 
 
-def note_prompts(folder: Path, identity: str, texts: Texts) -> None:
+def note_prompts(folder: Path, identity: str, texts: RunDocuments) -> None:
     """Write down the decoder's prompts of a run, so that later evaluations measure on the same ones
     without reading the data. Of many, the first are kept."""
     parts = {"test": texts.prompts, "validation": texts.validation_prompts}

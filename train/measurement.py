@@ -27,7 +27,7 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.sequences import Prompt
 from train.run_config import Config
-from train.run_documents import Texts
+from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
 RECORD = "measured.json"  # in the report's folder: how its results were measured
@@ -41,7 +41,7 @@ RECORD = "measured.json"  # in the report's folder: how its results were measure
 def finished(
     cfg: Config,
     folder: Path,
-    texts: Texts,
+    texts: RunDocuments,
     training: Training | None,
     on_demand: TargetLoader,
     ranks: Ranks,
@@ -115,7 +115,7 @@ def _unmeasured(cfg: Config, folder: Path, on_demand: TargetLoader) -> None:
 def _measured(
     cfg: Config,
     folder: Path,
-    texts: Texts,
+    texts: RunDocuments,
     drafter: Drafter,
     target: Target,
     original: Target,
@@ -156,7 +156,7 @@ def _measured(
     )
 
 
-def others_of(texts: Texts) -> list[Prompt]:
+def others_of(texts: RunDocuments) -> list[Prompt]:
     """The held-out prompts that are not measured, for calibration and for choices: those of the
     validation part first, since a later evaluation may measure more of the test part."""
     return [*texts.validation_prompts, *texts.prompts[texts.measured :]]
@@ -190,14 +190,14 @@ def _export(cfg: Config, folder: Path, drafter: Drafter, target: TargetParts) ->
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
 
 
-def note(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int) -> None:
+def note(cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int) -> None:
     """Write down how the results in the folder's report were measured."""
     how = _how(cfg, folder, texts, target, processes)
     write_json(folder / "report" / RECORD, {"how": how})
 
 
 def results_of(
-    cfg: Config, folder: Path, texts: Texts, target: Target, processes: int
+    cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int
 ) -> Results | None:
     """The results of the run, if they are on the disk as they were written and another measurement
     would only repeat them, with the same draft, prompts, settings, machine and code."""
@@ -210,7 +210,7 @@ def results_of(
     return None
 
 
-def _how(cfg: Config, folder: Path, texts: Texts, target: Target, processes: int) -> str:
+def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int) -> str:
     """A checksum of all that the results depend on, and of the results themselves."""
     files = [folder / "report" / FILE]
     for package in (Path(specdec.__path__[0]), Path(__file__).parent):

@@ -44,7 +44,7 @@ from train.measurement import finished
 from train.planning.outlook import say
 from train.run_checks import check, check_target, check_texts
 from train.run_config import Config
-from train.run_documents import Texts, answer_share, split_of, texts_of
+from train.run_documents import RunDocuments, documents_of_run, respond_to_shard, split_of_run
 from train.shards import AFTERWARDS, note_beginning, shard_of
 from train.tracking import Tracker
 from train.training_rounds import draft_of_round, written
@@ -115,20 +115,22 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             settings = of_value([digest_of_settings(cfg), *shares])
             ranks.first(lambda: tracker.begin_run(cfg.track, cfg.name, asdict(cfg), settings))
 
-        # Texts: as much of the data as fits the budget, answered by the target if it is to answer.
+        # Documents: as much data as fits the budget, with the target's responses if it responds.
         # The features that it computes while it answers are kept.
         starts_from = earlier_drafts(cfg.stage, cfg.drafter)
-        split = split_of(cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from)
+        split = split_of_run(
+            cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from
+        )
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         features = RunHiddenStates.of(cfg, target, accelerator, progress)
         if cfg.data.answers == "target":
             ranks.first(lambda: note_date(cfg, folder))
         if cfg.answers.shard is not None:
-            answer_share(cfg, split, target, features.store, accelerator, progress)
+            respond_to_shard(cfg, split, target, features.store, accelerator, progress)
             return 0.0
         responses_read = ResponsesRead(folder)
-        texts = texts_of(
+        texts = documents_of_run(
             *(cfg, split, measured, target, features.store),
             *(accelerator, progress, responses_read),
         )
@@ -173,7 +175,7 @@ def _trained(
     identity: str,
     drafter: Drafter,
     target: TargetLoader,
-    texts: Texts,
+    texts: RunDocuments,
     features: RunHiddenStates,
     accelerator: Accelerator,
     tracker: Tracker,

@@ -23,7 +23,7 @@ from train.folder import require_same_run
 from train.hidden_states.store import megabytes
 from train.initialisation import require_starts
 from train.run_config import Config
-from train.run_documents import Texts
+from train.run_documents import RunDocuments
 from train.tracking import require_tracker
 
 
@@ -90,7 +90,7 @@ def _require_room_for_draft(cfg: Config, folder: Path, parts: TargetParts) -> No
     )
 
 
-def check_texts(cfg: Config, drafter: Drafter, parts: TargetParts, texts: Texts) -> None:
+def check_texts(cfg: Config, drafter: Drafter, parts: TargetParts, texts: RunDocuments) -> None:
     """Raise UserError for texts that are too long, and for decoding that would fail later."""
     documents = [*texts.train, *texts.validation]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)

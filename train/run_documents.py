@@ -1,6 +1,6 @@
-"""The texts that a run reads: conversations, pairs or plain texts, with the data's answers or the
-target's own. Of several processes, the first reads the data, all of them render and tokenise, and
-all get the same texts."""
+"""The documents and prompts of a run: conversations, pairs or plain texts, with the responses of
+the data or of the target. Of several processes, the first reads the data, all of them render and
+tokenise, and all get the same documents."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -30,10 +30,10 @@ from train.shards import AFTERWARDS, shard_of
 
 
 @dataclass
-class Texts:
-    """What training and evaluation read. See `Split`."""
+class RunDocuments:
+    """What training and evaluation read. See `DataSplit`."""
 
-    train: list[Document]  # prompts without answers if on-policy rounds need no more
+    train: list[Document]  # without responses if only later training rounds generate them
     validation: list[Document]  # held out, to select the best draft on
     prompts: list[Prompt]  # the decoder's, of the test part
     validation_prompts: list[Prompt]  # the decoder's, for calibration and choices; may be empty
@@ -46,7 +46,7 @@ class Texts:
     counts: DataCounts | None = None  # of what was read, before any response was generated
 
 
-def split_of(
+def split_of_run(
     data: DataConfig,
     answers: ResponsesConfig,
     parts: TargetParts,
@@ -91,7 +91,7 @@ def split_of(
     return split
 
 
-def texts_of(
+def documents_of_run(
     cfg: Config,
     split: DataSplit[Any],
     measured: int,
@@ -100,7 +100,7 @@ def texts_of(
     accelerator: Accelerator,
     progress: Progress,
     responses_read: ResponsesRead | None = None,
-) -> Texts:
+) -> RunDocuments:
     """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
     If the data's answers are not read, the target answers, and `store` keeps the features that it
     computes meanwhile; `responses_read` is as in `answered`."""
@@ -131,7 +131,7 @@ def texts_of(
             f"{name}: {len(documents):,} documents, {sum(len(d.ids) for d in documents):,} tokens, "
             f"{sum(int(d.mask.sum()) for d in documents):,} of them the assistant's"
         )
-    return Texts(
+    return RunDocuments(
         train=train,
         validation=validation,
         prompts=split.prompts,
@@ -156,7 +156,7 @@ def _unanswered(prompt: Prompt) -> Document:
     return document
 
 
-def answer_share(
+def respond_to_shard(
     cfg: Config,
     split: DataSplit[Any],
     target: TargetLoader,

@@ -46,7 +46,7 @@ from specdec.targets.on_demand import TargetLoader
 from specdec.targets.target import Target
 from train import pipeline
 from train.run_config import Config, quoted, register, resolve
-from train.run_documents import Texts
+from train.run_documents import RunDocuments
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "targets.md"
@@ -417,7 +417,7 @@ measured = pipeline.finished
 
 
 def without_measurement(
-    cfg: Config, folder: Path, texts: Texts, _training: Any, target: TargetLoader, *_: Any
+    cfg: Config, folder: Path, texts: RunDocuments, _training: Any, target: TargetLoader, *_: Any
 ) -> None:
     """The end of a run without its measurement: decode with the trained draft, and export it."""
     drafter, whole = draft_checkpoint.load_draft_with_target(folder / "best", target.whole())

@@ -278,7 +278,7 @@ def test_what_an_export_refuses_is_told_before_any_text_is_read(
     def read(*_: object) -> None:
         raise Read
 
-    monkeypatch.setattr(pipeline, "split_of", read)
+    monkeypatch.setattr(pipeline, "split_of_run", read)
     with pytest.raises(UserError, match=r"drafter\.modules=1.*export=null"):
         tiny.job(tmp_path / "run", "mtp", "drafter.modules=2")
     with pytest.raises(Read):

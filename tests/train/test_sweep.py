@@ -119,7 +119,7 @@ def test_a_run_of_wandb_goes_on_with_the_same_settings_only(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.pipeline.texts_of", interrupted)
+        patch.setattr("train.pipeline.documents_of_run", interrupted)
         other = ["data.held_out=0.3"]
         for settings in ([], [], other, [*other, "track.title=other"], ["optim.lr=1e-3"], []):
             with pytest.raises(KeyboardInterrupt):

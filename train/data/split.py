@@ -61,12 +61,14 @@ def split_conversations(
     share: SharedWork | None = None,
 ) -> DataSplit[T]:
     """Read and split conversations. `use` converts each of them once; `ask` makes the prompts of
-    the held-out ones. Both are methods of a `Reader` if several processes `share` the work. The
-    side of a conversation depends only on its opening prompt
-    (`is_held_out`), so it stays the same when data or a limit is added, unless the share that is
-    held out is left to be chosen (`chosen_share`) and the data was small, or the opening is that of
-    many conversations (`told_apart`). The same is true of its part of the held-out side. Training
-    conversations that nearly duplicate a held-out one are dropped, and so are conversations of the
+    the held-out ones. Both are methods of a `Reader` if several processes `share` the work.
+
+    The side of a conversation, and its part of the held-out side, depend only on its opening prompt
+    (`is_held_out`). They stay the same when data or a limit is added, with two exceptions: the
+    held-out share of small data is chosen by its size (`chosen_share`), and conversations with a
+    frequent opening are told apart by more than the opening (`told_apart`).
+
+    Training conversations that nearly duplicate a held-out one are dropped, and so are those of the
     validation part that nearly duplicate one of the test part. Raises UserError if the data is
     missing or holds no usable conversation."""
     split, train, opened = DataSplit[T](), list[T](), list[str]()

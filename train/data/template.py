@@ -44,19 +44,22 @@ SEVERAL = "in several texts, since the template changes earlier answers as the c
 
 
 class ResponseSpans:
-    """The `wanted` answers of a chat that ends with an answer: `spans` [turn → start, end] of the
-    `text` that the template writes, each with the token that ends it, for those that it covers. An
-    answer is covered if a server that was to give it would read exactly what comes before it here;
-    the others need a text of their own, which ends with them. `thinking` says for an answer whether
-    it was asked for with reasoning.
+    """The `wanted` responses of a chat that ends with one, in the `text` that the template writes.
 
-    If the template ends an answer by the token that begins the next turn, `text` goes on up to that
-    token. If it leaves the reasoning of the last answer out, the text has it as the target writes
-    it. If it writes what comes before the last answer otherwise than in the prompt for that answer
-    (gpt-oss leaves out the reasoning of calls, Gemma 4 the empty thought of a prompt that asks for
-    none), the text is that prompt, and then the answer. `why` is the reason, if there is one, why
-    the last answer is not covered. Raises Unusable if the template and the mask disagree for the
-    whole chat."""
+    `spans` [turn → start, end] has the covered responses, each with the token that ends it. A
+    response is covered if the text before it is exactly the prompt that a server would read. Each
+    other response needs a text of its own, which ends with it; `why` gives the reason if the last
+    response is not covered. `thinking` says whether a response was asked for with reasoning.
+
+    The text differs from what the template writes of this chat in three cases:
+    - The token that begins the next turn ends a response: the text goes on up to that token.
+    - The template leaves out the reasoning of the last response: the text has it as the target
+      writes it.
+    - The template writes the turns before the last response otherwise than in the prompt for it
+      (gpt-oss leaves out the reasoning of calls, Gemma 4 the empty thought of a prompt that asks
+      for none): the text is that prompt, followed by the response.
+
+    Raises Unusable if the template and the mask disagree for the whole chat."""
 
     def __init__(
         self,

@@ -45,7 +45,7 @@ from train.planning.devices import DEVICES, Device, measured
 from train.planning.gain import Gain, RoundCosts, gain
 from train.planning.outline import DraftOutline, Outline, draft_outline, outline
 from train.run_config import Config
-from train.run_documents import split_of
+from train.run_documents import split_of_run
 
 SAMPLED = 400  # conversations that are timed if planning.tokens says how many there are
 ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
@@ -267,7 +267,7 @@ def _time_and_disk(
 
 
 def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
-    """How much there is to train on, and some of it: what a run reads (`split_of`), unless
+    """How much there is to train on, and some of it: what a run reads (`split_of_run`), unless
     `planning.tokens` says how much that is."""
     asked, answering = cfg.planning.tokens, cfg.data.answers == "target"
     tokenizer = parts.tokenizer or _tokenizer(cfg)
@@ -280,14 +280,14 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
     if asked:
         few = min(SAMPLED, cfg.data.limit or SAMPLED)
         with console.capture():  # what is said of a sample of the data is not true of all of it
-            split = split_of(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
+            split = split_of_run(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
         mean = np.mean([len(text.ids) for text in split.train])
         return Amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
     console.print(
         f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
     )
     starts_from = earlier_drafts(cfg.stage, cfg.drafter)
-    split = split_of(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
+    split = split_of_run(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
     counts = DataCounts.of_split(split)
     known = f"counted in {counts.records:,} records"
     return Amount(counts.train, counts.train_tokens, known, split), split.train
