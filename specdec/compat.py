@@ -1,7 +1,8 @@
 """Private functions of torch, transformers and accelerate, all that this project calls, each with
 the public way, if there is one, and what it lacks; and what it sets for a whole process. A release
 may take them away: this is the file to mend then, and tests/test_house.py finds any that is called
-elsewhere.
+elsewhere. What this project changes in other libraries' objects (a method, a class, the layers of a
+model) is changed here as well, each with the reason.
 """
 
 import copy
@@ -110,6 +111,61 @@ def parts_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
     """The dict in which a module keeps its parts. It stays the same dict when a part is replaced;
     the public `children` would make new objects in each pass."""
     return module._modules
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """What a module computes now: its class's method, unless `replace_forward` was called."""
+    forward: Callable[..., Any] = vars(module).get("forward", partial(type(module).forward, module))
+    return forward
+
+
+def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
+    """Have a module of a library compute `forward` in place of its class's method. The public ways
+    fall short: a module around it would change the names of all weights inside, and a hook can
+    neither call the method several times nor change its attributes meanwhile. Give a `partial` of
+    the module, so that a deep copy runs the copy."""
+    module.forward = forward
+
+
+def change_class(thing: Any, kind: type) -> None:
+    """Make an object that exists an instance of a subclass of its own class. Caches need it that
+    are made before anyone knows that other processes mirror them: a proxy would be no instance of
+    the cache classes that models ask for."""
+    assert issubclass(kind, type(thing))
+    thing.__class__ = kind
+
+
+def copy_of_layers(
+    model: Any,
+    layers: nn.ModuleList,
+    kept: Sequence[int],
+    copied: Callable[[nn.Module, Tensor], Tensor],
+    plain: Callable[[nn.Module], nn.Module | None],
+) -> tuple[Any, nn.ModuleList]:
+    """A copy of a model of any library with only the layers `kept` of its list `layers`, and the
+    copied list. A tensor x of a part becomes `copied(part, x)`; a part for which `plain` gives a
+    module becomes a copy of that. Embeddings take the number of their rows anew. There is no public
+    way: `deepcopy` copies all layers, and a model made from the configuration lacks what a library
+    changed after loading. So a `deepcopy` here begins with a memo that has the copied tensors."""
+    memo = dict[int, Any]()
+    left = {id(m) for k, layer in enumerate(layers) if k not in kept for m in layer.modules()}
+    for part in model.modules():
+        if id(part) in left:
+            continue
+        if (instead := plain(part)) is not None:
+            for x in instead.parameters():
+                memo[id(x)] = copied(part, x)
+            memo[id(part)] = copy.deepcopy(instead, memo)
+            continue
+        for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+            if id(x) not in memo:
+                memo[id(x)] = copied(part, x)
+    memo[id(layers)] = nn.ModuleList(copy.deepcopy(layers[k], memo) for k in kept)
+    few = copy.deepcopy(model, memo)
+    for part in few.modules():
+        if isinstance(part, nn.Embedding):
+            part.padding_idx, part.num_embeddings = None, len(part.weight)
+    return few, memo[id(layers)]
 
 
 def twin(module: nn.Module) -> Any:

@@ -264,6 +264,25 @@ def test_private_functions_of_libraries_are_called_in_one_file() -> None:
     assert {used[name] for name in private - own} == set()
 
 
+def test_objects_of_libraries_are_changed_in_one_file() -> None:
+    """No class of an object and no method of a module is replaced outside specdec/compat.py, which
+    gives the reason for each."""
+    changed = {
+        where
+        for where, node in nodes_of_product(ast.Assign | ast.AugAssign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        for part in ast.walk(target)
+        if isinstance(part, ast.Attribute) and part.attr in ("__class__", "forward")
+    }
+    changed |= {
+        where
+        for where, call in nodes_of_product(ast.Call)
+        if isinstance(call.func, ast.Name) and call.func.id == "setattr"
+        if any(isinstance(x, ast.Constant) and x.value == "forward" for x in call.args)
+    }
+    assert {where.partition(":")[0] for where in changed} == {"specdec/compat.py"}, sorted(changed)
+
+
 # Names of two classes or modules, calls of vague functions and splats of literals that are still
 # there. Whoever renames one deletes its entry.
 KNOWN_CLASSES = set(

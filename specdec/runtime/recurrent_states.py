@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from specdec.compat import own_forward, replace_forward
+
 # conv, recurrent or held (by a module itself), the layer, and the number of the state in the layer
 Key = tuple[str, int, int]
 
@@ -139,7 +141,7 @@ def holders(model: Any, states: RecurrentStates, run: Callable[[], object]) -> l
             module.register_forward_pre_hook(note_arguments, with_kwargs=True)
             module.tells_states = True
             if bounds_steps(module):
-                module.forward = partial(_unbounded, module)
+                replace_forward(module, partial(_unbounded, module))
     return outer
 
 
@@ -170,7 +172,7 @@ def bring_in(model: Any, run: Callable[[int], object]) -> None:
                 if around:
                     held.setdefault(around[-1], []).append((module, name))
     for n, (module, of_parts) in enumerate(held.items()):
-        module.forward = partial(_brought_in, module, n, of_parts)
+        replace_forward(module, partial(_brought_in, module, n, of_parts))
 
 
 def _brought_in(
@@ -238,8 +240,7 @@ def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
 def in_steps(module: Any) -> None:
     """Have a module with states read one token at a time, except at the beginning of a text: some
     (Mamba's first version) go on from a state by one token only, and forget it before several."""
-    own = vars(module).get("forward", partial(type(module).forward, module))
-    module.forward = partial(_stepwise, module, own)  # a partial, so that a deep copy runs the copy
+    replace_forward(module, partial(_stepwise, module, own_forward(module)))
 
 
 def _stepwise(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

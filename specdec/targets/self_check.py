@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.compat import attention_of, set_attention
+from specdec.compat import attention_of, copy_of_layers, set_attention
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cpu.grouped_attention import ungroup
@@ -308,43 +308,31 @@ def few_layers(target: Target) -> Target | None:
     of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
     weights attention sees only one token, and errors in positions and masks would not show. None
     for a model that cannot be taken apart in this way."""
-    if (
-        target.processes > 1
-    ):  # a plain copy of some layers was checked before (see tensor_parallel.py)
+    if target.processes > 1:  # tensor_parallel.py has checked a plain copy of some layers before
         return None
-    model, layers = target.model, target.layers
-    kept = _of_each_kind(target)
-    left = {id(m) for k, layer in enumerate(layers) if k not in kept for m in layer.modules()}
-    head, memo = model.get_output_embeddings(), dict[int, Any]()
+    layers, kept = target.layers, _of_each_kind(target)
+    head = target.model.get_output_embeddings()
 
-    def copied(x: Tensor, rows: int | None) -> Tensor:
-        part = (x.detach()[:rows] if x.dim() else x.detach()).to("cpu", copy=True)
-        if part.is_floating_point():
-            part = part.float()
+    def copied(part: nn.Module, x: Tensor) -> Tensor:
+        rows = FEW if isinstance(part, nn.Embedding) or part is head else None
+        cut = (x.detach()[:rows] if x.dim() else x.detach()).to("cpu", copy=True)
+        if cut.is_floating_point():
+            cut = cut.float()
         if not isinstance(x, nn.Parameter):
-            return part
-        if part.dim() > 1 and part.is_floating_point() and (size := float(part.norm())) > 0:
-            part *= math.sqrt(part.numel() / part.shape[-1]) / size
-        return nn.Parameter(part, requires_grad=False)
+            return cut
+        if cut.dim() > 1 and cut.is_floating_point() and (size := float(cut.norm())) > 0:
+            cut *= math.sqrt(cut.numel() / cut.shape[-1]) / size
+        return nn.Parameter(cut, requires_grad=False)
+
+    def plain(part: Any) -> nn.Module | None:
+        """A plain layer in place of a quantised one, or one whose method a library replaced."""
+        if not is_linear(part) or (holds_weight(part) and "forward" not in vars(part)):
+            return None
+        return dense_linear(part, target.dtype)
 
     try:
-        for part in model.modules():
-            if id(part) in left:
-                continue
-            if is_linear(part) and not (holds_weight(part) and "forward" not in vars(part)):
-                plain = dense_linear(part, target.dtype)
-                for x in plain.parameters():
-                    memo[id(x)] = copied(x, FEW if part is head else None)
-                memo[id(part)] = copy.deepcopy(plain, memo)
-                continue
-            rows = FEW if isinstance(part, nn.Embedding) or part is head else None
-            of_part = *part.parameters(recurse=False), *part.buffers(recurse=False)
-            for x in of_part:
-                if id(x) not in memo:
-                    memo[id(x)] = copied(x, rows)
-        memo[id(layers)] = nn.ModuleList(copy.deepcopy(layers[k], memo) for k in kept)
         few = copy.copy(target)
-        few.model = copy.deepcopy(model, memo)
+        few.model, few.layers = copy_of_layers(target.model, layers, kept, copied, plain)
         few.config = copy.deepcopy(target.config)
         of_text = few.model.config.get_text_config(decoder=True)
         others = [k for k in range(len(layers)) if k not in kept]
@@ -353,10 +341,6 @@ def few_layers(target: Target) -> Target | None:
         if attention_of(few.config) not in ("eager", "sdpa", "grouped"):
             few.model.set_attn_implementation("eager")  # other kinds of attention need a GPU
             set_attention(few.config, "eager")
-        for part in few.model.modules():
-            if isinstance(part, nn.Embedding):
-                part.padding_idx, part.num_embeddings = None, len(part.weight)
-        few.layers = memo[id(layers)]
         few.embedding = few.model.get_input_embeddings()
         few.head = few.model.get_output_embeddings()
         if target.head is not head:

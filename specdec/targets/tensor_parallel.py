@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from specdec.compat import change_class
 from specdec.context import FeatureSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
@@ -147,7 +148,7 @@ class TensorParallelTeam:
     def watch(self, cache: SlotCache) -> SlotCache:
         """A cache of the leader, from now on mirrored by the others."""
         if self.leads:
-            cache.__class__ = _mirrored(type(cache))
+            change_class(cache, _mirrored(type(cache)))
             assert isinstance(cache, _Mirrored)
             cache.team, cache.number, cache.within = self, self._count, False
             self._count += 1
