@@ -18,6 +18,7 @@ from typing import Any
 from specdec.formats import draft_checkpoint
 from train import loop, optim, training_checkpoint
 from train.data import responses
+from train.hidden_states import filling
 from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import HiddenStateStore
 from train.tracking import Tracker
@@ -25,9 +26,9 @@ from train.tracking import Tracker
 PLACES: dict[str, tuple[Any, str]] = {
     "answer": (responses, "decode"),
     "answer_file": (responses, "write_whole"),
-    "features": (HiddenStateStore, "fill"),
+    "features": (filling, "fill_from_batches"),
     "feature_row": (OnlineBatches, "batch"),
-    "feature_file": (HiddenStateStore, "_add"),
+    "feature_file": (HiddenStateStore, "add_documents"),
     "rewind": (Tracker, "rewind"),
     "lr": (optim, "learning_rate"),
     "log": (Tracker, "log"),

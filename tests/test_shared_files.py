@@ -108,7 +108,7 @@ def filled(tiny: Tiny, folder: Path) -> tuple[HiddenStateStore, Any]:
     with torch.no_grad():
         ids = torch.from_numpy(document.ids).long()[None]
         ctx, final = target.features(ids, FeatureSpec((1,)))
-    store.keep(document.ids.tolist(), final, ctx.layers_BTF, target)
+    store.hold_document(document.ids.tolist(), final, ctx.layers_BTF, target)
     store.write()
     store.refresh()
     return store, document.ids

@@ -33,8 +33,9 @@ from tests.tiny import batch_of
 from train.data.response_files import response_document
 from train.data.responses import logged
 from train.data.sequences import Prompt, Row, pack
-from train.hidden_states.batches import OnlineBatches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches
+from train.hidden_states import filling
+from train.hidden_states.batches import OnlineBatches, StoredBatches
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore
 
 FAMILIES = ["eagle3", "medusa", "lm with adapters"]
 if DEVICE.type == "cpu":  # a device can break no more of what these do
@@ -224,9 +225,9 @@ def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> No
     rows = case.source.rows
     plain = [replace(row, rounds=None) for row in rows]
     with bars(Console(quiet=True), False) as progress:
-        store.fill(replace_rows(case.source, plain), progress)
+        filling.fill_from_batches(store, replace_rows(case.source, plain), progress)
         assert store.missing(plain) == [] and len(store.missing(rows)) == len(rows)
-        store.fill(replace_rows(case.source, store.missing(rows)), progress)
+        filling.fill_from_batches(store, replace_rows(case.source, store.missing(rows)), progress)
     assert store.missing(rows) == []
     stored = StoredBatches(store, case.drafter.needs, rows, case.target.device).batch(
         range(len(rows))

@@ -14,8 +14,8 @@ from specdec.errors import UserError
 from specdec.integrity import Damaged
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, records
-from train.hidden_states.ahead import Ahead
-from train.hidden_states.store import FeaturesConfig, StoredBatches
+from train.hidden_states.batches import BatchesReadAhead, StoredBatches
+from train.hidden_states.store import FeaturesConfig
 
 
 def readers() -> list[threading.Thread]:
@@ -30,7 +30,7 @@ def test_batches_come_in_order_and_no_more_than_asked_are_held() -> None:
         read.append(indices)
         return f"batch {list(indices)}"
 
-    ahead, requests = Ahead(batch, 2), [[0, 1], [2], [3, 4], [5]]
+    ahead, requests = BatchesReadAhead(batch, 2), [[0, 1], [2], [3, 4], [5]]
     ahead.expect(requests)
     for n, request in enumerate(requests):
         for _ in range(2):
@@ -43,7 +43,7 @@ def test_batches_come_in_order_and_no_more_than_asked_are_held() -> None:
 
 
 def test_batches_out_of_order_are_not_taken_from_those_read_ahead() -> None:
-    ahead = Ahead(lambda indices: list(indices), 1)  # type: ignore[arg-type, return-value]
+    ahead = BatchesReadAhead(lambda indices: list(indices), 1)  # type: ignore[arg-type, return-value]
     ahead.expect([[1], [2]])
     assert ahead.take([2]) is None
     assert ahead.take([1]) == [1] and ahead.take([2]) == [2]
@@ -51,7 +51,7 @@ def test_batches_out_of_order_are_not_taken_from_those_read_ahead() -> None:
 
 
 def test_nothing_is_read_ahead_by_default_of_a_source() -> None:
-    ahead = Ahead(lambda indices: pytest.fail("read"), 0)
+    ahead = BatchesReadAhead(lambda indices: pytest.fail("read"), 0)
     ahead.expect([[1]])
     assert ahead.take([1]) is None and not readers()
 
@@ -60,7 +60,7 @@ def test_what_reading_raised_is_raised_where_the_batch_is_taken() -> None:
     def damaged(indices: Sequence[int]) -> Any:
         raise Damaged(f"batch {indices}")
 
-    ahead = Ahead(damaged, 2)
+    ahead = BatchesReadAhead(damaged, 2)
     ahead.expect([[7]])
     with pytest.raises(Damaged, match="7"):
         ahead.take([7])

@@ -12,21 +12,25 @@ from safetensors.torch import load_file
 from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses
-from train.hidden_states.eight_bits import block_of, restored, rounded
-from train.hidden_states.store import FeaturesConfig
+from train.hidden_states.store import (
+    FeaturesConfig,
+    block_size,
+    restored_from_8_bits,
+    rounded_to_8_bits,
+)
 
 
 def test_blocks_divide_a_state() -> None:
-    assert [block_of(n) for n in (576, 4096, 100, 7, 97)] == [64, 64, 50, 7, 1]
+    assert [block_size(n) for n in (576, 4096, 100, 7, 97)] == [64, 64, 50, 7, 1]
 
 
 def test_numbers_are_off_by_half_a_scale_of_their_own_block() -> None:
     """A scale is itself rounded, by up to 1/256, so the largest may be off by half a scale more."""
     states = torch.randn(50, 128, generator=torch.Generator().manual_seed(0))
     states[:, 3] *= 1000  # as some numbers of real states are
-    codes, scale = rounded(states, 32)
+    codes, scale = rounded_to_8_bits(states, 32)
     assert codes.dtype is torch.int8 and scale.shape == (50, 4)
-    off = (restored(codes, scale, torch.float32) - states).unflatten(-1, (-1, 32)).abs()
+    off = (restored_from_8_bits(codes, scale, torch.float32) - states).unflatten(-1, (-1, 32)).abs()
     assert (off <= 1.001 * scale.float()[..., None]).all()
     others = states.unflatten(-1, (-1, 32)).abs() < 100 * scale.float()[..., None]
     assert (off <= 0.501 * scale.float()[..., None])[others].all()
@@ -35,9 +39,11 @@ def test_numbers_are_off_by_half_a_scale_of_their_own_block() -> None:
 
 def test_nothing_is_lost_of_zeros_and_of_what_was_rounded_before() -> None:
     zeros = torch.zeros(3, 64)
-    assert torch.equal(restored(*rounded(zeros, 64), torch.float32), zeros)
-    once = restored(*rounded(torch.randn(9, 64), 64), torch.float32)
-    torch.testing.assert_close(restored(*rounded(once, 64), torch.float32), once, rtol=0.02, atol=0)
+    assert torch.equal(restored_from_8_bits(*rounded_to_8_bits(zeros, 64), torch.float32), zeros)
+    once = restored_from_8_bits(*rounded_to_8_bits(torch.randn(9, 64), 64), torch.float32)
+    torch.testing.assert_close(
+        restored_from_8_bits(*rounded_to_8_bits(once, 64), torch.float32), once, rtol=0.02, atol=0
+    )
 
 
 @pytest.mark.parametrize("answers", ["data", "target"])

@@ -34,8 +34,7 @@ from tests.runs import (
     require_same_run,
 )
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
-from train.hidden_states.batches import OnlineBatches
-from train.hidden_states.store import StoredBatches
+from train.hidden_states.batches import OnlineBatches, StoredBatches
 from train.loop import Diverged, LoopConfig, steps_of
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if (kind := DRAFTERS[name]).trains(kind.Config())]

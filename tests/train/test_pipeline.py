@@ -45,8 +45,9 @@ from train.data.response_files import ResponsesConfig
 from train.data.responses import answered
 from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
+from train.hidden_states import filling
 from train.hidden_states import store as features
-from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.batches import OnlineBatches, StoredBatches
 from train.tracking import curve
 
 
@@ -375,10 +376,10 @@ def filled(
 def test_a_shard_that_is_cut_short_is_made_again(
     tiny: Tiny, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(features, "SHARD", 2)
+    monkeypatch.setattr(filling, "SHARD", 2)
     store, source = filled(tiny, target, tmp_path)
     with progress.bars(Console(quiet=True), False) as bar:
-        store.fill(source, bar)
+        filling.fill_from_batches(store, source, bar)
         assert store.missing(source.rows) == []
         files = sorted(store.folder.glob("*.safetensors"))
         whole = [x.read_bytes() for x in files]
@@ -389,7 +390,9 @@ def test_a_shard_that_is_cut_short_is_made_again(
             store.refresh()
             left = store.missing(source.rows)
             assert [len(r.ids) for r in left] == [7, 7], "both rows of that file, whole"
-            store.fill(OnlineBatches(source.target, source.needs, source.sampler, left), bar)
+            filling.fill_from_batches(
+                store, OnlineBatches(source.target, source.needs, source.sampler, left), bar
+            )
             assert [x.read_bytes() for x in files] == whole
 
 
@@ -398,20 +401,22 @@ def test_a_document_is_read_again_in_other_rows(
 ) -> None:
     """More data, packed otherwise, through no more open files than allowed: only what is new is
     read by the target, and batches equal those read online."""
-    monkeypatch.setattr(features, "SHARD", 1)
+    monkeypatch.setattr(filling, "SHARD", 1)
     monkeypatch.setattr(features, "OPEN", 2)
     store, source = filled(tiny, target, tmp_path)
     few = OnlineBatches(target, source.needs, source.sampler, source.rows[:4])
     with progress.bars(Console(quiet=True), False) as bar:
-        store.fill(few, bar)
+        filling.fill_from_batches(store, few, bar)
         others = []
         for rows in ([*source.rows[:2], source.rows[4]], source.rows[2:]):
             columns = zip(*(astuple(row)[:4] for row in rows))  # none has rounds
             others.append(Row(*(np.concatenate([a[4:], b[:4], c]) for a, b, c in columns)))
         left = store.missing(others)
         assert [r.ids.tolist() for r in left] == [source.rows[4].ids.tolist()] * 2
-        store.fill(OnlineBatches(target, source.needs, source.sampler, left[:1]), bar)
-    disk = features.StoredBatches(store, source.needs, others, target.device)
+        filling.fill_from_batches(
+            store, OnlineBatches(target, source.needs, source.sampler, left[:1]), bar
+        )
+    disk = StoredBatches(store, source.needs, others, target.device)
     for indices in ([0], [1], [0, 1]):
         ours = disk.batch(indices)
         theirs = OnlineBatches(target, source.needs, source.sampler, others).batch(indices)
@@ -455,8 +460,8 @@ def test_only_what_is_missing_needs_room(
     one = OnlineBatches(target, source.needs, source.sampler, source.rows[:1])
     with progress.bars(Console(quiet=True), False) as bar:
         with pytest.raises(UserError, match=r"needs [\d.]+ MB more, and .* is 0\.1 MB short"):
-            store.fill(source, bar)
-        store.fill(one, bar)
+            filling.fill_from_batches(store, source, bar)
+        filling.fill_from_batches(store, one, bar)
     assert len(store.missing(source.rows)) == 4
 
 

@@ -27,7 +27,7 @@ from tests.runs import require_same_run
 from tests.tiny import Tiny, architectures, make_tokenizer
 from train import measurement
 from train.hidden_states import batches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore, name_of, names_of_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -149,8 +149,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
     stores[0].prepare(0)
     for n, store in enumerate(stores[:3]):  # each with another document, so the names differ
         final_1TD = torch.full((1, 4, target.width), float(n))
-        store.keep(text, final_1TD, final_1TD, target)
-        store.keep([*text, n], final_1TD, final_1TD, target)
+        store.hold_document(text, final_1TD, final_1TD, target)
+        store.hold_document([*text, n], final_1TD, final_1TD, target)
         store.write()
     for n, path in enumerate(stores[2].folder.glob("*.safetensors")):
         if any(name.endswith("final") and x[0, 0] == 1 for name, x in load_file(path).items()):
@@ -159,8 +159,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
             os.utime(path, ns=(10 + n, 10 + n))
     late = stores[3]
     late.refresh()
-    name = batches.name_of(torch.tensor(text, dtype=torch.int32).numpy())
-    features = late._document(name, batches.names_of_parts(Sampler(), layers=True), (4,))
+    name = name_of(torch.tensor(text, dtype=torch.int32).numpy())
+    features = late._document(name, names_of_parts(Sampler(), layers=True), (4,))
     assert features["final"].eq(1).all() and features["layers"].eq(1).all()
 
 

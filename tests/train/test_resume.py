@@ -35,7 +35,7 @@ from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
 from train.data.sequences import Document, Row
 from train.hidden_states import filling
 from train.hidden_states import store as features
-from train.hidden_states.batches import BatchSource
+from train.hidden_states.batches import BatchSource, StoredBatches
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if (kind := DRAFTERS[name]).trains(kind.Config())]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -279,7 +279,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both share out the same list: the slow one must not see what the other made meanwhile."""
-    monkeypatch.setattr(features, "SHARD", 1)
+    monkeypatch.setattr(filling, "SHARD", 1)
     cfg = tiny.config("medusa", f"features.root={tmp_path}")
     target = TargetLoader(cfg.target)
     drafter = DRAFTERS["medusa"].build(cfg.drafter, target.whole()).float()
@@ -313,7 +313,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
         other = pool.submit(share, 1)
         disk = share(0)
         other.result()
-    assert isinstance(disk, features.StoredBatches)
+    assert isinstance(disk, StoredBatches)
     assert look(disk.store, rows) == []
 
 

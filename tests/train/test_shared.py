@@ -25,9 +25,9 @@ from tests.tiny import (
     write_jsonl,
 )
 from train.data.sequences import Document, pack
-from train.hidden_states import shared
-from train.hidden_states.batches import OnlineBatches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore, StoredBatches
+from train.hidden_states import filling
+from train.hidden_states.batches import OnlineBatches, StoredBatches
+from train.hidden_states.store import FeaturesConfig, HiddenStateStore
 
 NEEDS = FeatureSpec((1, 2), final_hidden=True)
 # the answers of earlier turns lose their first word, as reasoning that a template leaves out
@@ -64,9 +64,9 @@ def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, na
         HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler()),
     )
     with bars(console, False) as quiet:
-        read = shared.fill(store, target, NEEDS, [group], quiet)
+        read = filling.fill_chats(store, target, NEEDS, [group], quiet)
     total = sum(len(d.ids) for d in group)
-    assert read == total - round(shared.saved(group) * total) < total
+    assert read == total - round(filling.shared_part(group) * total) < total
     store.refresh()
     rows = pack(group, max(len(d.ids) for d in group))
     stored = StoredBatches(
@@ -83,11 +83,11 @@ def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, na
 def test_what_is_read_is_counted_by_hand() -> None:
     """30, then 50 of which 20 are known, 55 of which 45 are, 90 of which 50 are."""
     group = GROUPS["a growing chat"]
-    assert [*shared._starts(group)] == [0, 20, 45, 50]
-    assert shared.saved(group) == pytest.approx((20 + 45 + 50) / (30 + 50 + 55 + 90))
+    assert [*filling.first_unread(group)] == [0, 20, 45, 50]
+    assert filling.shared_part(group) == pytest.approx((20 + 45 + 50) / (30 + 50 + 55 + 90))
     within = GROUPS["a text that differs within what was shared"]
-    assert [*shared._starts(within)] == [0, 25, 0]
-    assert [*shared._starts(GROUPS["texts that are equal"])] == [0, 29]
+    assert [*filling.first_unread(within)] == [0, 25, 0]
+    assert [*filling.first_unread(GROUPS["texts that are equal"])] == [0, 29]
 
 
 def test_only_chats_in_several_texts_are_read_this_way(tmp_path: Path) -> None:
@@ -95,11 +95,11 @@ def test_only_chats_in_several_texts_are_read_this_way(tmp_path: Path) -> None:
     store = HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
     several, alike = chat((0, 30), (20, 9)), chat((0, 30), (20, 9), name="", seed=1)
     little = chat((0, 30), (2, 90), name="d")
-    assert shared.chats([*several, *alike, *little], store) == [several]
+    assert filling.chats_to_read([*several, *alike, *little], store) == [several]
     with bars(console, False) as quiet:
-        shared.fill(store, target, NEEDS, [several], quiet)
+        filling.fill_chats(store, target, NEEDS, [several], quiet)
     store.refresh()
-    assert shared.chats(several, store) == []
+    assert filling.chats_to_read(several, store) == []
 
 
 def test_a_job_reads_the_chats_of_such_a_template_once(

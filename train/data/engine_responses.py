@@ -418,7 +418,7 @@ def _ask(
     def accept(server: Server, name: str, answer: EngineResponse) -> None:
         if keep:
             kept[name] = [*asked[name], *answer.ids]
-            keep.keep(kept[name], *features_of(answer.states, parts), parts)
+            keep.hold_document(kept[name], *features_of(answer.states, parts), parts)
         accepted.setdefault(current[server], {})[name] = answer.ids
         late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
         if not keep or late:

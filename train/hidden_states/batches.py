@@ -1,27 +1,36 @@
 """Where training gets the target's hidden states: `OnlineBatches` runs the target whenever rows are
 requested; `StoredBatches` (store.py) reads stored ones."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields, is_dataclass, replace
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, FeatureSpec
 from specdec.forcing.batch import Batch, OnTrajectory, batch_of, read_drafts, summarise
+from specdec.integrity import Damaged
+from specdec.progress import tell
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.target import Target
 from train.data.sequences import Row
+from train.hidden_states.store import (
+    AFTER,
+    PARTS,
+    HiddenStateStore,
+    HiddenStateTensors,
+    documents,
+    part_of,
+    parts_of,
+)
 
-# the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the
-# last if the drafter reads layers
-PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
-AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
-HiddenStateTensors = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
+T = TypeVar("T")
 
 
 class BatchSource(Protocol):
@@ -83,24 +92,6 @@ class OnlineBatches:
         return features | {AFTER + name: part for name, part in after.items()}
 
 
-def parts_of(
-    sampler: Sampler, final: Tensor, summary: Summary, layers: Tensor | None
-) -> HiddenStateTensors:
-    """The tensors to store: the final hidden state [..., D] and the layers that the drafter reads
-    [..., F], if any, in the target's dtype, and the numbers of p's summary, each [...]. Without
-    cutoffs, two of these are the same, and one is stored."""
-    numbers = summary.log_z_N, summary.threshold_N, summary.argmax_N.int()
-    whole_log_z = summary.whole_log_z_N if sampler.truncates else None
-    parts = (final, *numbers, whole_log_z, layers)
-    return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
-
-
-def names_of_parts(sampler: Sampler, layers: bool) -> list[str]:
-    """The names of what `parts_of` gives, with or without layers."""
-    left_out = {"whole_log_z": not sampler.truncates, "layers": not layers}
-    return [name for name in PARTS if not left_out.get(name, False)]
-
-
 def assembled(
     rows: Sequence[Row],
     device: torch.device,
@@ -151,18 +142,108 @@ def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
     return ctx, padded("mask").bool()
 
 
-def documents(row: Row) -> Iterator[slice]:
-    """The place of each document in a row."""
-    starts = np.flatnonzero(row.position == 0).tolist()
-    yield from map(slice, starts, [*starts[1:], len(row.ids)])
+class BatchesReadAhead:
+    """Reads up to `count` batches ahead of the one that is taken, in the order in which they are
+    expected, in one thread. What a batch holds does not depend on when it is read."""
+
+    def __init__(self, read: Callable[[Sequence[int]], Batch], count: int) -> None:
+        self._read, self._count = read, count
+        self._expected = deque[Sequence[int]]()
+        self._under_way = deque[tuple[Sequence[int], Future[Batch]]]()
+        self._pool: ThreadPoolExecutor | None = None
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        """From now on, these batches will be taken, in this order. Those that were expected before
+        are dropped; if there are none, the thread ends."""
+        for _, future in self._under_way:
+            future.cancel()
+        self._under_way.clear()
+        self._expected = deque(requests)
+        if not self._count:
+            return
+        if requests and self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "features")
+        elif not requests and self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+        self._ask()
+
+    def take(self, indices: Sequence[int]) -> Batch | None:
+        """The batch of these rows; None if it is not the next that was expected. Raises what
+        reading it raised."""
+        if not self._under_way or list(self._under_way[0][0]) != list(indices):
+            return None
+        _, future = self._under_way.popleft()
+        self._ask()
+        return future.result()
+
+    def _ask(self) -> None:
+        while self._pool is not None and self._expected and len(self._under_way) < self._count:
+            indices = self._expected.popleft()
+            self._under_way.append((indices, self._pool.submit(self._read, indices)))
 
 
-def name_of(ids: NDArray[np.int32]) -> str:
-    """The name that a document is stored under: a hash of its tokens."""
-    return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
+class StoredBatches:
+    """Rows whose documents are all stored. A document whose features are damaged goes to `again`,
+    in a row of its own, which must store them anew."""
+
+    def __init__(
+        self,
+        store: HiddenStateStore,
+        needs: FeatureSpec,
+        rows: Sequence[Row],
+        device: torch.device,
+        again: Callable[[Row], None] | None = None,
+        ahead: int = 0,
+    ) -> None:
+        self.store, self.needs, self.rows, self.device = store, needs, rows, device
+        self._again, self.waited = again, 0.0
+        self._ahead = BatchesReadAhead(self._on_host, ahead)
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        self._ahead.expect(requests)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        start = time.perf_counter()
+        try:
+            batch = self._ahead.take(indices)
+        except Damaged:  # it is mended below: the thread must not run the target
+            batch = None
+        if batch is None:
+            rows = [self.rows[i] for i in indices]
+            batch = assembled(rows, self.device, self.needs, self._document)
+        elif self.device.type != "cpu":
+            batch = moved(batch, lambda x: x.to(self.device, non_blocking=True))
+        self.waited += time.perf_counter() - start
+        return batch
+
+    def _on_host(self, indices: Sequence[int]) -> Batch:
+        """The batch before it is moved to the device, in pinned memory if that is a GPU. Raises
+        Damaged, and mends nothing."""
+        rows, host = [self.rows[i] for i in indices], torch.device("cpu")
+        batch = assembled(rows, host, self.needs, self.store.read)
+        return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
+
+    def _document(self, row: Row, x: slice) -> HiddenStateTensors:
+        try:
+            return self.store.read(row, x)
+        except Damaged as error:
+            if self._again is None:
+                raise
+            tell(f"{error}: the damaged features are computed again")
+        with self.store.lock:
+            self.store.discard(row, x)
+            self._again(part_of(row, np.r_[x]))
+            return self.store.read(row, x)
 
 
-def name_of_rounds(row: Row, x: slice) -> str:
-    """The name under which the target's features after a document's drafted tokens are stored."""
-    assert row.rounds is not None
-    return name_of(np.column_stack([row.ids[x], row.rounds[x]]))
+def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
+    """A tensor, or a dataclass or tuple that holds some, with each of them moved."""
+    if isinstance(value, Tensor):
+        return move(value)  # type: ignore[return-value]
+    if isinstance(value, tuple):
+        return type(value)(*(moved(x, move) for x in value))
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = {f.name: moved(getattr(value, f.name), move) for f in fields(value)}
+        return replace(value, **inner)
+    return value

@@ -28,8 +28,7 @@ from train.data.engine_responses import (
     servers_of,
 )
 from train.data.sequences import Row
-from train.hidden_states.batches import documents
-from train.hidden_states.store import HiddenStateStore
+from train.hidden_states.store import HiddenStateStore, documents
 
 REQUESTS = 64  # at once
 LEAST = 0.5  # share of an engine's next tokens, one after each text, that its states must give
@@ -79,7 +78,7 @@ def fill_from_engines(
 
     def store_states(_: Server, i: int, read: DocumentStates) -> None:
         nonlocal written
-        store.keep(texts[i], *features_of(read.states, target), target)
+        store.hold_document(texts[i], *features_of(read.states, target), target)
         if time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE:
             store.write()
             written = time.monotonic()

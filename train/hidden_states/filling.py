@@ -5,14 +5,18 @@ The target in this process fills a store, either as it reads texts (with `Online
 source) or while it answers prompts; or engines do (engine_features.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from rich.progress import Progress
+from torch import Tensor
 
 from specdec.context import FeatureSpec
 from specdec.drafters import family
@@ -23,13 +27,27 @@ from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.on_demand import TargetLoader
 from specdec.targets.parts import TargetParts
+from specdec.targets.target import Target
 from train.accelerated import ranks_of
 from train.data.sequences import Document, Row, pack
-from train.hidden_states import engine_features, shared
-from train.hidden_states.batches import BatchSource, OnlineBatches
-from train.hidden_states.store import HiddenStateStore, StoredBatches
+from train.hidden_states import engine_features
+from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches
+from train.hidden_states.store import (
+    AFTER,
+    SHARD,
+    HiddenStateStore,
+    HiddenStateTensors,
+    documents,
+    name_of,
+    name_of_rounds,
+    parts_of,
+)
 from train.run_config import Config
 from train.shards import Shard
+
+# the least share of a chat's tokens that must be shared: one forward pass reads one text
+WORTH_SHARING = 0.25
+UNWRITTEN = 256 << 20  # bytes of features that are kept before they are written
 
 
 def needs_of(config: Any, parts: TargetParts) -> FeatureSpec:
@@ -132,13 +150,13 @@ class RunHiddenStates:
         once; engines do this by themselves."""
         if self.engines or not any(document.chat for document in documents):
             return
-        groups = shared.chats(documents, store)
+        groups = chats_to_read(documents, store)
         # another run may fill the store at this moment: all processes go by what the first has seen
         agreed = self._ranks.first(lambda: bool(groups))
         if not agreed or self.target.whole().new_cache().chains_only:
             return
         total = sum(len(d.ids) for group in groups for d in group)
-        once = total - sum(shared.saved(g) * sum(len(d.ids) for d in g) for g in groups)
+        once = total - sum(shared_part(g) * sum(len(d.ids) for d in g) for g in groups)
         console.print(
             f"the {total:,} tokens of {len(groups):,} chats in several texts share their "
             f"beginnings: the target reads {once:,.0f} of them"
@@ -149,7 +167,7 @@ class RunHiddenStates:
             self._ranks.part(groups) as mine,
         ):
             if mine:
-                shared.fill(store, self.target.whole(), needs, mine, self.progress)
+                fill_chats(store, self.target.whole(), needs, mine, self.progress)
         self.accelerator.wait_for_everyone()
         store.refresh()
 
@@ -172,4 +190,109 @@ class RunHiddenStates:
         if self.engines:
             engine_features.fill_from_engines(self.store, rows, self.engines, self.target, progress)
         else:
-            self.store.fill(self._online(needs, rows), progress)
+            fill_from_batches(self.store, self._online(needs, rows), progress)
+
+
+def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Progress) -> None:
+    """Store all documents of a source's rows. Raises UserError if the disk has no room."""
+    tokens = sum(len(row.ids) for row in source.rows)
+    rounds = (row.rounds for row in source.rows if row.rounds is not None)
+    drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
+    store.prepare(tokens + int(drafted))
+    task = progress.add_task("target features", total=tokens)
+    for start in range(0, len(source.rows), SHARD):
+        by_name: dict[str, HiddenStateTensors] = {}
+        for i in range(start, min(start + SHARD, len(source.rows))):
+            row, batch = source.rows[i], source.batch([i])
+            parts = parts_of(
+                store.kind.sampler, batch.final_BTD, batch.summary, batch.ctx.layers_BTF
+            )
+            for x in documents(row):
+                kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
+                by_name[name_of(row.ids[x])] = store.in_bits(kept)
+                if (visited := batch.visited) is not None:
+                    place_Ro = visited.place_Ro
+                    of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
+                    after = parts_of(store.kind.sampler, visited.final_RoKD, visited.summary, None)
+                    by_name[name_of_rounds(row, x)] = {
+                        AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
+                    }
+            progress.advance(task, len(row.ids))
+        store.add_documents(by_name)
+    progress.remove_task(task)
+
+
+def chats_to_read(documents: Sequence[Document], store: HiddenStateStore) -> list[list[Document]]:
+    """The documents of each chat that has several, in order, of which some are not stored yet and
+    enough is shared."""
+    by_chat: dict[str, list[Document]] = {}
+    for document in documents:
+        if document.chat and document.rounds is None:
+            by_chat.setdefault(document.chat, []).append(document)
+    groups = [g for g in by_chat.values() if not all(store.has(d.ids) for d in g)]
+    return [group for group in groups if shared_part(group) >= WORTH_SHARING]
+
+
+def shared_part(group: Sequence[Document]) -> float:
+    """The share of a chat's tokens that need not be read again."""
+    total = sum(len(document.ids) for document in group)
+    return sum(first_unread(group)) / total
+
+
+def first_unread(group: Sequence[Document]) -> Iterator[int]:
+    """From which token on each document is read: up to there, it is like the one before. What has
+    been taken as shared once cannot be taken back, so a document that differs within it is read
+    anew."""
+    known = 0
+    yield known
+    for one, two in pairwise(group):
+        end = shared_length(one.ids, two.ids)
+        known = end if end >= known else 0
+        yield known
+
+
+def shared_length(one: NDArray[np.int32], two: NDArray[np.int32]) -> int:
+    """How many tokens two texts share at their beginning, at most all but the last of either."""
+    most = min(len(one), len(two)) - 1
+    differ = np.flatnonzero(one[:most] != two[:most])
+    return int(differ[0]) if len(differ) else most
+
+
+def fill_chats(
+    store: HiddenStateStore,
+    target: Target,
+    needs: FeatureSpec,
+    groups: Sequence[Sequence[Document]],
+    progress: Progress,
+) -> int:
+    """Store the features of chats; the number of tokens that the target has read. A text continues
+    in the cache of the one before it, from where they differ."""
+    total = sum(len(d.ids) for group in groups for d in group)
+    store.prepare(total)
+    task = progress.add_task("target features of chats", total=total)
+    read = 0
+    for group in groups:
+        cache, committed = target.new_cache(), 0
+        whole: tuple[Tensor, Tensor | None] | None = None
+        for document, start in zip(group, first_unread(group), strict=True):
+            if start < committed:
+                cache, committed, whole = target.new_cache(), 0, None
+            elif whole is not None:
+                cache.keep([start - committed])
+                committed = start
+            ids_1T = torch.from_numpy(document.ids[start:]).long()[None].to(target.device)
+            ctx, final_1TD = target.features(ids_1T, needs, cache=cache)
+            read += ids_1T.shape[1]
+            layers_1TF = ctx.layers_BTF
+            if whole is not None:
+                final_1TD = torch.cat([whole[0][:, :start], final_1TD], 1)
+                if layers_1TF is not None and whole[1] is not None:
+                    layers_1TF = torch.cat([whole[1][:, :start], layers_1TF], 1)
+            whole = final_1TD, layers_1TF
+            store.hold_document(document.ids.tolist(), final_1TD, layers_1TF, target)
+            progress.advance(task, len(document.ids))
+        if store.unwritten > UNWRITTEN:
+            store.write()
+    store.write()
+    progress.remove_task(task)
+    return read

@@ -7,19 +7,17 @@ computed again."""
 import hashlib
 import json
 import shutil
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rich.progress import Progress
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -45,29 +43,27 @@ from specdec.files import (
     require_file,
     write_json,
 )
-from specdec.forcing.batch import Batch, summarise
+from specdec.forcing.batch import summarise
 from specdec.integrity import Damaged, of_tensors
 from specdec.progress import console, tell
-from specdec.sampling.sampler import Sampler
+from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.sequences import Row
-from train.hidden_states.ahead import Ahead
-from train.hidden_states.batches import (
-    AFTER,
-    BatchSource,
-    HiddenStateTensors,
-    assembled,
-    documents,
-    name_of,
-    name_of_rounds,
-    names_of_parts,
-    parts_of,
-)
-from train.hidden_states.eight_bits import SCALE, block_of, restored, rounded
 from train.shards import shard_of
 
-T = TypeVar("T")
+# the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the
+# last if the drafter reads layers
+PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
+AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
+HiddenStateTensors = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
+# Block-wise 8-bit quantisation: whole numbers from -127 to 127, and a scale for each block of
+# neighbouring numbers of a state. A few numbers of a state may be a thousand times as large as the
+# others; with a scale for each block, only their neighbours are rounded coarsely.
+LARGEST = 127
+BLOCK = 64  # numbers that share a scale, at most
+SCALE = torch.bfloat16  # in which scales are kept
+
 SCALES = "scales"  # the name of a tensor beside `layers`, where these are stored in 8 bits
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
@@ -140,7 +136,7 @@ class HiddenStateOrigin:
     @property
     def block(self) -> int:
         """How many numbers of a layer share a scale."""
-        return block_of(self.width)
+        return block_size(self.width)
 
     def bytes(self, tokens: int) -> int:
         """Size on disk of the features of `tokens` tokens."""
@@ -160,25 +156,22 @@ class HiddenStateStore:
     def __init__(
         self, cfg: FeaturesConfig, target: TargetParts, needs: FeatureSpec, sampler: Sampler
     ) -> None:
-        of_target = target.fingerprint(), str(target.dtype)
-        bits = cfg.bits if needs.layers else None
-        served = bool(cfg.engines)
-        cuts = sampler.truncates
         self.kind = HiddenStateOrigin(
-            *of_target, needs.layers, sampler, target.width, served, bits, cuts
+            fingerprint=target.fingerprint(),
+            dtype=str(target.dtype),
+            layers=needs.layers,
+            sampler=sampler,
+            width=target.width,
+            engine=bool(cfg.engines),
+            bits=cfg.bits if needs.layers else None,
+            uncut=sampler.truncates,
         )
-        named = asdict(self.kind)
-        if self.kind.bits is None:  # likewise
-            del named["bits"]
-        for mark in ("engine", "uncut"):  # older stores have no such marks
-            if not named[mark]:
-                del named[mark]
-        plain = json.dumps(named).encode()
-        self.key = hashlib.blake2b(plain, digest_size=8).hexdigest()
+        origin = json.dumps(asdict(self.kind)).encode()
+        self.key = hashlib.blake2b(origin, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
         self._files: dict[str, Path] = {}  # by the name of a document
         self._parts: dict[str, list[str]] = {}  # likewise, the names of its tensors
-        self._sums: dict[str, str] = {}  # likewise; an earlier version wrote none
+        self._sums: dict[str, str] = {}  # likewise, the checksums
         self._open = lru_cache(OPEN)(partial(safe_open, framework="pt"))
         self._decoded: dict[str, HiddenStateTensors] = {}  # not written yet
         self._own: set[Path] = set()  # the files that this process has written
@@ -223,8 +216,7 @@ class HiddenStateStore:
                 continue
             for name in parts.keys() - self._files.keys():
                 self._files[name], self._parts[name] = path, parts[name]
-                if sums is not None:
-                    self._sums[name] = sums.get(name, "none")
+                self._sums[name] = sums.get(name, "none")
 
     def missing(self, rows: Sequence[Row]) -> list[Row]:
         """The rows with documents that are not stored yet, reduced to those documents."""
@@ -243,36 +235,6 @@ class HiddenStateStore:
         after = row.rounds is None or name_of_rounds(row, x) in self._files
         return after and self.has(row.ids[x])
 
-    def fill(self, source: BatchSource, progress: Progress) -> None:
-        """Store all documents of a source's rows. Raises UserError if the disk has no room."""
-        tokens = sum(len(row.ids) for row in source.rows)
-        rounds = (row.rounds for row in source.rows if row.rounds is not None)
-        drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
-        self.prepare(tokens + int(drafted))
-        task = progress.add_task("target features", total=tokens)
-        for start in range(0, len(source.rows), SHARD):
-            by_name: dict[str, HiddenStateTensors] = {}
-            for i in range(start, min(start + SHARD, len(source.rows))):
-                row, batch = source.rows[i], source.batch([i])
-                parts = parts_of(
-                    self.kind.sampler, batch.final_BTD, batch.summary, batch.ctx.layers_BTF
-                )
-                for x in documents(row):
-                    kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
-                    by_name[name_of(row.ids[x])] = self._in_bits(kept)
-                    if (visited := batch.visited) is not None:
-                        place_Ro = visited.place_Ro
-                        of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
-                        after = parts_of(
-                            self.kind.sampler, visited.final_RoKD, visited.summary, None
-                        )
-                        by_name[name_of_rounds(row, x)] = {
-                            AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
-                        }
-                progress.advance(task, len(row.ids))
-            self._add(by_name)
-        progress.remove_task(task)
-
     def record(self, target: Target) -> Record:
         """A record that makes `decode` keep the features that the target computes as it answers, so
         that it need not read its answers again. Whatever exceeds `RECORDED` bytes is stored at
@@ -282,13 +244,13 @@ class HiddenStateStore:
 
         def keep(text: list[int], ctx: Context) -> None:
             assert ctx.final_BTD is not None
-            self.keep(text, ctx.final_BTD, ctx.layers_BTF, target)
+            self.hold_document(text, ctx.final_BTD, ctx.layers_BTF, target)
             if self.unwritten > RECORDED:
                 self.write()
 
         return Record(FeatureSpec(self.kind.layers), keep)
 
-    def keep(
+    def hold_document(
         self, text: Sequence[int], final_1TD: Tensor, layers_1TF: Tensor | None, target: TargetParts
     ) -> None:
         """Keep the features of a text, or of all its tokens but the last, for `write`."""
@@ -298,13 +260,13 @@ class HiddenStateStore:
             n: pad(x[0], (0, 0) * (x.dim() - 2) + (0, lacking)).cpu().contiguous()
             for n, x in parts_of(self.kind.sampler, final_1TD, summary, layers_1TF).items()
         }
-        self._decoded[name_of(np.array(text, np.int32))] = self._in_bits(kept)
+        self._decoded[name_of(np.array(text, np.int32))] = self.in_bits(kept)
 
-    def _in_bits(self, features: HiddenStateTensors) -> HiddenStateTensors:
+    def in_bits(self, features: HiddenStateTensors) -> HiddenStateTensors:
         """The features of a document as they are stored."""
         if self.kind.bits is None:
             return features
-        codes, scale = rounded(features["layers"], self.kind.block)
+        codes, scale = rounded_to_8_bits(features["layers"], self.kind.block)
         return features | {"layers": codes, SCALES: scale}
 
     @property
@@ -315,7 +277,7 @@ class HiddenStateStore:
     def write(self) -> None:
         """Store what was recorded since the last call."""
         if self._decoded:
-            self._add(self._decoded)
+            self.add_documents(self._decoded)
             self._decoded = {}
 
     def prepare(self, tokens: int) -> None:
@@ -353,7 +315,7 @@ class HiddenStateStore:
                 "features.cache=online, or another features.root"
             )
 
-    def _add(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
+    def add_documents(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
         """Write the features of documents, which are given by name, as one file: those that are not
         stored yet. Computed beside other texts they would be rounded otherwise, and a run that has
         read the stored ones must find the same again."""
@@ -404,7 +366,7 @@ class HiddenStateStore:
             self._open.cache_clear()
             put_aside(path)
             if sound:
-                self._add(sound)
+                self.add_documents(sound)
 
     def remove(self, texts: Iterable[Sequence[int]]) -> None:
         """Remove the features of texts that this process has stored and that are wrong. Files of
@@ -420,7 +382,7 @@ class HiddenStateStore:
                     del self._files[name]
                 self._open.cache_clear()
                 if right:
-                    self._add(right)
+                    self.add_documents(right)
                 path.unlink(missing_ok=True)
 
     def _document(
@@ -447,22 +409,19 @@ class HiddenStateStore:
         known = {part: features[part] for part in parts}
         if SCALES in known:
             scale = known.pop(SCALES)
-            known["layers"] = restored(known["layers"], scale, self.kind.stored_as)
+            known["layers"] = restored_from_8_bits(known["layers"], scale, self.kind.stored_as)
         return known
 
     def _sound(self, path: Path, name: str) -> HiddenStateTensors:
-        """All parts of a document in a file. Raises Damaged unless they fit its checksum or, in a
-        file of an earlier version, are finite; Unreadable if the file cannot be read."""
+        """All parts of a document in a file. Raises Damaged unless they fit its checksum, and
+        Unreadable if the file cannot be read."""
         try:
             with reading(path):
                 file, begins = self._open(path), f"{name}."
                 features = {n: file.get_tensor(begins + n) for n in self._parts[name]}
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
-        if (known_sum := self._sums.get(name)) is not None:
-            sound = known_sum == of_tensors(features, self._context(name))
-        else:
-            sound = all(x.isfinite().all() for n, x in features.items() if "threshold" not in n)
+        sound = self._sums[name] == of_tensors(features, self._context(name))
         if not sound:
             raise Damaged(f"{path} is damaged (the checksum of a document differs)")
         return features
@@ -487,75 +446,9 @@ class HiddenStateStore:
             )
 
 
-class StoredBatches:
-    """Rows whose documents are all stored. A document whose features are damaged goes to `again`,
-    in a row of its own, which must store them anew."""
-
-    def __init__(
-        self,
-        store: HiddenStateStore,
-        needs: FeatureSpec,
-        rows: Sequence[Row],
-        device: torch.device,
-        again: Callable[[Row], None] | None = None,
-        ahead: int = 0,
-    ) -> None:
-        self.store, self.needs, self.rows, self.device = store, needs, rows, device
-        self._again, self.waited = again, 0.0
-        self._ahead = Ahead(self._on_host, ahead)
-
-    def expect(self, requests: Sequence[Sequence[int]]) -> None:
-        self._ahead.expect(requests)
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        start = time.perf_counter()
-        try:
-            batch = self._ahead.take(indices)
-        except Damaged:  # it is mended below: the thread must not run the target
-            batch = None
-        if batch is None:
-            rows = [self.rows[i] for i in indices]
-            batch = assembled(rows, self.device, self.needs, self._document)
-        elif self.device.type != "cpu":
-            batch = moved(batch, lambda x: x.to(self.device, non_blocking=True))
-        self.waited += time.perf_counter() - start
-        return batch
-
-    def _on_host(self, indices: Sequence[int]) -> Batch:
-        """The batch before it is moved to the device, in pinned memory if that is a GPU. Raises
-        Damaged, and mends nothing."""
-        rows, host = [self.rows[i] for i in indices], torch.device("cpu")
-        batch = assembled(rows, host, self.needs, self.store.read)
-        return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
-
-    def _document(self, row: Row, x: slice) -> HiddenStateTensors:
-        try:
-            return self.store.read(row, x)
-        except Damaged as error:
-            if self._again is None:
-                raise
-            tell(f"{error}: the damaged features are computed again")
-        with self.store.lock:
-            self.store.discard(row, x)
-            self._again(part_of(row, np.r_[x]))
-            return self.store.read(row, x)
-
-
 def part_of(row: Row, at: NDArray[np.int_]) -> Row:
     """A row of the tokens at these places of another."""
     return Row(**{n: x[at] for n, x in vars(row).items() if x is not None})
-
-
-def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
-    """A tensor, or a dataclass or tuple that holds some, with each of them moved."""
-    if isinstance(value, Tensor):
-        return move(value)  # type: ignore[return-value]
-    if isinstance(value, tuple):
-        return type(value)(*(moved(x, move) for x in value))
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = {f.name: moved(getattr(value, f.name), move) for f in fields(value)}
-        return replace(value, **inner)
-    return value
 
 
 def put_aside(path: Path) -> str:
@@ -575,13 +468,9 @@ def _age(path: Path) -> tuple[int, str]:
         return 0, path.name
 
 
-def _sums_of(file: Any) -> dict[str, str] | None:
-    """The checksums in a file's header; None if an earlier version wrote it. Raises ValueError if
-    they are damaged."""
-    kept = file.metadata()
-    if kept is None:
-        return None
-    sums = json.loads(kept.get(SUMS, ""))
+def _sums_of(file: Any) -> dict[str, str]:
+    """The checksums in a file's header. Raises ValueError if there are none, or damaged ones."""
+    sums = json.loads((file.metadata() or {}).get(SUMS, ""))
     if not isinstance(sums, dict):
         raise ValueError("its header holds no checksums")
     return sums
@@ -590,3 +479,60 @@ def _sums_of(file: Any) -> dict[str, str] | None:
 def megabytes(count: int) -> str:
     """A number of bytes in megabytes, rounded up to a tenth."""
     return f"{-(-count // 10**5) / 10:,.1f} MB"
+
+
+def parts_of(
+    sampler: Sampler, final: Tensor, summary: Summary, layers: Tensor | None
+) -> HiddenStateTensors:
+    """The tensors to store: the final hidden state [..., D] and the layers that the drafter reads
+    [..., F], if any, in the target's dtype, and the numbers of p's summary, each [...]. Without
+    cutoffs, two of these are the same, and one is stored."""
+    numbers = summary.log_z_N, summary.threshold_N, summary.argmax_N.int()
+    whole_log_z = summary.whole_log_z_N if sampler.truncates else None
+    parts = (final, *numbers, whole_log_z, layers)
+    return {name: x for name, x in zip(PARTS, parts, strict=True) if x is not None}
+
+
+def names_of_parts(sampler: Sampler, layers: bool) -> list[str]:
+    """The names of what `parts_of` gives, with or without layers."""
+    left_out = {"whole_log_z": not sampler.truncates, "layers": not layers}
+    return [name for name in PARTS if not left_out.get(name, False)]
+
+
+def documents(row: Row) -> Iterator[slice]:
+    """The place of each document in a row."""
+    starts = np.flatnonzero(row.position == 0).tolist()
+    yield from map(slice, starts, [*starts[1:], len(row.ids)])
+
+
+def name_of(ids: NDArray[np.int32]) -> str:
+    """The name that a document is stored under: a hash of its tokens."""
+    return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
+
+
+def name_of_rounds(row: Row, x: slice) -> str:
+    """The name under which the target's features after a document's drafted tokens are stored."""
+    assert row.rounds is not None
+    return name_of(np.column_stack([row.ids[x], row.rounds[x]]))
+
+
+def block_size(width: int) -> int:
+    """The largest number of neighbours, up to `BLOCK`, that divides a state of this width."""
+    return next(size for size in range(min(BLOCK, width), 0, -1) if width % size == 0)
+
+
+def rounded_to_8_bits(states: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """The numbers [..., F] in 8 bits and the scales [..., F / block] of states [..., F]. A number
+    is off by at most half a scale, and by a little more if it is the largest of its block."""
+    blocks = states.float().unflatten(-1, (-1, block))
+    scale = (blocks.abs().amax(-1) / LARGEST).to(SCALE)
+    whole = scale.float()[..., None]
+    codes = torch.where(whole > 0, blocks / whole, 0.0).round().clamp(-LARGEST, LARGEST)
+    return codes.to(torch.int8).flatten(-2), scale
+
+
+def restored_from_8_bits(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The states [..., F] of which `rounded` made these."""
+    blocks = codes.unflatten(-1, (scale.shape[-1], -1)).float() * scale.float()[..., None]
+    whole: Tensor = blocks.flatten(-2).to(dtype)
+    return whole

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from specdec.decoding.fitting import ACTIVATIONS, GROWTH, LOGITS, SHARE
 from specdec.sampling.trees import DEEPEST
-from train.hidden_states.eight_bits import SCALE, block_of
+from train.hidden_states.store import SCALE, block_size
 from train.plan import Speeds
 from train.planning.devices import GIB, Device
 from train.planning.gain import RoundCosts
@@ -147,7 +147,7 @@ def disk_bytes(
     if draft is not None and cfg.stores_features:
         of_number = float(target.state)
         if cfg.features.bits is not None:
-            of_number = 1 + SCALE.itemsize / block_of(target.width)
+            of_number = 1 + SCALE.itemsize / block_size(target.width)
         states = target.width * (target.state + draft.stored * of_number)
         sizes["features"] = tokens * (states + 12 + 4 * cfg.sampler.truncates)
     if draft is not None and cfg.trains:
