@@ -167,7 +167,7 @@ class Drafter(nn.Module, ABC):
         """
 
     @abstractmethod
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         """The state of one speculation step at its anchors. Beam search, which chooses tokens by
         itself, grows the draft node by node from it."""
 
@@ -291,7 +291,7 @@ class Predictor(Drafter):
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        growth = self.begin(ctx, cache)
+        growth = self.draft_growth(ctx, cache)
         variant = variant_of(choose.sampler.greedy, choose.siblings == "fixed")
         growth.calibration = self.calibrations.of(variant)
         proposal = shape.draft(growth, choose)
@@ -304,7 +304,7 @@ class Predictor(Drafter):
             proposal.q_BGV = q_BGV.index_copy_(-1, self.vocab_S, q_BGS)
         return proposal
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         """This default reads every node's path again from the start. Families that use a cache
         replace it, and must give the same logits."""
 
@@ -400,13 +400,13 @@ class Trainable(Predictor):
         drafter.to(target.device)
         drafter.attach(target)
         with torch.no_grad():
-            drafter.start(target)
+            drafter.initialise(target)
             if earlier is not None:
                 assert isinstance(earlier, Predictor)
                 drafter.inherit(earlier)
         return drafter
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         """Set the weights that training starts from."""
 
     def inherit(self, earlier: Predictor) -> None:
@@ -508,12 +508,12 @@ def with_depth(
     """`Growth.grow` from a function that also takes the depth of the new nodes."""
     depths = [0]  # the depth of the anchor, then of every node
 
-    def told(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
+    def grow_at_depth(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
         depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
         depths.extend([depth] * tokens_BW.shape[1])
         return grow(tokens_BW, parents_BW, depth)
 
-    return told
+    return grow_at_depth
 
 
 def growth_over(

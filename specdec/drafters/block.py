@@ -119,7 +119,7 @@ class Block(Trainable):
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
         return cls.Sizes.of(config, target, layers=layers, llama=llama, mask_token=mask)
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
         `start=target` then copies the parts of the target's last layers that fit, around a
         pass-through of the highest feature. Query norms are set to keep the size of scores."""
@@ -230,7 +230,7 @@ class Block(Trainable):
         states = self.step(embedding, over_slots)[:, 0]
         return self.head(states), states
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """One pass, whatever is drafted from it. A cache keeps the keys of features only."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:

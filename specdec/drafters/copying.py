@@ -1,9 +1,9 @@
 """Drafters that copy: they look up what may follow in a memory of the text.
 
-A method supplies a `Memory`, which is fed token by token. While decoding, each row has a memory,
-which is fed the committed tokens; in teacher forcing, one memory walks over each document and
-drafts at every anchor. A memory reads neither the target nor earlier drafts. The functions at the
-top make of copied tokens a proposal, logits, and the growth that beam search reads.
+A method supplies a `TextMemory`, which is fed token by token. While decoding, each row has a
+memory, which is fed the committed tokens; in teacher forcing, one memory walks over each document
+and drafts at every anchor. A memory reads neither the target nor earlier drafts. The functions at
+the top make of copied tokens a proposal, logits, and the growth that beam search reads.
 """
 
 from abc import ABC, abstractmethod
@@ -65,7 +65,7 @@ def copied_growth(
     return rereading(ctx, logits)
 
 
-class Memory(ABC):
+class TextMemory(ABC):
     """What a family remembers of one text, whose tokens so far are `ids`."""
 
     def __init__(self, config: Any) -> None:
@@ -105,13 +105,13 @@ class Memory(ABC):
         return list(numbers)
 
 
-class Memories:
-    """The memory of each row of a batch. (Beam search calls `begin`, which makes its own.)"""
+class RowMemories:
+    """The memory of each row of a batch. Beam search, with `draft_growth`, makes its own."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
-    def read(self, texts: Sequence[list[int]], empty: Callable[[], Any]) -> list[Any]:
+    def read_new(self, texts: Sequence[list[int]], empty: Callable[[], Any]) -> list[Any]:
         """The memories of the rows, once they have read what is new in these texts."""
         self.rows = self.rows or [empty() for _ in texts]
         for memory, ids in zip(self.rows, texts, strict=True):
@@ -125,14 +125,14 @@ class Memories:
 
 class Copying(Drafter):
     copies = True
-    Memory: ClassVar[type[Memory]]  # the family's own
+    Memory: ClassVar[type[TextMemory]]  # the family's own
 
     def memory(self) -> Any:
         """The memory of an empty text."""
         return self.Memory(self.config)
 
-    def new_cache(self, capacity: int | None = None) -> Memories:
-        return Memories()
+    def new_cache(self, capacity: int | None = None) -> RowMemories:
+        return RowMemories()
 
     def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
         return self.walked(ctx, anchors_BA, depth, lambda memory: memory.chain(depth))
@@ -156,12 +156,12 @@ class Copying(Drafter):
             copied.append([chains[a] for a in anchors])
         return torch.tensor(copied, dtype=torch.long, device=anchors_BA.device)
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         return copied_growth(ctx, self.copied, self.sizes.target_vocab)
 
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         memories = self.new_cache() if cache is None else cache
-        rows = memories.read(ctx.rows(), self.memory)
+        rows = memories.read_new(ctx.rows(), self.memory)
         if isinstance(shape, Chain):
             return copied_chains([m.chain(shape.depth) for m in rows], ctx)
         trees = [m.tree(shape.depth, shape.nodes) for m in rows]

@@ -84,7 +84,7 @@ class Heads(Trainable):
             outputs.append((output or self.output)(state, k))
         return torch.stack(outputs, 2)
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         before = self.first(ctx, anchor_B1, cache)
         nodes_BMF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first

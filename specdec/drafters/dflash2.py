@@ -93,8 +93,8 @@ class DFlash2(Block):
         size = sizes.draft_vocab or sizes.target_vocab
         self.candidate_selector = Selector(D, config.rank, sizes.target_vocab, size)
 
-    def start(self, target: TargetParts) -> None:
-        super().start(target)
+    def initialise(self, target: TargetParts) -> None:
+        super().initialise(target)
         nn.init.normal_(self.candidate_selector.predecessor_codebook, std=0.02)
         self.candidate_selector.successor_codebook.zero_()
         for layer in self.layers:

@@ -26,8 +26,8 @@ from specdec.context import Context, Proposal
 from specdec.drafters.base import OWN, Drafter, Predictor, Sizes, rereading
 from specdec.drafters.copying import (
     Copying,
-    Memories,
-    Memory,
+    RowMemories,
+    TextMemory,
     copied_chains,
     copied_trees,
     point_mass,
@@ -72,7 +72,7 @@ class HybridConfig:
 
 
 @dataclass
-class Member:
+class HybridMember:
     """A member's family, config and sizes, as on its own card."""
 
     family: str
@@ -82,15 +82,15 @@ class Member:
 
 @dataclass(kw_only=True)
 class HybridSizes(Sizes):
-    copier: Member
-    head: Member
+    copier: HybridMember
+    head: HybridMember
 
 
-class Both:
+class HybridCache:
     """The memory of each row, and the head's own cache."""
 
     def __init__(self, head: Any) -> None:
-        self.memories, self.head = Memories(), head
+        self.memories, self.head = RowMemories(), head
 
     def select(self, rows: Sequence[int]) -> None:
         self.memories.select(rows)
@@ -141,7 +141,7 @@ class Hybrid(Drafter):
     def calibrations(self, calibrations: Calibrations) -> None:
         self.head.calibrations = calibrations
 
-    def _made(self, member: Member) -> Any:
+    def _made(self, member: HybridMember) -> Any:
         kind, name = _member_family(member.family), member.family
         config: Any = record(kind.Config, member.config, f"the config of its {name}")
         sizes = record(kind.Sizes, member.sizes, f"the sizes of its {name}")
@@ -269,7 +269,7 @@ class Hybrid(Drafter):
             self._rates = of_cells, walltime_by_gamma(alpha, self.c, self.gamma, v)
         return self._rates
 
-    def chain_of(self, memory: Memory, beside: bool = False) -> list[int]:
+    def chain_of(self, memory: TextMemory, beside: bool = False) -> list[int]:
         """The tokens to copy at the end of a text: none if the head should commit more, unless the
         two go `beside` each other in a tree."""
         copied = memory.chain(self.longest)
@@ -288,7 +288,7 @@ class Hybrid(Drafter):
             ctx, anchors_BA, depth, lambda memory: self.chain_of(memory) or [OWN] * self.drafted()
         )
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
             k = drafted_BWk.shape[2]
             ids_BW = self.copied(ctx, anchor_BW, k + 1)[..., k]
@@ -300,14 +300,14 @@ class Hybrid(Drafter):
 
         return rereading(ctx, logits)
 
-    def new_cache(self, capacity: int | None = None) -> Both:
-        return Both(self.head.new_cache(capacity))
+    def new_cache(self, capacity: int | None = None) -> HybridCache:
+        return HybridCache(self.head.new_cache(capacity))
 
     @torch.no_grad()
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        cache, chain = cache or Both(None), isinstance(shape, Chain)
+        cache, chain = cache or HybridCache(None), isinstance(shape, Chain)
         beside = not chain and (shape.fixed or choose.siblings == "fixed")
-        memories = cache.memories.read(ctx.rows(), self.copier.memory)
+        memories = cache.memories.read_new(ctx.rows(), self.copier.memory)
         copies = [self.chain_of(memory, beside)[: shape.depth] for memory in memories]
         if isinstance(shape, Chain):
             shape = Chain(min(shape.depth, self.drafted()), shape.stop)
@@ -336,11 +336,11 @@ def copying_family(name: str) -> type[Copying]:
     return kind
 
 
-def described(drafter: Drafter) -> Member:
-    return Member(drafter.config.name, asdict(drafter.config), asdict(drafter.sizes))
+def described(drafter: Drafter) -> HybridMember:
+    return HybridMember(drafter.config.name, asdict(drafter.config), asdict(drafter.sizes))
 
 
-def cell(memory: Memory) -> int:
+def cell(memory: TextMemory) -> int:
     """The cell of evidence [0, E) for the chain that a memory looked up last."""
     length, share = memory.evidence()
     return of_length(max(1, length)) + len(LENGTHS) * (share >= SURE)

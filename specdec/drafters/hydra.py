@@ -86,13 +86,13 @@ class Hydra(Heads):
         sizes.llama = llama_of(target) if config.prefix else None
         return sizes
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
                 layer.weight.zero_()
         self.copy_head(target)
         if self.prefix is not None:
-            self.prefix.start(target)
+            self.prefix.initialise(target)
 
     def regress(self, known: Callable[[], Iterable[Known]]) -> None:
         """Start every head with the S that best predicts the target's final states from c, by least
@@ -128,7 +128,7 @@ class Hydra(Heads):
             none_BA0 = anchors_BA[..., None][..., :0]
             state = self.prefix.norm(self.prefix.hidden(ctx, anchors_BA, none_BA0)[:, :, 0])
         else:
-            state = self.prefix.begin(ctx, cache).logits_BS[:, None]
+            state = self.prefix.draft_growth(ctx, cache).logits_BS[:, None]
         return pad(state, (0, self.depth * self.sizes.width))
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:

@@ -143,9 +143,9 @@ class LM(Pretrained):
             return False
         return worst < LIMITS[self.model.dtype]
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         if self.config.source != "target":
-            return super().start(target)
+            return super().initialise(target)
         kept = _cut(self.config, target)
         try:
             self.model.load_state_dict(target.cut(kept))

@@ -145,12 +145,12 @@ class Medusa(Heads):
         plain.noted_alpha = self.noted_alpha
         return plain, self.adapters.merged(target)
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         for block in self.blocks:
             for layer in block.layers:  # type: ignore[union-attr]
                 layer.weight.zero_()
         self.copy_head(target)
-        self.adapters.start()
+        self.adapters.initialise()
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
         """Heads read no token at all."""
@@ -166,7 +166,7 @@ class Medusa(Heads):
     def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
         return torch.stack([self.output(x, first + k) for k, x in enumerate(read_NKD.unbind(1))], 1)
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         """The logits after a node depend only on its depth, so they are computed once for each."""
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
         hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]

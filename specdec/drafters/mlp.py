@@ -87,7 +87,7 @@ class Mlp(Heads):
         self.state_weight = 0.5 ** (0.5 / n)
         self.token_weight = math.sqrt((1 - self.state_weight**2) * D / 2)
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         for weight in (w for w in self.parameters() if w.ndim == 2):
             nn.init.normal_(weight, std=self.inner_dim**-0.5)
 

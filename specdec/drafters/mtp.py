@@ -227,11 +227,11 @@ class MTP(Solved):
         last."""
         return SlotCache(2 * len(self.layers) - 1) if self.several else super().new_cache(capacity)
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """All modules read every committed token, and a drafted token at depth d is read by the
         modules from d on, as only they have a state for the token before it."""
         if not self.several or cache is None:
-            return super().begin(ctx, cache)
+            return super().draft_growth(ctx, cache)
         new = unread(cache, [n - 1 for n in ctx.counts()])
         features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))

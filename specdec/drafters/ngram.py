@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying import Copying, Memory
+from specdec.drafters.copying import Copying, TextMemory
 from specdec.errors import require
 
 LONGEST = 32  # a match of more tokens is no better evidence
@@ -26,7 +26,7 @@ class NgramConfig:
     min_ngram: int = 1
 
 
-class Text(Memory):
+class NgramMemory(TextMemory):
     """The text so far, and where each of its n-grams ended, except those at its very end."""
 
     def __init__(self, config: NgramConfig) -> None:
@@ -57,7 +57,7 @@ class Text(Memory):
 
 class Ngram(Copying):
     Config = NgramConfig
-    Memory = Text
+    Memory = NgramMemory
     in_transformers = "prompt lookup"
 
     def __init__(self, config: NgramConfig, sizes: Sizes) -> None:

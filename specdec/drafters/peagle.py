@@ -98,7 +98,7 @@ class PEagle(Eagle3):
         hidden_BAKD = torch.stack([pad(x, (0, 0, 0, A - x.shape[1])) for x in steps], 2)
         return entries(hidden_BAKD.flatten(2), order_BA.argsort(1)).view_as(hidden_BAKD)
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """All depths at once. A cache keeps the real pairs; masked ones are scratch."""
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1

@@ -215,7 +215,7 @@ class Pretrained(Trainable):
     def train_depth(self) -> int:
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         if self.config.source != "random":
             trained = load_source(self.Auto, self.config.source, str(target.device))
             resize(trained, self.sizes.target_vocab)
@@ -276,9 +276,9 @@ class Pretrained(Trainable):
         logits = self._scale(self.model.get_output_embeddings()(hidden))
         return logits[..., : self.sizes.draft_vocab]
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         if cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         return growth_over(cache, ctx, partial(self.over_cache, cache))
 
 

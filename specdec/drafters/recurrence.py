@@ -126,7 +126,7 @@ class Recurrent(Trainable):
     def copy_from(self, target: TargetParts) -> None:
         """Copy the parts of the target's last layer that fit."""
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
         deviation 0.02, or the target's last layer around a pass-through of the feature."""
         for module in self.modules():
@@ -235,11 +235,11 @@ class Recurrent(Trainable):
         hidden = self.step(embedding, state, over_slots)
         return hidden, self.unembed(hidden, 0)
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, pairs with the target's features are committed to it, and pairs with the
         layers' own output are scratch."""
         if cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
         features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying import Copying, Memory, TreeNode
+from specdec.drafters.copying import Copying, TextMemory, TreeNode
 from specdec.errors import require
 
 SEPARATOR = -1  # between texts of the corpus: not the id of any token
@@ -114,7 +114,7 @@ class CorpusPlaces:
 Places = TextPlaces | CorpusPlaces  # where a path of tokens occurs: a node of a suffix tree
 
 
-class Suffixes(Memory):
+class SuffixMemory(TextMemory):
     """The text read so far, and all places at which one of its suffixes occurred before."""
 
     def __init__(self, config: SuffixConfig, index: SuffixArray) -> None:
@@ -245,11 +245,11 @@ class Suffix(Copying):
         inside = bool(((order_N >= 0) & (order_N < len(ids_N))).all())
         require(inside, "tensor 'order_N' points outside the texts")
 
-    def memory(self) -> Suffixes:
+    def memory(self) -> SuffixMemory:
         if self._index is None or self._index[0] is not self.text_N:  # fitted, loaded or moved
             index = SuffixArray(self.text_N.cpu().numpy(), self.order_N.cpu().numpy())
             self._index = (self.text_N, index)
-        return Suffixes(self.config, self._index[1])
+        return SuffixMemory(self.config, self._index[1])
 
 
 def suffix_order(text_N: NDArray[np.int32]) -> NDArray[np.int32]:

@@ -74,9 +74,9 @@ class View(Predictor):
         taken = cache_argument(self.body.held)
         return self.step(ids_BT, use_cache=True, **inputs, **{taken: cache})
 
-    def begin(self, ctx: Context, cache: Any = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         if ctx.cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         cache = self.followed(ctx, cache)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
@@ -142,7 +142,7 @@ class Adapters(nn.Module):
         self.pairs = nn.ModuleList(pairs)
         self.dropout = nn.Dropout(lora.dropout)
 
-    def start(self) -> None:
+    def initialise(self) -> None:
         """Start without effect: B is zero, and A has nn.Linear's default, as in peft."""
         for _, up in self.pairs:
             up.weight.zero_()

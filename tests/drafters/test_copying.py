@@ -14,11 +14,11 @@ from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.ngram import NgramConfig, Text
-from specdec.drafters.suffix import SuffixArray, SuffixConfig, Suffixes, suffix_order
-from specdec.lab.drafters.copy import Aligned, CopyConfig
+from specdec.drafters.ngram import NgramConfig, NgramMemory
+from specdec.drafters.suffix import SuffixArray, SuffixConfig, SuffixMemory, suffix_order
+from specdec.lab.drafters.copy import CopyConfig, CopyMemory
 from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
-from specdec.lab.drafters.lookahead import LookaheadConfig, Pool
+from specdec.lab.drafters.lookahead import LookaheadConfig, LookaheadMemory
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.target import Target
@@ -131,19 +131,19 @@ def fed(memory: Any, ids: list[int]) -> Any:
 )
 def test_copying_realigns_after_a_mismatch(output: list[int], expected: list[int]) -> None:
     source = [10, 20, 30, 40, 50, 60, 70, 5]
-    memory = fed(Aligned(CopyConfig(patience=2)), source + output)
+    memory = fed(CopyMemory(CopyConfig(patience=2)), source + output)
     assert memory.chain(3) == expected
     assert [token for token, _ in memory.tree(3, 9)] == expected
 
 
 def test_copying_waits_for_a_unique_suffix() -> None:
-    memory = fed(Aligned(CopyConfig(patience=0)), [1, 2, 3, 4, 9, 2, 5, 6, 8, 4, 7, 11])
+    memory = fed(CopyMemory(CopyConfig(patience=0)), [1, 2, 3, 4, 9, 2, 5, 6, 8, 4, 7, 11])
     assert memory.chain(2) == []
     assert fed(memory, [2]).chain(2) == []  # 2 stood twice, [11, 2] never
     assert fed(memory, [5]).chain(2) == [6, 8]  # 5 stood once
-    memory = fed(Aligned(CopyConfig()), [1, 2, 3, 9, 2, 4, 8, 9, 2])
+    memory = fed(CopyMemory(CopyConfig()), [1, 2, 3, 9, 2, 4, 8, 9, 2])
     assert memory.chain(2) == [4, 8]  # 2 stood twice, [9, 2] once
-    memory = fed(Aligned(CopyConfig(max_match=1)), [1, 2, 3, 9, 2, 4, 8, 7, 2])
+    memory = fed(CopyMemory(CopyConfig(max_match=1)), [1, 2, 3, 9, 2, 4, 8, 7, 2])
     assert memory.chain(2) == [4, 8]  # still ambiguous: the latest
 
 
@@ -152,7 +152,7 @@ def test_prompt_lookup_is_what_it_says(least: int, most: int, symbols: int) -> N
     """At every token of a random text, by looking through all of it: the longest n-gram that ends
     there and somewhere before; of those places the last that 5 tokens follow, else the first."""
     ids = [t % symbols for t in text(12, 80)]
-    memory = Text(NgramConfig(min_ngram=least, max_ngram=most))
+    memory = NgramMemory(NgramConfig(min_ngram=least, max_ngram=most))
     for a in range(len(ids)):
         memory.push(ids[a])
         places = [
@@ -170,12 +170,12 @@ def test_prompt_lookup_is_what_it_says(least: int, most: int, symbols: int) -> N
 # --- suffix decoding -------------------------------------------------------------------------
 
 
-def suffixes(given: list[list[int]], **options: Any) -> Suffixes:
+def suffixes(given: list[list[int]], **options: Any) -> SuffixMemory:
     joined = [-1]
     for ids in given:
         joined += [*ids, -1]
     text_N = np.array(joined, dtype=np.int32)
-    return Suffixes(SuffixConfig(**options), SuffixArray(text_N, suffix_order(text_N)))
+    return SuffixMemory(SuffixConfig(**options), SuffixArray(text_N, suffix_order(text_N)))
 
 
 def test_suffix_array_is_the_sorted_suffixes() -> None:
@@ -269,7 +269,7 @@ def test_suffix_index_of_the_assistants_words(target: Target) -> None:
 
 
 def test_pool_keeps_the_latest_of_each_first_token() -> None:
-    pool = fed(Pool(LookaheadConfig(ngram=3, pool=2)), [1, 2, 3, 1, 4, 5, 1])
+    pool = fed(LookaheadMemory(LookaheadConfig(ngram=3, pool=2)), [1, 2, 3, 1, 4, 5, 1])
     assert pool.paths(2) == [[4, 5], [2, 3]]
     pool.add([1, 2, 3])
     assert pool.paths(2) == [[2, 3], [4, 5]]

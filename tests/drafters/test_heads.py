@@ -157,7 +157,7 @@ def test_trees_are_the_references(target: Target, drafter: Drafter) -> None:
             (torch.tensor([[4, 7], [9, 2]]), torch.tensor([[-1, -1], [-1, -1]])),
             (torch.tensor([[5, 8, 3], [1, 6, 2]]), torch.tensor([[1, 0, 1], [0, 0, 1]])),
         ]
-        fast, plain = drafter.begin(ctx, cache), Predictor.begin(drafter, ctx)
+        fast, plain = drafter.draft_growth(ctx, cache), Predictor.draft_growth(drafter, ctx)
         paths: list[list[list[int]]] = [[[]], [[]]]
         with torch.no_grad():
             found = [fast.logits_BS[:, None], *(fast.grow(*level) for level in levels)]
@@ -179,7 +179,7 @@ def test_trees_are_the_references(target: Target, drafter: Drafter) -> None:
 
 def test_a_chain_goes_on_from_the_node_that_grew_last(target: Target, drafter: Drafter) -> None:
     ctx = texts(target, drafter)
-    growth, tokens = drafter.begin(ctx, drafter.new_cache()), torch.tensor([[4, 7], [9, 2]])
+    growth, tokens = drafter.draft_growth(ctx, drafter.new_cache()), torch.tensor([[4, 7], [9, 2]])
     for k in range(2):
         logits = growth.grow(tokens[:, k : k + 1], None)
         for b in range(2):

@@ -181,7 +181,7 @@ def test_a_familys_own_estimate_is_read_in_decoding(target: Target) -> None:
     ids = torch.tensor([PROMPTS[1]])
     ctx, _ = target.features(ids, drafter.needs)
     for cache in (None, drafter.new_cache()):
-        growth, path = drafter.begin(ctx, cache), list[int]()
+        growth, path = drafter.draft_growth(ctx, cache), list[int]()
         for k in range(3):
             drafted = torch.tensor([[path]], dtype=torch.long)
             states = drafter.hidden(ctx, torch.tensor([[len(PROMPTS[1]) - 1]]), drafted)

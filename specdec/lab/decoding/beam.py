@@ -202,13 +202,13 @@ class DraftBeams:
     def __init__(
         self, drafter: Drafter, root: BeamNode, prompt: Sequence[int], ctx: Context, eos_ids: Tensor
     ) -> None:
-        self.begin, self.vocab_S = drafter.begin, vocabulary(drafter)
+        self.draft_growth, self.vocab_S = drafter.draft_growth, vocabulary(drafter)
         self.eos_ids, self.live = eos_ids, [root]
         self.rows, self.cache = Rows([prompt], eos_ids.device), drafter.new_cache()
         if len(prompt) > 1:  # the shared prompt is read once, before rows are repeated
             self.rows.extend([[]], ctx, [len(prompt) - 1])
             if self.cache is not None:
-                self.begin(self.rows.context(), self.cache)
+                self.draft_growth(self.rows.context(), self.cache)
 
     def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
         """Give every live beam the row of the beam that it continues by `steps` tokens, with the
@@ -234,7 +234,7 @@ class DraftBeams:
         scores, and add the nodes to `known`. Returns how deep the search got. At each depth, every
         row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
         is not drafted: nothing would follow it."""
-        growth, vocab_S = self.begin(self.rows.context(), self.cache), self.vocab_S
+        growth, vocab_S = self.draft_growth(self.rows.context(), self.cache), self.vocab_S
         logits_BWS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_B.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_ids), ids_S.tolist()

@@ -13,7 +13,7 @@ here everything before the anchor is the input, and teacher forcing sees what de
 from dataclasses import dataclass
 from typing import ClassVar
 
-from specdec.drafters.copying import Copying, Memory
+from specdec.drafters.copying import Copying, TextMemory
 
 
 @dataclass
@@ -28,7 +28,7 @@ class CopyConfig:
     patience: int = 3
 
 
-class Aligned(Memory):
+class CopyMemory(TextMemory):
     """The text so far, the pointer (-1: none), and where each short n-gram last ended."""
 
     def __init__(self, config: CopyConfig) -> None:
@@ -72,4 +72,4 @@ class Aligned(Memory):
 
 class Copy(Copying):
     Config = CopyConfig
-    Memory = Aligned
+    Memory = CopyMemory

@@ -83,8 +83,8 @@ class EarlyExit(View, Trainable):
     def train_depth(self) -> int:
         return 1  # given the text, depth k at anchor a is depth 0 at anchor a + k
 
-    def start(self, target: TargetParts) -> None:
-        self.adapters.start()
+    def initialise(self, target: TargetParts) -> None:
+        self.adapters.initialise()
 
     def view(self, target: Target) -> Any:
         return self.adapters.view(target, self.sizes.layers)
@@ -107,11 +107,11 @@ class EarlyExit(View, Trainable):
         cache_of_target: SlotCache = ctx.cache
         return cache_of_target
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         if not self.config.lora.rank:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         if cache is None:
-            return Predictor.begin(self, ctx)
+            return Predictor.draft_growth(self, ctx)
         return growth_over(cache, ctx, partial(self.over_cache, cache))
 
     def over_cache(

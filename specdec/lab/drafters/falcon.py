@@ -192,10 +192,10 @@ class Falcon(Eagle):
         states = self.step(at, OverWritten(cache, (cos, sin), mask, new))
         return states, self.unembed(states, 0)
 
-    def begin(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, which keeps the keys of the text's pairs, each block is one pass."""
         if cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
         new = unread(cache, counts)
         known_B1, count_B1, row_B1 = (

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
 from specdec.drafters.base import Sizes
-from specdec.drafters.copying import Copying, Memories, Memory
+from specdec.drafters.copying import Copying, RowMemories, TextMemory
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
 from specdec.targets.parts import TargetParts
@@ -41,7 +41,7 @@ class LookaheadConfig:
     pool: int = 8
 
 
-class Pool(Memory):
+class LookaheadMemory(TextMemory):
     """The latest n-grams by first token, and the levels of the row's window, oldest first."""
 
     def __init__(self, config: LookaheadConfig) -> None:
@@ -72,7 +72,7 @@ class Pool(Memory):
 class Lookahead(Copying):
     sends_scouts = runs_target = True
     Config = LookaheadConfig
-    Memory = Pool
+    Memory = LookaheadMemory
     target: Target
 
     def __init__(self, config: LookaheadConfig, sizes: Sizes) -> None:
@@ -93,7 +93,7 @@ class Lookahead(Copying):
                 proposal.scouts = self._scouts(memories.rows, ctx.ids_BT.device)
         return proposal
 
-    def _scouts(self, pools: list[Pool], device: torch.device) -> Scouts:
+    def _scouts(self, pools: list[LookaheadMemory], device: torch.device) -> Scouts:
         """Level 0 is a chain after the anchor; other nodes follow the last one of their column."""
         columns = self.config.window
         for pool in pools:
@@ -103,7 +103,7 @@ class Lookahead(Copying):
         parents = [*range(-1, columns - 1), *range(tokens_BQ.shape[1] - columns)]
         return Scouts(tokens_BQ, torch.tensor(parents, device=device).expand(len(pools), -1))
 
-    def hear(self, logits_BQV: Tensor, cache: Memories) -> None:
+    def hear(self, logits_BQV: Tensor, cache: RowMemories) -> None:
         """One Jacobi iteration: the likeliest tokens after the last level form the next level.
         Complete columns go to the pools, and the oldest level is dropped."""
         newest = logits_BQV[:, -self.config.window :].float().argmax(-1).tolist()

@@ -88,9 +88,9 @@ class MTPHeads(Trainable):
         require(trunk > 0, f"{target.name} has 1 layer, but mtp_heads needs 2: give another target")
         return MTPHeadsSizes.of(config, target, llama=llama, trunk=trunk)
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         for head in self.heads:
-            head.start(target)
+            head.initialise(target)
             if self.config.start == "target":
                 head.copy_from(target)
 
@@ -119,7 +119,7 @@ class MTPHeads(Trainable):
     def new_cache(self, capacity: int | None = None) -> Caches:
         return Caches(head.new_cache(capacity) for head in self.heads)
 
-    def begin(self, ctx: Context, cache: Caches | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: Caches | None = None) -> Growth:
         caches = cache or [None] * self.depth
-        begun = [head.begin(ctx, c) for head, c in zip(self.heads, caches, strict=True)]
+        begun = [head.draft_growth(ctx, c) for head, c in zip(self.heads, caches, strict=True)]
         return reading_no_draft(lambda k: begun[k].logits_BS)

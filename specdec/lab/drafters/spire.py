@@ -155,7 +155,7 @@ class Spire(Trainable):
             layers=list(range(L - n, L)),
         )
 
-    def start(self, target: TargetParts) -> None:
+    def initialise(self, target: TargetParts) -> None:
         """The target's last layers, final norm and head, as far as they fit; with `start=random`
         the layers are drawn from a normal distribution of standard deviation 0.02. Memories begin
         as means of the streams."""
@@ -224,11 +224,11 @@ class Spire(Trainable):
     def new_cache(self, capacity: int | None = None) -> WindowCache:
         return WindowCache(len(self.layers), self.config.sink, self.config.window)
 
-    def begin(self, ctx: Context, cache: WindowCache | None = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: WindowCache | None = None) -> Growth:
         """A cache holds keys and values of the target's streams; those of drafted tokens live as
         long as the round."""
         if cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
         position_BW, seen_BP = cache.advance(counts, device)
         features = entries(ctx.features(self.needs), position_BW)

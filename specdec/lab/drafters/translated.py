@@ -170,12 +170,12 @@ class Translated(Predictor):
         """Draft logits over the intersection."""
         return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
 
-    def begin(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
+    def draft_growth(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
         """Over the draft's cache, which first reads the part of the text that differs."""
         if self.copies:
             return copied_growth(ctx, self.copied, self.sizes.target_vocab)
         if cache is None:
-            return super().begin(ctx)
+            return super().draft_growth(ctx)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             own_BW, _ = self.own_ids(tokens_BW)

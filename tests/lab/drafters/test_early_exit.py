@@ -150,7 +150,7 @@ def test_it_decodes_as_the_target_with_a_cache_of_its_own(target: Target) -> Non
     fast = decode(target, TEXTS, Way(drafter, Chain(3)), max_new_tokens=30)
     assert [g.ids for g in fast] == plain
     ctx = Context(torch.tensor(TEXTS), lengths=[9, 5])
-    drafter.begin(ctx, cache)
+    drafter.draft_growth(ctx, cache)
     assert cache.lengths == [9, 5], "the anchor is read with the tokens before it"
     assert [layer.is_initialized for layer in cache.slot_layers] == [True, True, False, False]
 
