@@ -43,17 +43,22 @@ class FakeEngine:
         port: int = 0,
         drafts: Way | None = None,
         per_request: bool = False,
+        toy: bool = False,
     ) -> None:
         """With a folder for `states`, it writes the hidden states after these layers there; with
         `drafts`, it decodes with the draft of that way and counts as vLLM does, and with
-        `per_request` also as with its --per-request-spec-decode-metrics=summary."""
+        `per_request` also as with its --per-request-spec-decode-metrics=summary. With `toy`, it
+        speaks as the engine of tests/toy_engine.py does."""
         self.drafts, self.counts, self.per_request = drafts, Counter[str](), per_request
         for name in ("drafts", "accepted_tokens"):  # vLLM's counters are there from the start
             self.counts[f"{name}_total{OF_ENGINE}}}"] = 0
         self.target, self.fault, self.states, self.layers = target, fault, states, list(layers)
         self.models = [{"id": "tiny", "root": target.name, "max_model_len": room}]
+        if toy:
+            self.models = [{"id": "tiny", "owned_by": "toy", "meta": {"room": room}}]
+        self.toy = toy
         self.asked: list[dict[str, Any]] = []
-        self._one = threading.Lock()
+        self._one, self.seen = threading.Lock(), 0
         engine = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -100,12 +105,12 @@ class FakeEngine:
         return answers.get(path, 404)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        if path != "/v1/completions":
+        if path != ("/completion" if self.toy else "/v1/completions"):
             return 404
         with self._one:  # the decoder takes one batch at a time
             number = len(self.asked)
             self.asked.append(body)
-            reply = self.completion(body)
+            reply = self.toy_completion(body) if self.toy else self.completion(body)
         return reply if self.fault is None else self.fault(number, reply)
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -160,6 +165,16 @@ class FakeEngine:
             text = [*prompt, *answer.ids][:-1] if asked.get("include_output_tokens") else prompt
             reply["kv_transfer_params"] = self.written(text)
         return reply
+
+    def toy_completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The same response in the words of tests/toy_engine.py."""
+        names = {"limit": "max_tokens", "ends": "stop_token_ids"}
+        more = {"top_k": 0, "top_p": 1.0, "return_token_ids": True}
+        reply = self.completion({names.get(name, name): x for name, x in body.items()} | more)
+        (choice,) = reply["choices"]
+        accepted = self.counts[f"accepted_tokens_total{OF_ENGINE}}}"] - self.seen
+        self.seen += accepted
+        return {"tokens": choice["token_ids"], "why": choice["finish_reason"], "kept": accepted}
 
     @torch.no_grad()
     def written(self, ids: Sequence[int]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import numpy as np
 from accelerate.utils import gather_object
 
 from specdec.decoding.config import DecodeConfig
-from specdec.drafters import family
 from specdec.errors import Unreadable, UserError, located, require
 from specdec.files import (
     folder_for,
@@ -29,7 +28,6 @@ from specdec.files import (
     write_whole,
 )
 from specdec.formats import draft_checkpoint
-from specdec.formats.draft_checkpoint import upgraded
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
 from specdec.runtime.cpu.machine_probes import native_dtype
@@ -407,14 +405,11 @@ def digest(documents: Sequence[Document]) -> str:
 
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
     """A run's config.json, written `when` it was, as today's version would write it. Older ones
-    have a `loss` instead of an `objective`, lack `start` for families that had only one start then,
-    had no validation part, and do not say when the run began."""
+    have a `loss` instead of an `objective`, had no validation part, and do not say when the run
+    began."""
     if isinstance(data := written.get("data"), dict):
         data = WITHOUT_VALIDATION | data
         written = written | {"data": data | {"date": data.get("date") or _text(when)}}
-    drafter = written.get("drafter")
-    if isinstance(drafter, dict) and "name" in drafter:
-        written = written | {"drafter": upgraded(family(drafter["name"]), drafter)}
     if "objective" in written or not isinstance(loss := written.get("loss"), dict):
         return written
     name = loss.get("name", "nla")

@@ -21,7 +21,6 @@ from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 
-COMPLETIONS = "/completions"
 # what an engine would else take from the generation_config.json of the model that it serves
 PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
@@ -151,12 +150,16 @@ class Engine:
 
     # Requests
 
-    def completion_body(self, request: CompletionRequest) -> tuple[str, dict[str, Any]]:
-        """The path below the server's address and the body of a request, without the model. Raises
-        UserError for hidden states that the engine does not give."""
+    def completion_url(self, server: Server) -> str:
+        """The address of requests for a completion."""
+        return f"{server.url}/completions"
+
+    def completion_body(self, request: CompletionRequest) -> dict[str, Any]:
+        """The body of a request, without the model. Raises UserError for hidden states that the
+        engine does not give."""
         if request.states is not None:
             raise self.no_states()
-        return COMPLETIONS, {
+        return {
             "prompt": list(request.prompt),
             "max_tokens": request.limit,
             **self.sampling(request.sampler, request.seed),

@@ -139,8 +139,8 @@ class ServerPool:
             server = self._taken()
             try:
                 model = self.models[server]
-                path, body = model.engine.completion_body(request.asked)
-                reply = server.ask("POST", path, {"model": model.name, **body}, waiting)
+                body = {"model": model.name, **model.engine.completion_body(request.asked)}
+                reply = server.ask("POST", model.engine.completion_url(server), body, waiting)
                 return parse(request.name, reply, server)
             except RequestRejected as error:
                 return Failed(str(error), refused=True)

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from specdec.engines.client import Server, ServerUnavailable
 from specdec.engines.engine_interface import (
-    COMPLETIONS,
     CompletionRequest,
     DraftToServe,
     Engine,
@@ -132,7 +131,7 @@ class Vllm(Engine):
 
     # Requests
 
-    def completion_body(self, request: CompletionRequest) -> tuple[str, dict[str, Any]]:
+    def completion_body(self, request: CompletionRequest) -> dict[str, Any]:
         """Ids go out and come back. A response that may have to be read as text keeps its special
         tokens."""
         body: dict[str, Any] = {"prompt": list(request.prompt), "max_tokens": request.limit}
@@ -144,7 +143,7 @@ class Vllm(Engine):
         body |= self.sampling(request.sampler, request.seed)
         if request.states is not None:
             body["kv_transfer_params"] = RESPONSE_STATES if request.states == "response" else {}
-        return COMPLETIONS, body
+        return body
 
     def title_at(self, server: Server) -> str:
         version = version_at(server, "/version", "version")

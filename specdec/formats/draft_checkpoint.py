@@ -22,7 +22,7 @@ from torch import Tensor
 from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
-from specdec.drafters.base import Drafter, Predictor, starts_of
+from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, require
 from specdec.files import (
     new_file,
@@ -71,7 +71,7 @@ class Card:
     shape: Any  # the family's `Sizes`
     target: TargetOf
     notes: dict[str, Any] = field(default_factory=dict)
-    weights: str = ""  # their checksum; empty: written by an earlier version
+    weights: str = ""  # their checksum; empty: they are not compared with it
 
 
 def write_draft(
@@ -95,7 +95,12 @@ def write_draft(
     )
     config = drafter.config
     card = Card(
-        *(FORMAT, config.name, config, drafter.sizes, theirs, notes or {}),
+        format=FORMAT,
+        family=config.name,
+        config=config,
+        shape=drafter.sizes,
+        target=theirs,
+        notes=notes or {},
         weights=of_tensors(tensors),
     )
     with replaced(folder, (WEIGHTS, CARD, CALIBRATION, TRAINED_ON)) as partial:
@@ -243,7 +248,7 @@ def read_card(folder: Path | str) -> Card:
         known = f"format is {card.format}, but this version reads {FORMAT}: train the draft again"
         require(card.format == FORMAT, known)
         kind = family(card.family)
-        config: Any = record(kind.Config, upgraded(kind, card.config), "config")
+        config: Any = record(kind.Config, card.config, "config")
         sizes = record(kind.Sizes, card.shape, "shape")
         theirs = config.name
         require(theirs == card.family, f"config.name is {theirs!r}, not {card.family!r}")
@@ -259,15 +264,6 @@ def read_card(folder: Path | str) -> Card:
             f"shape: draft_vocab is {sizes.draft_vocab}: expected 1 to {ours}",
         )
     return replace(card, config=config, shape=sizes)
-
-
-def upgraded(kind: type[Drafter], config: Any) -> Any:
-    """A config from a file of any version, brought up to date. If `start` is missing, that version
-    had only one start, which is now the second of `starts`. Anything that is not a dict is returned
-    unchanged."""
-    if isinstance(config, dict) and hasattr(kind.Config, "start"):
-        return {"start": starts_of(kind.Config)[1]} | config
-    return config
 
 
 def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.context import Context
@@ -42,16 +41,11 @@ from specdec.formats.layout import (
     renamed,
     rotary_note,
 )
+from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.parts import TargetParts
 from specdec.targets.saved import both_forms, save_tokenizer
 from specdec.targets.target import Target
-
-PATTERNS = [  # of the files of exports whose mark does not list them
-    *(MARK, CONFIG, OVERRIDES, "model*.safetensors", "model.safetensors.index.json"),
-    *("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "vocab.*", "merges.txt"),
-]
 
 FAMILIES = {
     "eagle": eagle_layout,
@@ -133,11 +127,7 @@ def write_export(
     config = both_forms(chosen.config(drafter, target))
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     with replaced(folder, _written(folder)) as partial:
-        theirs = renamed(tensors, chosen.prefixes)
-        save_file(theirs, partial / WEIGHTS, metadata={"format": "pt"})
-        (partial / CONFIG).write_text(
-            json.dumps(config, indent=1, sort_keys=True), encoding="utf-8"
-        )
+        chosen.save(partial, renamed(tensors, chosen.prefixes), config)
         if chosen.overrides:
             (partial / OVERRIDES).write_text(
                 json.dumps(chosen.overrides(drafter, target)), encoding="utf-8"
@@ -154,20 +144,26 @@ def write_export(
         gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
         if not gap <= rounding:
             raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
-        elsewhere, most = (
-            export_check.reference_gap(partial, drafter, target),
-            export_check.largest_gap(target),
-        )
-        if not elsewhere <= most:
-            raise UserError(
-                f"{folder}: not written: an engine that reads {CONFIG} would compute logits that "
-                f"differ by {elsewhere:.2g} of the largest (rounding explains {most:.2g}): this is "
-                "a bug, please report it with the target's config"
+        compared = "no second implementation of this layout to compare it with"
+        if (name, layout) in REFERENCE_NETWORKS:
+            elsewhere, most = (
+                export_check.reference_gap(partial, drafter, target),
+                export_check.largest_gap(target),
+            )
+            if not elsewhere <= most:
+                raise UserError(
+                    f"{folder}: not written: an engine that reads {CONFIG} would compute logits "
+                    f"that differ by {elsewhere:.2g} of the largest (rounding explains "
+                    f"{most:.2g}): this is a bug, please report it with the target's config"
+                )
+            compared = (
+                f"a network of {CONFIG} as engines build it differs by {elsewhere:.0e} of the "
+                "largest logit"
             )
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
-        f"{len(tensors)} tensors read back, logits {same}; a network of {CONFIG} as engines build "
-        f"it differs by {elsewhere:.0e} of the largest logit{rotary_note(config)}{_stops(target)}"
+        f"{len(tensors)} tensors read back, logits {same}; {compared}{rotary_note(config)}"
+        f"{_stops(target)}"
     )
 
 
@@ -208,11 +204,17 @@ def _write_mark(folder: Path, drafter: str, layout: str, target: TargetParts) ->
 
 
 def _written(folder: Path) -> list[str]:
-    """The names of an export's own files, or patterns of them if an earlier version wrote it."""
+    """The names of an export's own files. Raises UserError as `read_mark` does, and for a mark that
+    does not list them."""
     if not (folder / MARK).is_file():
         return []
-    files = read_mark(folder).get("files", PATTERNS)
-    return files if isinstance(files, list) and all(isinstance(x, str) for x in files) else PATTERNS
+    files = read_mark(folder).get("files")
+    if not isinstance(files, list) or not all(isinstance(x, str) for x in files):
+        raise UserError(
+            f"{folder / MARK} is damaged: it lists no files; delete {folder}, and the same command "
+            "exports again"
+        )
+    return files
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = 
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
     back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
     with located(path):
-        tensors = chosen.from_engine(like, renamed(load_file(path), back))
+        tensors = chosen.from_engine(like, renamed(chosen.load(folder), back))
     drafter = type(like)(like.config, like.sizes)
     require_same(tensors, untied(drafter.state_dict()), path)
     drafter.load_state_dict(tensors, strict=False)

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Predictor
+from specdec.errors import UserError
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
-from specdec.formats.reference_networks import BY_FAMILY, FINAL, CheckText, ExportFolder
+from specdec.formats.reference_networks import FINAL, REFERENCE_NETWORKS, CheckText, ExportFolder
 from specdec.targets.parts import TargetParts
 
 
@@ -48,8 +49,13 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
         folder,
     )
     files = _described(files)
-    read = BY_FAMILY[mark["drafter"]]
-    rows = [read(files, trial, anchor) for anchor in trial.anchors]
+    network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
+    if network is None:
+        raise UserError(
+            f"{folder}: no second implementation of layout {mark['layout']!r} of "
+            f"{mark['drafter']!r}: add one to specdec/formats/reference_networks.py"
+        )
+    rows = [network(files, trial, anchor) for anchor in trial.anchors]
     return torch.stack(rows, 1).flatten(0, 1)
 
 

@@ -1,9 +1,12 @@
 """What an engine needs to know about a family: one `ExportLayout` for each format it loads."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -27,6 +30,18 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
     return tensors
 
 
+def save_safetensors(folder: Path, tensors: Tensors, config: Description) -> None:
+    """Write an export's weights, and its config beside them."""
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    described = json.dumps(config, indent=1, sort_keys=True)
+    (folder / CONFIG).write_text(described, encoding="utf-8")
+
+
+def load_safetensors(folder: Path) -> Tensors:
+    """The weights of an export."""
+    return load_file(folder / WEIGHTS)
+
+
 @dataclass(frozen=True)
 class ExportLayout:
     """A family's weights as an engine names, shapes and describes them. `to_engine` converts the
@@ -45,6 +60,9 @@ class ExportLayout:
     whole_model: bool = False  # it is written with the target's tokenizer
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, TargetParts], Description] | None = None
+    # how the tensors, under the engine's names, and the config are written to files and read back
+    save: Callable[[Path, Tensors, Description], None] = save_safetensors
+    load: Callable[[Path], Tensors] = load_safetensors
 
 
 def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:

@@ -1,4 +1,7 @@
-"""The networks that engines make of exports, from transformers' classes (see export_check.py).
+"""A second implementation of each exported drafter, to check exports with, and nothing else.
+
+They are the networks that engines make of exports, from transformers' classes (export_check.py).
+An export in a layout without an entry in `REFERENCE_NETWORKS` is reported as not compared.
 
 Attention and rotary positions are those of GLM-4-MoE, which are Llama's and Qwen3's, but also
 partial; norm and MLP are Llama's; a draft LM has the class that its config names. How pairs and
@@ -444,14 +447,17 @@ def _on(x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-BY_FAMILY: dict[str, Callable[[ExportFolder, CheckText, int], Tensor]] = {
-    "eagle": eagle,
-    "eagle3": eagle3,
-    "peagle": peagle,
-    "medusa": medusa,
-    "mlp": mlp,
-    "mtp": mtp,
-    "dflash": dflash,
-    "jetspec": dflash,
-    "lm": lm,
+ReferenceNetwork = Callable[[ExportFolder, CheckText, int], Tensor]
+REFERENCE_NETWORKS: dict[tuple[str, str], ReferenceNetwork] = {  # by drafter and layout
+    ("eagle", "hf"): eagle,
+    ("eagle3", "hf"): eagle3,
+    ("eagle3", "speculators"): eagle3,
+    ("peagle", "hf"): peagle,
+    ("peagle", "speculators"): peagle,
+    ("medusa", "hf"): medusa,
+    ("mlp", "hf"): mlp,
+    ("mtp", "hf"): mtp,
+    ("dflash", "hf"): dflash,
+    ("jetspec", "hf"): dflash,
+    ("lm", "hf"): lm,
 }

@@ -76,7 +76,7 @@ def _chains(results: Results, temperature: float) -> Measured | None:
 def _compared(at: ServedAt, ours: Measured) -> str:
     """Whether the engine accepts what the report promised, in a sentence."""
     where = f"At T = {at.temperature:g}"
-    if len(at.accepted) != ours.way.gamma:
+    if at.accepted and len(at.accepted) != ours.way.gamma:
         return (
             f"{where} the engine drafts {len(at.accepted)} tokens and the report {ours.way.gamma}: "
             "compare the positions, not τ."

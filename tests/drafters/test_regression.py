@@ -3,7 +3,6 @@
 Run alone: python -m pytest tests/drafters/test_regression.py
 """
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ from specdec.errors import UserError
 from specdec.forcing.anchors import anchors_of
 from specdec.formats import draft_checkpoint
 from specdec.targets.target import Target
-from tests.runs import as_before
 from tests.tiny import Tiny, architectures, random_target
 from train.data.sequences import Document
 from train.hidden_states.batches import OnlineBatches
@@ -295,24 +293,6 @@ def test_a_run_starts_by_regression_and_not_again(
     tiny.job(tmp_path / "other", "eagle3", "drafter.start=target")
     tiny.job(tmp_path / "onward", "eagle3", f"drafter.from={tmp_path}/run/best")
     assert len(made) == 1
-
-
-@pytest.mark.parametrize(("family", "was"), [("hydra", "target"), ("mlp", "random")])
-def test_runs_and_drafts_from_before_there_was_a_choice(
-    tiny: Tiny, tmp_path: Path, family: str, was: str
-) -> None:
-    run = tmp_path / "run"
-    tiny.job(run, family, f"drafter.start={was}")
-    names = {"config.json": "drafter", f"best/{draft_checkpoint.CARD}": "config"}
-    for name in (*names, f"best/{draft_checkpoint.CALIBRATION}"):
-        written = as_before(run / name)
-        if name in names:
-            del written[names[name]]["start"]
-        (run / name).write_text(json.dumps(written))
-    assert draft_checkpoint.read_card(run / "best").config.start == was
-    tiny.job(run, family, f"drafter.start={was}")  # finished
-    with pytest.raises(UserError, match=f"drafter.start='{was}', not 'regression'"):
-        tiny.job(run, family)
 
 
 @pytest.mark.parametrize(("bytes_kept", "reads"), [(2**30, 1), (0, 5)])

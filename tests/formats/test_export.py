@@ -4,6 +4,7 @@ Run alone: pytest tests/formats/test_export.py
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from specdec.drafters.mlp import MlpConfig
 from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
-from specdec.formats import draft_export
+from specdec.formats import draft_export, export_check
 from specdec.targets.loading import TargetConfig, load_target
 from specdec.targets.target import Target
 from tests.tiny import Tiny, random_drafter
@@ -71,17 +72,11 @@ def test_a_target_is_written_whole_and_again_but_over_nothing_else(
         draft_export.write_target(tmp_path / "mine", target)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path, listed: bool) -> None:
-    """Also in one whose mark does not list its files, as earlier versions wrote it. A file that the
-    new export no longer has goes."""
+def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path) -> None:
+    """A file that the new export no longer has goes."""
     out, mlp = tmp_path / "out", random_drafter(MlpConfig(depth=2, draft_vocab=48), target, 0.1)
     draft_export.write_export(out, random_drafter(MTPConfig(depth=2), target, 0.1), target)
     (out / "notes.md").write_text("mine")
-    if not listed:
-        mark = json.loads((out / draft_export.MARK).read_text())
-        del mark["files"]
-        (out / draft_export.MARK).write_text(json.dumps(mark))
     assert (out / draft_export.OVERRIDES).exists()
     draft_export.write_export(out, mlp, target)
     assert {path.name for path in out.iterdir()} == {
@@ -95,7 +90,7 @@ def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path, li
     assert json.loads((out / draft_export.MARK).read_text())["drafter"] == "mlp"
 
 
-@pytest.mark.parametrize("text", ["[]", '{"drafter": "mt', "null"])
+@pytest.mark.parametrize("text", ["[]", '{"drafter": "mt', "null", '{"drafter": "mtp"}'])
 def test_a_damaged_mark_is_told_with_its_remedy(target: Target, tmp_path: Path, text: str) -> None:
     out, drafter = tmp_path / "out", random_drafter(MTPConfig(depth=2), target, 0.1)
     draft_export.write_export(out, drafter, target)
@@ -217,3 +212,27 @@ def test_the_exported_mlp_drafts_as_vllms_formula(
         torch.testing.assert_close(theirs[kept], drafter.unembed(ours[i], i), atol=1e-4, rtol=1e-4)
         theirs[kept] = 0
         assert not theirs.any()
+
+
+def test_a_layout_without_a_second_implementation_is_reported_as_not_compared(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new layout, in files of its own, is read back all the same."""
+
+    def save(folder: Path, tensors: Any, config: Any) -> None:
+        torch.save({"tensors": tensors, "config": config}, folder / "draft.bin")
+
+    def load(folder: Path) -> Any:
+        return torch.load(folder / "draft.bin")["tensors"]
+
+    new = replace(draft_export.LAYOUTS["medusa", "hf"], save=save, load=load)
+    monkeypatch.setitem(draft_export.LAYOUTS, ("medusa", "own"), new)
+    drafter = random_drafter(MedusaConfig(depth=2), target, 0.1)
+    said = draft_export.write_export(tmp_path / "out", drafter, target, "own")
+    assert "logits identical; no second implementation of this layout" in said
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"draft.bin", draft_export.MARK}
+    draft_export.write_export(tmp_path / "hf", drafter, target)
+    mark = json.loads((tmp_path / "hf" / draft_export.MARK).read_text())
+    (tmp_path / "hf" / draft_export.MARK).write_text(json.dumps(mark | {"layout": "own"}))
+    with pytest.raises(UserError, match="no second implementation of layout 'own' of 'medusa'"):
+        export_check.reference_gap(tmp_path / "hf", drafter, target)
