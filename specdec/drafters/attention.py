@@ -200,59 +200,48 @@ class At(NamedTuple):
     rope: Rotation
 
 
-class OverPairs:
-    """The attention (`Attend`) of a pass over all pairs of a text. They become the shared keys of
-    each layer. `sight(i)` is what every pair sees in layer i. The last of the layers is asked for
-    its output only at the blocks `at`, unless that is None."""
+class OverSequence:
+    """The attention (`Attend`) of a training pass. `rope` holds cos and sin of its places.
 
-    def __init__(
-        self,
-        keys: Keys,
-        rope: Rotation,
-        sight: Callable[[int], Sight],
-        last: int = 0,
-        at: At | None = None,
-    ) -> None:
-        self.keys, self.rope, self.sight, self.last, self.at = keys, rope, sight, last, at
+    With a `mask`, the places are those of the sequence, and become the shared keys of each layer:
+    `mask(i)` is what each of them sees in layer i. The last of the layers, `last`, is asked for its
+    output only at the blocks `at`, unless that is None.
 
-    def asked(self, i: int, x: Tensor) -> Tensor:
-        return x if self.at is None or i < self.last else entries(x, self.at.place_BX)
-
-    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        self.keys.share(attention.keys_values(read, self.rope))
-        if self.at is None or i < self.last:
-            query = attention.query(read, self.rope)
-            heads = attended(query, self.keys.shared[i], self.sight(i), ())
-        else:
-            heads = self.keys.read(i, attention.query(self.asked(i, read), self.at.rope))
-        return attention.joined(heads)
-
-
-class OverDrafts:
-    """The attention (`Attend`) of a pass over one block at each anchor. If no pass has read the
-    text, `text(i)` gives the inputs from which layer i makes its shared keys, and their rotation.
+    Without a `mask`, the places are the slots of one block at each anchor, which see the shared
+    keys as `keys.sight` says, and their anchor's own keys. If no pass has read the sequence,
+    `text(i)` gives the inputs from which layer i makes its shared keys, and their rotation.
     """
 
     def __init__(
         self,
         keys: Keys,
         rope: Rotation,
+        mask: Callable[[int], Sight] | None = None,
+        last: int = 0,
+        at: At | None = None,
         text: Callable[[int], tuple[Tensor, Rotation]] | None = None,
     ) -> None:
-        self.keys, self.rope, self.text = keys, rope, text
+        self.keys, self.rope, self.mask = keys, rope, mask
+        self.last, self.at, self.text = last, at, text
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        return x
+        return x if self.at is None or i < self.last else entries(x, self.at.place_BX)
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
         keys = self.keys
-        if self.text is not None:
-            keys.share(attention.keys_values(*self.text(i)))
-        own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
-        keys.own[i] = *keys.own[i], *by_slot(own, keys.size)
-        return attention.joined(keys.read(i, query))
+        if self.mask is None:
+            if self.text is not None:
+                keys.share(attention.keys_values(*self.text(i)))
+            own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
+            keys.own[i] = *keys.own[i], *by_slot(own, keys.size)
+            return attention.joined(keys.read(i, query))
+        keys.share(attention.keys_values(read, self.rope))
+        if self.at is None or i < self.last:
+            query = attention.query(read, self.rope)
+            return attention.joined(attended(query, keys.shared[i], self.mask(i), ()))
+        return attention.joined(keys.read(i, attention.query(self.asked(i, read), self.at.rope)))
 
-    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+    def replace_own(self, i: int, attention: Attention, read: Tensor) -> None:
         """Let later passes see the keys and values of these inputs in place of this pass's own."""
         own = by_slot(attention.keys_values(read, self.rope), self.keys.size)
         self.keys.own[i] = *self.keys.own[i][: -len(own)], *own
@@ -381,53 +370,48 @@ def _probed(
 
 
 class OverSlots:
-    """The attention (`Attend`) of a pass of decoding. `rope` holds cos and sin [B, W, Dr], and
-    `mask` [B, W, P] says which slots each place sees; None: all.
+    """The attention (`Attend`) of a forward pass of drafting, over the slots of a cache.
 
-    The last of the `layers` is asked for its output only at `last` [B, Wo], unless that is None.
+    `rope` holds cos and sin [B, W, Dr] of its places, and `mask(i)` [B, W, P] says which slots each
+    of them sees in layer i; None: all. The last of the `layers` is asked for its output only at
+    `last` [B, Wo], unless that is None.
+
+    Other keys can be written than those of the places: with a `text` [B, T, D], its keys before
+    theirs; with `written` [B, T, D], its keys in place of theirs. `rope` then holds those of the T
+    first, and those of the W last.
     """
 
     def __init__(
         self,
         cache: SlotCache,
-        rope: tuple[Tensor, Tensor],
-        mask: Tensor | None,
+        rope: Rotation,
+        mask: Callable[[int], Tensor | None],
         layers: int = 1,
         last: Tensor | None = None,
+        text: Tensor | None = None,
+        written: Tensor | None = None,
     ) -> None:
         self.cache, self.rope, self.mask = cache, rope, mask
         self.layers, self.last = layers, last
+        self.text, self.written = text, written
 
     def asked(self, i: int, x: Tensor) -> Tensor:
         return x if self.last is None or i < self.layers - 1 else entries(x, self.last)
 
-    def seen(self, i: int) -> Tensor | None:
-        """The slots [B, Wo, P] that layer i sees where it is asked for its output."""
-        return None if self.mask is None else self.asked(i, self.mask)
-
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        query, keys, values = projected(attention, read, self.rope, partial(self.asked, i))
+        if self.written is not None:
+            (cos, sin), T, W = self.rope, self.written.shape[1], read.shape[1]
+            keys, values = attention.keys_values(self.written, (cos[:, :T], sin[:, :T]))
+            query = attention.query(read, (cos[:, -W:], sin[:, -W:]))
+        elif self.text is not None:
+            both, T = torch.cat([self.text, read], 1), self.text.shape[1]
+            query, keys, values = projected(attention, both, self.rope, lambda x: x[:, T:])
+        else:
+            query, keys, values = projected(attention, read, self.rope, partial(self.asked, i))
         keys, values = self.cache.update(keys, values, i)
-        return attention.joined(fused(query, keys, values, self.seen(i)))
-
-
-class AfterText(OverSlots):
-    """The attention of a pass over one block in each row, which first writes keys of the `text`
-    [B, T, D] that is new. `rope` covers that text and the block, and `mask` the block alone."""
-
-    def __init__(
-        self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, text: Tensor
-    ) -> None:
-        super().__init__(cache, rope, mask)
-        self.text = text
-
-    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        both = torch.cat([self.text, read], 1)
-        query, keys, values = projected(
-            attention, both, self.rope, lambda x: x[:, self.text.shape[1] :]
-        )
-        keys, values = self.cache.update(keys, values, i)
-        return attention.joined(fused(query, keys, values, self.mask))
+        mask = self.mask(i)
+        seen = None if mask is None else self.asked(i, mask)  # [B, Wo, P]
+        return attention.joined(fused(query, keys, values, seen))
 
 
 def projected(

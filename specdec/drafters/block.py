@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, FeatureSpec
-from specdec.drafters.attention import AfterText, Keys, OverDrafts, Sight, last_of, pieces, unread
+from specdec.drafters.attention import Keys, OverSequence, OverSlots, Sight, last_of, pieces, unread
 from specdec.drafters.base import (
     AnchorsConfig,
     Limits,
@@ -196,7 +196,7 @@ class Block(Trainable):
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BX))
         embedding_BXD = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
         return self.step(
-            embedding_BXD, OverDrafts(keys, of_slots, lambda _: (context_BTD, of_text))
+            embedding_BXD, OverSequence(keys, of_slots, text=lambda _: (context_BTD, of_text))
         )
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -226,7 +226,7 @@ class Block(Trainable):
         """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
         [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
         [B, M, P] over all of them."""
-        over_slots = AfterText(cache, (cos, sin), mask, self.fuse(features))
+        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(features))
         states = self.step(embedding, over_slots)[:, 0]
         return self.head(states), states
 

@@ -8,8 +8,8 @@ tensors have the names and shapes that vLLM and SGLang load.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ class Eagle(Solved):
     Config: ClassVar[type] = EagleConfig
     needs = FeatureSpec(final_hidden=True)
 
-    def __init__(self, config: EagleConfig, sizes: RecurrentSizes) -> None:
+    def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
         D = self.llama.hidden_size
         self.fc = nn.Linear(2 * D, D, bias=False)
@@ -108,6 +108,23 @@ class Eagle(Solved):
         also trains on the first j - 1 positions of an answer, whose anchors lie before the answer.
         """
         return hidden.detach() if self.config.detach else hidden
+
+    def noisy(self, ctx: Context, moment: Moment, noise: float) -> Context:
+        """The context with uniform noise of width `noise` · 512/n on the features of each
+        document of n tokens. The features that the objective compares with get no noise."""
+        if not noise:
+            return ctx
+        position_BT, document_BT = ctx.documents()
+        which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
+        count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
+        width_BT1 = noise * 512 / count_BT.clamp_min(1)[..., None]
+        final_BTD = ctx.features(self.needs)
+        draws = [
+            torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
+            for generator in moment.generators(final_BTD.device)
+        ]
+        noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
+        return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
         """The states of the layer, unrolled to `train_depth` depths over noisy features."""

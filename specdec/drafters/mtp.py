@@ -22,7 +22,6 @@ Traps, with their sources:
   and which therefore serves these modules, does not, and neither do we.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -35,7 +34,7 @@ from transformers import LlamaConfig
 from specdec.context import Context, FeatureSpec, Known
 from specdec.drafters.attention import (
     Keys,
-    OverPairs,
+    OverSequence,
     OverSlots,
     Sight,
     entries,
@@ -50,6 +49,10 @@ from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
+
+# The state [B, W, D] of module k - 1 at the token before each one, given the state that it has just
+# made of these tokens; None: it made none, as it cannot read them.
+Below = Callable[[int, Tensor | None], Tensor]
 
 
 @dataclass
@@ -179,17 +182,24 @@ class MTP(Solved):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.enter(embedding, feature)
 
-    def step(self, embedding: Tensor, state: Tensor, attend: Attend, first: int = 0) -> Tensor:
+    def step(
+        self,
+        embedding: Tensor,
+        state: Tensor,
+        attend: Attend,
+        first: int = 0,
+        below: Below | None = None,
+    ) -> Tensor:
         """With one module, the step of all recurrent drafts. With several, the states [B, W, K, D]
         of the K modules from `first` on: each reads an embedding and, at the token before, the
-        state of the module below, which for the first of them is `state`."""
-        if not self.several:
+        state of the module below, which for the first of them is `state` and for the others
+        `below(k, state)`."""
+        if below is None:
             return super().step(embedding, state, attend)
-        assert isinstance(attend, Below)
         states: list[Tensor] = []
         for k, module in enumerate(self.stack[first:], first):
             if states:
-                state = attend.below(k, states[-1])
+                state = below(k, states[-1])
             states.append(module(*module.enter(embedding, state), attend, k))
         return torch.stack(states, 2)
 
@@ -220,7 +230,13 @@ class MTP(Solved):
 
         embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
         state = self.fuse(ctx.features(self.needs)[:, : T - 1])
-        return self.step(embedding, state, ModulesOverPairs(Keys(every), rope, sight))
+        attend = OverSequence(Keys(every), rope, sight)
+
+        def below(k: int, state_BPD: Tensor | None) -> Tensor:
+            assert state_BPD is not None  # every module reads all tokens of a text
+            return pad(state_BPD, (0, 0, 1, 0))[:, :-1]
+
+        return self.step(embedding, state, attend, below=below)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         """With several modules, a layer of keys for each and then one of the states of each but the
@@ -235,22 +251,25 @@ class MTP(Solved):
         new = unread(cache, [n - 1 for n in ctx.counts()])
         features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
-        over_slots = self._over_slots(cache, tokens, None)
-        state_BWD = self.step(self.embed(tokens), self.fuse(features), over_slots)[:, :, 0]
+        attend, below = self._over_slots(cache, tokens, None)
+        state = self.fuse(features)
+        state_BWD = self.step(self.embed(tokens), state, attend, below=below)[:, :, 0]
         cache.keep(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            over_slots = self._over_slots(cache, tokens_BW, parents_BW)
-            state = over_slots.below(depth)
-            states_BWKD = self.step(self.embed(tokens_BW), state, over_slots, depth)
+            attend, below = self._over_slots(cache, tokens_BW, parents_BW)
+            state, embedding = below(depth, None), self.embed(tokens_BW)
+            states_BWKD = self.step(embedding, state, attend, depth, below)
             return self.unembed(states_BWKD[:, :, 0], depth)
 
         return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), with_depth(grow))
 
     def _over_slots(
         self, cache: SlotCache, tokens_BW: Tensor, parents_BW: Tensor | None
-    ) -> "ModulesOverSlots":
+    ) -> tuple[OverSlots, Below]:
+        """Attention over a cache of the K modules' keys, followed by the states of all but the
+        last of them, and `Below` over these states."""
         (B, W), device, start = tokens_BW.shape, tokens_BW.device, cache.scratch
         length_B1 = torch.tensor(cache.lengths, device=device)[:, None]
         place = cache.place(tokens_BW, parents_BW)
@@ -258,46 +277,17 @@ class MTP(Solved):
             parents_BW = torch.arange(start - 1, start + W - 1, device=device).expand(B, W)
         above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
         rope = self.rope(place.position_BT, cache.shown + 1)
-        return ModulesOverSlots(cache, rope, place.seen(cache.shown), above_BW, len(self.layers))
+        seen_BWP, modules = place.seen(cache.shown), len(self.layers)
 
+        def mask(i: int) -> Tensor:
+            """Module i has no key of the first i tokens."""
+            sight = seen_BWP & (torch.arange(seen_BWP.shape[2], device=device) >= i)
+            return sight | ~sight.any(-1, keepdim=True)  # else NaN for a token too early for it
 
-class Below(ABC):
-    """Attention of several modules, which also hands each of them what the module below made."""
+        def below(k: int, state_BWD: Tensor | None) -> Tensor:
+            layer = modules + k - 1
+            if state_BWD is not None:
+                cache.update(state_BWD[:, None], state_BWD[:, None, :, :0], layer)
+            return entries(cache.slot_layers[layer].keys[:, 0], above_BW)
 
-    @abstractmethod
-    def below(self, k: int, state: Tensor | None = None) -> Tensor:
-        """The state [B, W, D] of module k - 1 at the token before each one. `state` is the one
-        that it has just made of these tokens; None: it made none, as it cannot read them."""
-
-
-class ModulesOverPairs(OverPairs, Below):
-    def below(self, k: int, state: Tensor | None = None) -> Tensor:
-        assert state is not None
-        return pad(state, (0, 0, 1, 0))[:, :-1]
-
-
-class ModulesOverSlots(OverSlots, Below):
-    """Over a cache of `modules` layers of keys, followed by the states of all but the last."""
-
-    def __init__(
-        self,
-        cache: SlotCache,
-        rope: tuple[Tensor, Tensor],
-        mask_BWP: Tensor,
-        above_BW: Tensor,
-        modules: int,
-    ) -> None:
-        super().__init__(cache, rope, mask_BWP)
-        self.above_BW, self.modules = above_BW, modules
-
-    def seen(self, i: int) -> Tensor:
-        """Module i has no key of the first i tokens."""
-        assert self.mask is not None
-        sight = self.mask & (torch.arange(self.mask.shape[2], device=self.mask.device) >= i)
-        return sight | ~sight.any(-1, keepdim=True)  # else NaN for a token too early for it
-
-    def below(self, k: int, state: Tensor | None = None) -> Tensor:
-        layer = self.modules + k - 1
-        if state is not None:
-            self.cache.update(state[:, None], state[:, None, :, :0], layer)
-        return entries(self.cache.slot_layers[layer].keys[:, 0], self.above_BW)
+        return OverSlots(cache, rope, mask), below

@@ -14,18 +14,17 @@ and 1 depend only on what they read themselves, and are linear in some of the we
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Known, Moment
+from specdec.context import Context, Known
 from specdec.drafters.attention import (
     At,
     Keys,
-    OverDrafts,
-    OverPairs,
+    OverSequence,
     OverSlots,
     Sight,
     entries,
@@ -76,7 +75,7 @@ class Recurrent(Trainable):
     a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
-    fc: nn.Linear
+    fc: Any
     layers: Any
     _target: Frozen[TargetParts]  # set by `attach`
 
@@ -173,43 +172,30 @@ class Recurrent(Trainable):
     ) -> list[Tensor]:
         """The output [B, A, D] of each depth. With `widths`, depth k > 0 is computed only at the
         first `widths[k]` anchors of each row; widths must not rise with the depth."""
-        ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]
-        B, P = ids_BP.shape
-        pair_BA = (anchors_BA - 1).clamp_min(0)
+        ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]  # pair p has token p + 1
+        P, count = ids_BP.shape[1], len(self.upper)
+        every_BP = torch.arange(P, device=ids_BP.device).expand(len(ids_BP), P)
+        pair_BA = (anchors_BA - 1).clamp_min(0)  # pair a - 1 belongs to anchor a
         position_BP, sight = pairs_of(ctx)
         position_BA = position_BP.gather(1, pair_BA)
-        every_BP = torch.arange(P, device=ids_BP.device).expand(B, P)
+        # depth 0: all pairs of the text, with the target's hidden states
         keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
-        rope, count = self.rope(position_BP, P + k), len(self.upper)
-        over_pairs = OverPairs(keys, rope, lambda i: sight(every_BP), count, at)
-        state = self.fuse(ctx.features(self.needs)[:, :P])
-        steps = [self.step(self.embed(ids_BP), state, over_pairs)]
-        for depth in range(1, k + 1):
-            stream, width = steps[-1], anchors_BA.shape[1] if widths is None else widths[depth]
-            if width < stream.shape[1]:  # keep only the anchors that this depth counts
-                stream, position_BA = stream[:, :width], position_BA[:, :width]
+        rope = self.rope(position_BP, P + k)  # cos and sin [B, P, Dr]
+        attend = OverSequence(keys, rope, lambda i: sight(every_BP), count, at)
+        state_BPD = self.fuse(ctx.features(self.needs)[:, :P])  # from [B, P, F]
+        embedding_BPD = self.embed(ids_BP)
+        output_BAD = self.step(embedding_BPD, state_BPD, attend)
+        steps = [output_BAD]
+        for depth in range(1, k + 1):  # a drafted token at each anchor, with the output before it
+            width = anchors_BA.shape[1] if widths is None else widths[depth]
+            if width < output_BAD.shape[1]:  # keep only the anchors that this depth counts
+                output_BAD, position_BA = output_BAD[:, :width], position_BA[:, :width]
                 keys.cut(width)
-            over_drafts = OverDrafts(keys, self.rope(position_BA + depth, P + k))
-            embedding = self.embed(drafted_BAk[:, :width, depth - 1])
-            steps.append(self.step(embedding, self.onward(stream), over_drafts))
+            attend = OverSequence(keys, self.rope(position_BA + depth, P + k))
+            embedding_BAD = self.embed(drafted_BAk[:, :width, depth - 1])
+            output_BAD = self.step(embedding_BAD, self.onward(output_BAD), attend)
+            steps.append(output_BAD)
         return steps
-
-    def noisy(self, ctx: Context, moment: Moment, noise: float) -> Context:
-        """The context with uniform noise of width `noise` · 512/n on the features of each
-        document of n tokens. The features that the objective compares with get no noise."""
-        if not noise:
-            return ctx
-        position_BT, document_BT = ctx.documents()
-        which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
-        count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
-        width_BT1 = noise * 512 / count_BT.clamp_min(1)[..., None]
-        final_BTD = ctx.features(self.needs)
-        draws = [
-            torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
-            for generator in moment.generators(final_BTD.device)
-        ]
-        noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
-        return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return SlotCache(1 + len(self.upper), capacity)
@@ -231,7 +217,7 @@ class Recurrent(Trainable):
         earlier = features if own is None else own
         assert earlier is not None
         state = self.fuse(earlier) if own is None else self.onward(earlier)
-        over_slots = OverSlots(cache, (cos, sin), mask, 1 + len(self.upper), last)
+        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, 1 + len(self.upper), last)
         hidden = self.step(embedding, state, over_slots)
         return hidden, self.unembed(hidden, 0)
 

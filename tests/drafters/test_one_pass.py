@@ -153,7 +153,7 @@ class TwoPasses(Eagle):
         earlier = inputs["features"] if inputs["own"] is None else inputs["own"]
         read, residual = self.enter(inputs["embedding"], self.fuse(earlier))
         rope = inputs["cos"], inputs["sin"]
-        over_slots = OverSlots(cache, rope, inputs["mask"], 1, inputs["last"])
+        over_slots = OverSlots(cache, rope, lambda _: inputs["mask"], 1, inputs["last"])
         hidden = over_slots.asked(0, residual) + over_slots(0, self.layer.self_attn, read)
         return hidden, self.unembed(hidden, 0)
 

@@ -29,16 +29,14 @@ from specdec.context import Context, Moment
 from specdec.drafters.attention import (
     At,
     Keys,
-    OverDrafts,
-    OverPairs,
+    OverSequence,
     OverSlots,
     entries,
-    fused,
     text_after,
     unread,
 )
 from specdec.drafters.eagle import Eagle
-from specdec.drafters.layers import Attend, Attention
+from specdec.drafters.layers import Attend
 from specdec.drafters.recurrence import RecurrentSizes, pairs_of
 from specdec.errors import require_within
 from specdec.runtime.cache import SlotCache
@@ -73,18 +71,18 @@ class PairLSTM(nn.LSTM):
     def __init__(self, width: int) -> None:
         super().__init__(2 * width, width, num_layers=2, batch_first=True)
 
-    def forward(self, windows: Tensor) -> Tensor:  # type: ignore[override]
-        output = super().forward(windows.flatten(0, -3))[0]
+    def after(self, windows: Tensor) -> Tensor:
+        output = self(windows.flatten(0, -3))[0]
         last: Tensor = output[:, -1].unflatten(0, windows.shape[:-2])
         return last
 
 
 class Falcon(Eagle):
     Config = FalconConfig
-    fc: PairLSTM  # type: ignore[assignment]
+    fc: PairLSTM
 
     def __init__(self, config: FalconConfig, sizes: RecurrentSizes) -> None:
-        super().__init__(config, sizes)  # type: ignore[arg-type]
+        super().__init__(config, sizes)
         self.fc = PairLSTM(self.llama.hidden_size)
         self.compiled = Compiled(self.forecast, SHORT)
 
@@ -99,11 +97,15 @@ class Falcon(Eagle):
             weight_TK[tiles] = valid_TK[tiles] * (len(usable) / len(tiles))
         return weight_TK
 
-    def step(self, read: Tensor, attend: Attend) -> Tensor:  # type: ignore[override]
-        """The states [B, …, k, D] of the blocks that are asked for, from what attention reads of
-        pairs [B, W, D] (`fc` of the pairs up to each). Both training and drafting take this step,
-        each with its own attention."""
-        blocks: Tensor = self.layer(read, read, attend).unflatten(1, (-1, BLOCK))
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """`feature` is what `fc` made of the pairs up to each place, their embeddings included."""
+        return feature, feature
+
+    def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
+        """The states [B, …, k, D] of the blocks that are asked for, from `fc` of the pairs up to
+        each place, the `state` [B, W, D]; `embedding` is not read. Both training and drafting take
+        this step, each with its own attention."""
+        blocks: Tensor = super().step(embedding, state, attend).unflatten(1, (-1, BLOCK))
         return blocks
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -118,15 +120,16 @@ class Falcon(Eagle):
         at_BAk = entries(windows_BPk, pair_BA)
         at = At(at_BAk.flatten(1), self.rope(position_BP.gather(1, at_BAk.flatten(1)), end))
         rope = self.rope(position_BP, end)
-        read_BPD = self.fc(self.pairs(ctx, windows_BPk))
-        blocks = [self.step(read_BPD, OverPairs(keys, rope, lambda _: sight(every_BP), at=at))]
+        read_BPD = self.fc.after(self.pairs(ctx, windows_BPk))
+        attend = OverSequence(keys, rope, lambda _: sight(every_BP), at=at)
+        blocks = [self.step(read_BPD, read_BPD, attend)]
         pairs = self.pairs(ctx, at_BAk)
         for depth in range(BLOCK, depths, BLOCK):
             tokens = drafted_BAk[..., depth - BLOCK : depth]
             pairs, read_BXD = self.following(pairs, tokens, blocks[-1])
             last_BA = position_BP.gather(1, pair_BA) + depth
             rope = self.rope(up_to(last_BA, torch.zeros_like(last_BA)).flatten(1), end)
-            blocks.append(self.step(read_BXD, OverDrafts(keys, rope)))
+            blocks.append(self.step(read_BXD, read_BXD, OverSequence(keys, rope)))
         return torch.cat(blocks, 2)[:, :, :depths]
 
     def pairs(self, ctx: Context, at: Tensor) -> Tensor:
@@ -142,7 +145,7 @@ class Falcon(Eagle):
         """
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
-        return block, self.fc(windows).flatten(1, 2)
+        return block, self.fc.after(windows).flatten(1, 2)
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
         """Coupled sequential glancing distillation (section 3.2). A first pass without a gradient
@@ -189,7 +192,7 @@ class Falcon(Eagle):
         and `sin` are for the new pairs, the last X for the queries; if the new pairs are the
         queries, these are the same entries.
         """
-        states = self.step(at, OverWritten(cache, (cos, sin), mask, new))
+        states = self.step(at, at, OverSlots(cache, (cos, sin), lambda _: mask, written=new))
         return states, self.unembed(states, 0)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
@@ -215,7 +218,7 @@ class Falcon(Eagle):
 
         seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
         seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
-        blocks = [windows[:, -1:], *passed(self.fc(windows), max(new), places, seen_BkP)]
+        blocks = [windows[:, -1:], *passed(self.fc.after(windows), max(new), places, seen_BkP)]
         cache.keep(new)
         depths, block_BM = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
         tokens_BMk = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
@@ -244,23 +247,6 @@ class Falcon(Eagle):
             return blocks[2][row_B1, block_BW, depth % BLOCK]
 
         return Growth(blocks[2][:, 0, 0], grow)
-
-
-class OverWritten(OverSlots):
-    """The attention of queries that are not the pairs whose keys are written, `new` [B, W, D]."""
-
-    def __init__(
-        self, cache: SlotCache, rope: tuple[Tensor, Tensor], mask: Tensor, new: Tensor
-    ) -> None:
-        super().__init__(cache, rope, mask)
-        self.new = new
-
-    def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        (cos, sin), W, X = self.rope, self.new.shape[1], read.shape[1]
-        written = attention.keys_values(self.new, (cos[:, :W], sin[:, :W]))
-        keys, values = self.cache.update(*written, i)
-        query = attention.query(read, (cos[:, -X:], sin[:, -X:]))
-        return attention.joined(fused(query, keys, values, self.mask))
 
 
 def up_to(last: Tensor, first: Tensor) -> Tensor:

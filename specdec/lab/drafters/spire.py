@@ -21,7 +21,7 @@ The paper trains with half of the cross-entropy and half of the negated α: `exp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.nn.functional import pad
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.attention import (
     Keys,
-    OverDrafts,
+    OverSequence,
     Rotation,
     Sight,
     entries,
@@ -39,7 +39,6 @@ from specdec.drafters.attention import (
 )
 from specdec.drafters.base import AnchorsConfig, Sizes, Trainable
 from specdec.drafters.layers import (
-    Attend,
     Attention,
     KeyValue,
     Layer,
@@ -187,7 +186,7 @@ class Spire(Trainable):
         normed: Tensor = self.layers[i].input_layernorm(streams[i])
         return normed
 
-    def step(self, embedding: Tensor, attend: "AttendFed") -> Tensor:
+    def step(self, embedding: Tensor, attend: "OverSequence | OverWindow") -> Tensor:
         """The output [B, A, D] for one token at each place, from its embedding. Both training and
         drafting take this step, each with its own attention."""
         streams = [embedding]
@@ -197,7 +196,7 @@ class Spire(Trainable):
             weights = self.memory.softmax(-1).to(streams[0].dtype)
             memories = torch.einsum("nl,lbad->nbad", weights, torch.stack(streams))
             for i, (layer, memory) in enumerate(zip(self.layers, memories, strict=True)):
-                attend.keep(i, layer.self_attn, layer.input_layernorm(memory))
+                attend.replace_own(i, layer.self_attn, layer.input_layernorm(memory))
         return streams[-1]
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
@@ -217,8 +216,8 @@ class Spire(Trainable):
         outputs = []
         for k in range(K):
             of_token = self.rope(position_BA + k, end)
-            over_drafts = OverDrafts(keys, of_token, None if k else text)
-            outputs.append(self.step(self.embed(token_BAK[..., k]), over_drafts))
+            attend = OverSequence(keys, of_token, text=None if k else text)
+            outputs.append(self.step(self.embed(token_BAK[..., k]), attend))
         return torch.stack(outputs, 2)
 
     def new_cache(self, capacity: int | None = None) -> WindowCache:
@@ -262,17 +261,14 @@ class Spire(Trainable):
         return Growth(read(ctx.ids_BT.gather(1, start_B1), None)[:, 0], grow)
 
 
-class AttendFed(Attend, Protocol):
-    """Attention in which later tokens see other keys and values of a token than it saw itself."""
-
-    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
-        """Let later passes see keys and values of these inputs in place of the pass's own."""
-
-
 class OverWindow:
-    """`AttendFed` over a cache of the text's window, and the keys and values of the nodes of a
-    round, which follow those of the window in `before`, layer by layer. The round's first pass
-    writes to the cache what each layer makes of the new `text`."""
+    """The attention of drafting, over a cache of the text's window and the keys and values of the
+    nodes of a speculation step, which follow those of the window in `before`, layer by layer. The
+    first pass of a step writes to the cache what each layer makes of the new `text`.
+
+    `OverSlots` cannot take its place: the window is a ring without scratch slots, and a node's keys
+    and values are replaced by those of its memory once the step is done.
+    """
 
     def __init__(
         self,
@@ -295,7 +291,7 @@ class OverWindow:
         self.before[i] = joined(self.before[i], own)
         return attention.joined(fused(query, *self.before[i], self.mask))
 
-    def keep(self, i: int, attention: Attention, read: Tensor) -> None:
+    def replace_own(self, i: int, attention: Attention, read: Tensor) -> None:
         keys, values = (x[:, :, : -read.shape[1]] for x in self.before[i])
         self.before[i] = joined((keys, values), attention.keys_values(read, self.rope))
 
