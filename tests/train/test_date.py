@@ -60,7 +60,7 @@ def test_a_run_goes_on_the_next_day(
 
     with monkeypatch.context() as patch:
         on(patch, 3)
-        patch.setattr(pipeline, "starting", _interrupted)
+        patch.setattr(pipeline, "initial_drafter", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.run(cfg, folder)
     first = lines()
@@ -76,7 +76,7 @@ def test_a_run_goes_on_the_next_day(
     assert data_of_run(folder).date == "2031-03-03T12:30:00"
     with monkeypatch.context() as patch:  # another run of that day asks for its own prompts
         on(patch, 5)
-        patch.setattr(pipeline, "starting", _interrupted)
+        patch.setattr(pipeline, "initial_drafter", _interrupted)
         with pytest.raises(KeyboardInterrupt):
             pipeline.run(cfg, tmp_path / "other")
     assert len(lines()) == 2 * len(first)

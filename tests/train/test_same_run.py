@@ -111,7 +111,7 @@ def test_a_plan_that_was_left_does_not_rule_the_next_run(
 
     def planned(*more: str) -> Plan:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(pipeline, "starting", interrupted)
+            patch.setattr(pipeline, "initial_drafter", interrupted)
             tiny.job(tmp_path / "run", "ngram", "budget.minutes=0.001", *more)
         return read_record(Plan, tmp_path / "run" / "plan.json")
 
