@@ -330,7 +330,7 @@ def _faults(split: DataSplit[Document], stops: dict[str, int], target: TargetPar
 def _stopping(target: TargetParts) -> str:
     names = ", ".join(repr(target.tokenizer.decode([i])) for i in target.eos) or "it has none"
     return (
-        f" ({names}), so a draft would not learn where they stop: mend the chat template, or the "
+        f" ({names}), so a draft would not learn where they stop: fix the chat template, or the "
         "eos_token_id of the target's generation_config.json"
     )
 

@@ -23,7 +23,7 @@ from tests.tiny import (
 )
 from tests.train.data.chats import talk
 from train.data.conversations import DataConfig
-from train.data.rendering import Template
+from train.data.rendering import BoundedTemplate
 from train.data.run_data import whole_prompts
 
 PROMPT = "{% if enable_thinking is true %}all {% elif enable_thinking is false %}any {% endif %}"
@@ -51,14 +51,14 @@ def test_the_report_has_figures_for_both(
         assert sum(part.tau.n for part in parts) == one.rounds
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "### Kinds of prompts" in page and "| without reasoning | " in page
-    read, write = list[str](), Template.render
+    read, write = list[str](), BoundedTemplate.render
 
     def rendered(*args: Any, **kwargs: Any) -> Any:
         text, blocks = write(*args, **kwargs)
         read.append(text)
         return text, blocks
 
-    monkeypatch.setattr(Template, "render", rendered)
+    monkeypatch.setattr(BoundedTemplate, "render", rendered)
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     few = [str(tmp_path / "run" / "best"), "--thinking", "on", "--max-new-tokens", "4"]
     (tmp_path / "prompts.txt").write_text("a cat\n")

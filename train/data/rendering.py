@@ -1,5 +1,5 @@
-"""What a chat template writes of a chat (`Writer`), as a server renders it, but within bounds and
-at a given time (`Bounded`, `Template`).
+"""What a chat template writes of a chat (`ChatTemplate`), as a server renders it, but within bounds
+and at a given time (`BoundedEnvironment`, `BoundedTemplate`).
 
 transformers compiles a template and knows what it may call. This module adds what transformers
 lacks: a template that loops without end, or whose text grows without end, is stopped after a number
@@ -39,11 +39,11 @@ RENDERED |= dict.fromkeys(("messages", "conversation", "tools", "chat_template",
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
-class Endless(Exception):
+class EndlessTemplate(Exception):
     """A template took more steps, or made a longer text, than any chat needs."""
 
 
-class Bounded(ImmutableSandboxedEnvironment):
+class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """An environment that limits the steps of a rendering (each iteration of a loop is one, each
     call of a macro is several) and the sizes of texts, lists and numbers."""
 
@@ -75,7 +75,7 @@ class Bounded(ImmutableSandboxedEnvironment):
     def take(self, steps: int) -> None:
         self.left.steps -= steps
         if self.left.steps < 0:
-            raise Endless("does not end (stopped after too many steps)")
+            raise EndlessTemplate("does not end (stopped after too many steps)")
 
     def concat(self, pieces: Iterable[str]) -> str:
         """What jinja2 joins the output of a macro or a block with."""
@@ -111,9 +111,11 @@ class Bounded(ImmutableSandboxedEnvironment):
         return value
 
     def small(self, value: Any, most: float | None = None) -> None:
-        """Raise Endless for a number that is too large, before anything of that size is made."""
+        """Raise EndlessTemplate for too large a number, before anything of that size is made."""
         if isinstance(value, int | float) and value > (self.left.size if most is None else most):
-            raise Endless("does not end (stopped at a text or a number that grows too large)")
+            raise EndlessTemplate(
+                "does not end (stopped at a text or a number that grows too large)"
+            )
 
     def _bounded(self, filter: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(filter)  # with the marks of what jinja2 passes to it
@@ -148,7 +150,7 @@ def _call(method: str, arguments: Sequence[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
 
 
-class Template:
+class BoundedTemplate:
     """A chat template of a tokenizer, at a time (None: the present). Raises UserError if it cannot
     be compiled."""
 
@@ -162,7 +164,9 @@ class Template:
         # this one there would compute its constants without bounds
         theirs = template_environment()
         extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
-        self.environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        self.environment = BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        )
         self.environment.filters |= theirs.filters
         self.environment.globals |= theirs.globals
         self.environment.globals["strftime_now"] = lambda format: (
@@ -212,8 +216,8 @@ class Template:
                 ):
                     written.append(piece)
                     self.environment.small(size := size + len(piece))
-        except Endless as error:
-            raise UserError(f"{self.name}: the chat template {error}: mend it") from error
+        except EndlessTemplate as error:
+            raise UserError(f"{self.name}: the chat template {error}: fix it") from error
         except Exception as error:  # a template may do anything that an expression can
             raise Unusable(f"{REFUSED}: {first_line(error)[:80]}") from error
         return "".join(written), blocks
@@ -227,7 +231,7 @@ def _plain(message: Message, parts: bool) -> dict[str, Any]:
     return others | {"role": message.role, "content": content} | dict(message.beside)
 
 
-class Writer:
+class ChatTemplate:
     """Renders chats with a tokenizer's chat template, at a time (None: the present). Raises
     UserError if there is no template, if it is broken, or if the tokenizer cannot report the
     positions of its tokens in a text; Unusable for a chat that the template refuses.
@@ -255,10 +259,10 @@ class Writer:
         self._after_ends: dict[tuple[Any, ...], str] = {}
         self.source = source
         self.arguments: Mapping[str, Any] = {}
-        self.template = Template(source, tokenizer, clock)
+        self.template = BoundedTemplate(source, tokenizer, clock)
         self.with_tools = self.template
         if with_tools != source:  # some tokenizers have a template of its own for tools
-            self.with_tools = Template(with_tools, tokenizer, clock)
+            self.with_tools = BoundedTemplate(with_tools, tokenizer, clock)
         for template in (self.template, self.with_tools):
             template.parts = _reads_parts(template)
         # some tokenizers also have words, signs and spaces among the added tokens
@@ -292,7 +296,7 @@ class Writer:
         template = self.with_tools if tools else self.template
         return template.render(messages, tools, prompt, thinking, self.arguments)
 
-    def with_arguments(self, arguments: Mapping[str, Any]) -> "Writer":
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
         """A writer that sets these variables of the template, too."""
         if arguments == self.arguments:
             return self
@@ -374,7 +378,7 @@ class Writer:
         return text[: len(text) - len(rest)] + token if token else ""
 
 
-def _reads_parts(template: Template) -> bool:
+def _reads_parts(template: BoundedTemplate) -> bool:
     """Whether a template writes texts only as parts, as those of models that see images do."""
     chat = [Message("user", PROBE)]
     for template.parts in (False, True):

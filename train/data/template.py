@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
-from train.data.rendering import PROBE, Span, Writer, common_length, first_end
+from train.data.rendering import PROBE, ChatTemplate, Span, common_length, first_end
 from train.data.sequences import (
     Document,
     Prompt,
@@ -63,7 +63,7 @@ class ResponseSpans:
 
     def __init__(
         self,
-        writer: Writer,
+        writer: ChatTemplate,
         messages: Sequence[Message],
         tools: Sequence[Any],
         wanted: Collection[int],
@@ -318,13 +318,13 @@ class ResponseSpans:
 class Chat:
     """Turns conversations into token ids by a tokenizer's chat template, at a time (None: the
     present), with or without reasoning as `thinking` says (see `DataConfig`). Raises UserError as
-    `Writer` does; Unusable for a conversation that the template refuses or does not write whole, or
+    `ChatTemplate` does; Unusable for a conversation that the template rejects or writes in part, or
     whose text contains one of the template's control tokens: that would forge a turn."""
 
     def __init__(
         self, tokenizer: Any, clock: datetime | None = None, thinking: str = "template"
     ) -> None:
-        self.tokenizer, self.writer = tokenizer, Writer(tokenizer, clock)
+        self.tokenizer, self.writer = tokenizer, ChatTemplate(tokenizer, clock)
         self.thinking = thinking
         self.tails: dict[str, list[int]] = {}  # ends of prompts, and their tokens
 
@@ -499,7 +499,7 @@ class Chat:
 
     def _unwritten(
         self,
-        writer: Writer,
+        writer: ChatTemplate,
         messages: Sequence[Message],
         tools: Sequence[Any],
         text: str,
@@ -581,7 +581,7 @@ def _tool_names(tools: Sequence[Any]) -> list[str]:
     return [f["name"] for f in functions if isinstance(f, dict) and isinstance(f.get("name"), str)]
 
 
-def _unread(writer: Writer, tools: Sequence[Any]) -> list[str]:
+def _unread(writer: ChatTemplate, tools: Sequence[Any]) -> list[str]:
     """A note for each argument that the template does not read, as a server would not."""
     return [f"the template argument {name!r}, {UNREAD}" for name in writer.unread(tools)]
 

@@ -15,7 +15,7 @@ from tests.train.data.chats import said, talk, tokenizer_of
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 from train.data.reader import require_spans
 from train.data.records import normal
-from train.data.rendering import Writer
+from train.data.rendering import ChatTemplate
 from train.data.sequences import Document
 from train.data.template import OPENED, SHORT, Chat
 
@@ -371,8 +371,8 @@ def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thoug
 
 
 def test_a_template_that_writes_texts_is_given_texts() -> None:
-    assert Writer(tokenizer_for(PARTS)).template.parts
-    assert not Writer(tokenizer_for(CHANNELS)).template.parts
+    assert ChatTemplate(tokenizer_for(PARTS)).template.parts
+    assert not ChatTemplate(tokenizer_for(CHANNELS)).template.parts
 
 
 def test_one_short_answer_is_skipped_by_itself() -> None:

@@ -11,7 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from specdec.errors import UserError
 from tests.train.data.chats import CHATML, GENERATION, random_talks, talk, tokenizer_of, written
 from train.data.conversations import Message, Unusable
-from train.data.rendering import STEPS, Template
+from train.data.rendering import STEPS, BoundedTemplate
 from train.data.split import split_documents
 
 CHAT = talk("Hi", "a\n{{ b }}", "x" * 50, system="s").messages
@@ -43,7 +43,7 @@ SNIPPETS = [
 @pytest.mark.parametrize("prompt", [False, True])
 def test_a_template_is_rendered_as_transformers_renders_it(source: str, prompt: bool) -> None:
     tokenizer = tokenizer_of(source)
-    template = Template(source, tokenizer, None)
+    template = BoundedTemplate(source, tokenizer, None)
     for messages in (CHAT, [*CHAT, THOUGHT]):
         chat = [{"role": m.role, "content": m.content} | dict(m.beside) for m in messages]
         for turn in chat:  # as vLLM does
@@ -96,7 +96,7 @@ def test_a_template_that_does_not_end_is_stopped_in_any_thread() -> None:
 
         def render(source: str = source, told: list[str] = told) -> None:
             try:
-                Template(source, tokenizer_of(source), None).render(CHAT)
+                BoundedTemplate(source, tokenizer_of(source), None).render(CHAT)
             except (UserError, Unusable) as error:
                 told.append(str(error))
 
@@ -112,9 +112,9 @@ def test_long_chats_are_no_endless_ones() -> None:
     source = "{% for m in messages %}{% for n in messages %}{% endfor %}{{ m.content }}{% endfor %}"
     messages = [Message("user", "0" * 10)] * 1200
     assert STEPS < 1200**2
-    assert len(Template(source, tokenizer_of(source), None).render(messages)[0]) == 12_000
+    assert len(BoundedTemplate(source, tokenizer_of(source), None).render(messages)[0]) == 12_000
     long = [Message("user", "0" * 10_000_000)]
-    assert len(Template(source, tokenizer_of(source), None).render(long)[0]) == 10_000_000
+    assert len(BoundedTemplate(source, tokenizer_of(source), None).render(long)[0]) == 10_000_000
 
 
 @pytest.mark.parametrize(

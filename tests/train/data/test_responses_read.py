@@ -111,7 +111,7 @@ def test_the_record_grows_and_is_damaged_loudly(tmp_path: Path) -> None:
 
 
 def test_the_key_covers_what_ends_a_response(tiny: Tiny) -> None:
-    """The user mends eos_token_id in the target's files, which changes nothing but where responses
+    """The user fixes eos_token_id in the target's files, which changes nothing but where responses
     end. Each set of end tokens has a folder of its own, also for engines."""
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     keys = []
