@@ -129,27 +129,64 @@ def test_paths_that_are_named_exist(name: str) -> None:
         assert (REPOSITORY / path).exists(), path
 
 
-def test_the_tree_leads_to_the_place_of_each_of_ten_changes() -> None:
-    """Every file in the table exists, and the tree above it names that file below its folders."""
-    tree, table = TEXTS["docs/adding.md"].split("## Where things are")[1].split("Ten changes")
-    rows = re.findall(r"^\| (?!---|change )(.+) \| (.+) \|$", table, re.M)
-    assert len(rows) == 10
-    parts = dict(re.findall(r"^(\w+/) (.*(?:\n  .*)*)", tree.split("```")[1], re.M))
-    for change, places in rows:
-        paths = [Path(path) for path in re.findall(r"`([^`]+)`", places)]
-        assert paths, change
-        for path in paths:
+# the most files of the product that each of the ten changes may touch, in the order of the page
+FILES_OF_CHANGES = (5, 3, 3, 2, 2, 4, 2, 3, 2, 2)
+
+
+def test_each_of_ten_changes_touches_few_files() -> None:
+    """And the tests that check it exist."""
+    table = TEXTS["docs/adding.md"].split("## Ten changes")[1].split("\n\n")
+    rows = re.findall(r"^\| (?!---|change )(.+) \| (.+) \| (.+) \|$", table[2], re.M)
+    assert len(rows) == len(FILES_OF_CHANGES)
+    for (change, files, tests), most in zip(rows, FILES_OF_CHANGES, strict=True):
+        touched = re.findall(r"`([^`]+)`", files)
+        assert 0 < len(touched) <= most, change
+        checked = re.findall(r"`([^`]+)`", tests)
+        assert checked and all(path.startswith("tests/") for path in checked), change
+        for path in [*touched, *checked]:
             assert (REPOSITORY / path).exists(), path
-            part, *folders = (f"{folder}/" for folder in path.parts[:-1])
-            words = parts[part]
-            for folder in folders:  # its own lines, up to the next entry
-                words = re.findall(rf"^  {folder} .*(?:\n {{9}}.*)*", words, re.M)[0]
-            assert path.name in words, f"the tree does not lead to {path}"
+
+
+def test_the_tree_leads_to_the_place_of_each_change() -> None:
+    """The tree of the page names the files of both tables below their folders."""
+    before, after = TEXTS["docs/adding.md"].split("## Where things are")
+    tree, after = after.split("```")[1], after.split("More places:")[1]
+    first = before.split("## Ten changes")[1].split("\n\n")[2]
+    places = re.findall(r"`([^`]+)`", " ".join(x.split(" | ")[1] for x in first.splitlines()[2:]))
+    places += re.findall(r"`([^`]+)`", after)
+    assert len(places) > 25
+    parts = dict(re.findall(r"^(\w+/) (.*(?:\n  .*)*)", tree, re.M))
+    for path in map(Path, places):
+        is_folder = (REPOSITORY / path).is_dir()
+        part, *folders = path.parts if is_folder else path.parts[:-1]
+        words = parts[f"{part}/"]
+        for folder in folders:  # its own lines, up to the next entry
+            words = re.findall(rf"^  {folder}/ .*(?:\n {{9}}.*)*", words, re.M)[0]
+        assert is_folder or path.name in words, f"the tree does not lead to {path}"
+
+
+def test_every_file_that_the_tree_names_exists() -> None:
+    """A file stands in the line of its folder, or in the lines below it."""
+    tree = TEXTS["docs/adding.md"].split("## Where things are")[1].split("```")[1]
+    part = folder = Path()
+    named = 0
+    for line in tree.strip().splitlines():
+        if entry := re.match(r"(\w+)/ ", line):
+            part = folder = REPOSITORY / entry.group(1)
+        elif entry := re.match(r"  (\w+)/ ", line):
+            folder = part / entry.group(1)
+        elif re.match(r"  \w", line):
+            folder = part
+        assert folder.is_dir(), line
+        for name in re.findall(r"[\w/]+\.py", line):
+            assert name == "train.py" or (folder / name).is_file(), f"{folder}: {name}"
+            named += 1
+    assert named > 50
 
 
 def test_names_of_the_interface_are_those_of_the_code() -> None:
     adding, python = TEXTS["docs/adding.md"], TEXTS["docs/api.md"]
-    family = adding.split("## A family")[1].split("## An objective")[0]
+    family = adding.split("## A drafting method")[1].split("## A loss")[0]
     methods = re.findall(r"^- `(\w+)\(", family, re.M)
     assert methods and not [name for name in methods if not hasattr(Trainable, name)]
     arguments = re.findall(r"^\| `(\w+)` \|", python, re.M)

@@ -224,6 +224,15 @@ def test_no_family_is_named_outside_its_places() -> None:
     assert named == NAMES
 
 
+def test_the_layers_are_those_of_the_documents() -> None:
+    """docs/adding.md lists the folders in the order in which they import each other."""
+    tree = (ROOT / "docs" / "adding.md").read_text().split("## Where things are")[1].split("```")[1]
+    inside = re.findall(r"^  (\w+)/ ", tree.partition("\ntrain/ ")[0], re.M)
+    outside = re.findall(r"^(\w+)/ ", tree.partition("\nconf/ ")[0], re.M)
+    listed = ["specdec", *(f"specdec.{folder}" for folder in inside), *outside[1:]]
+    assert listed == [layers[0] for layers in LAYERS]
+
+
 @pytest.mark.parametrize(("edges", "found"), [("ab bc", []), ("ab bc ca cd", ["abc"])])
 def test_circles_are_found(edges: str, found: list[str]) -> None:
     graph: dict[str, set[str]] = {node: set() for node in "abcd"}
