@@ -128,6 +128,9 @@ def main() -> None:
     number = 0
     for line in sys.stdin:
         plan, ends = json.loads(line), []
+        compose(
+            plan["overrides"]
+        )  # once, rather than in each fork: half of the time of a short job
         for described in plan["lives"]:
             kills = {int(rank): kill for rank, kill in (described.pop("kills") or {}).items()}
             number += 1

@@ -25,8 +25,6 @@ import torch
 import transformers
 from benches import tiny
 from benches.tiny import Tiny
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from matplotlib.figure import Figure
 from transformers.models.auto import tokenization_auto
 
@@ -45,7 +43,7 @@ from specdec.targets.loading import TargetConfig, auto_class, load_target
 from specdec.targets.on_demand import TargetLoader
 from specdec.targets.target import Target
 from train import pipeline
-from train.run_config import Config, quoted, register, resolve
+from train.run_config import Config, composed, register
 from train.run_documents import RunDocuments
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -336,6 +334,7 @@ def decoded(target: Target, theirs: Any) -> None:
 def configured(families: Sequence[str]) -> dict[str, Config]:
     """Small runs, by what distinguishes them: one of each family that is trained, and one for each
     setting of `OTHER` that the family has."""
+    register()
     found = {}
     for name in families or DRAFTERS:
         config = DRAFTERS[name].Config()
@@ -349,14 +348,6 @@ def configured(families: Sequence[str]) -> dict[str, Config]:
 def small(config: Any) -> list[str]:
     """The overrides of `SMALL` for the settings that a family has."""
     return [f"drafter.{key}={value}" for key, value in SMALL.items() if hasattr(config, key)]
-
-
-def composed(overrides: Sequence[str]) -> Config:
-    """The configuration that the command line of train.py gives."""
-    register()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", quoted(overrides)))
 
 
 def placed(run: Config, arch: Tiny, folder: Path, data: Path) -> Config:
