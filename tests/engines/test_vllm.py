@@ -1,6 +1,6 @@
-"""Only files of our connector are read and deleted, whatever path an engine names.
+"""vLLM's fields and counters; only files of our connector are read and deleted.
 
-Run alone: python -m pytest tests/engines/test_states.py (under 10 s)
+Run alone: python -m pytest tests/engines/test_vllm.py (under 10 s)
 """
 
 import ast
@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specdec.engines.client import ServerUnavailable
-from specdec.engines.vllm import FOLDER_MARK, MARK, remove_states, states_of
+from specdec.engines.client import Server, ServerUnavailable
+from specdec.engines.engine_interface import CompletionRequest, SpeculationCounts
+from specdec.engines.vllm import FOLDER_MARK, MARK, Vllm, remove_states, states_of
 from specdec.errors import UserError
+from specdec.sampling.sampler import Sampler
 from tests.tiny import REPOSITORY
 
 TEXT, WIDTH = [1, 2, 3], 4
@@ -100,3 +102,45 @@ def test_the_connector_writes_these_marks() -> None:
         if isinstance(target, ast.Name)
     }
     assert constants == {"FOLDER_MARK": FOLDER_MARK, "MARK": MARK}
+
+
+PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
+GREEDY = {"temperature": 0.0, "seed": 0, "top_p": 1.0, "top_k": -1, **PLAIN}
+
+
+def test_the_fields_of_requests() -> None:
+    """For responses with and without hidden states, for the states of a text, and for figures."""
+    vllm, drawn = Vllm(), Sampler(0.7, 20, 0.9)
+    sampled = {"temperature": 0.7, "seed": 3, "top_p": 0.9, "top_k": 20, **PLAIN}
+    ids = {"prompt": TEXT, "max_tokens": 9, "stop_token_ids": [2], "return_token_ids": True}
+    asked = CompletionRequest(TEXT, 9, drawn, 3, eos=(2,), text_needed=True)
+    response = ids | {"skip_special_tokens": False} | sampled
+    assert vllm.completion_body(asked) == response
+    asked = CompletionRequest(TEXT, 9, drawn, 3, eos=(2,), states="response", text_needed=True)
+    states = {"kv_transfer_params": {"include_output_tokens": True}}
+    assert vllm.completion_body(asked) == response | states
+    asked = CompletionRequest(TEXT, 1, Sampler(0.0), 0, states="prompt")
+    text = {"prompt": TEXT, "max_tokens": 1, "return_token_ids": True, "kv_transfer_params": {}}
+    assert vllm.completion_body(asked) == text | GREEDY
+    asked = CompletionRequest(TEXT, 9, drawn, 3, eos=(2,))
+    assert vllm.completion_body(asked) == ids | sampled
+
+
+def test_counters_are_read_by_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two engines behind one address, added up; other counters are not read."""
+    lines = ["# TYPE vllm:spec_decode_num_drafts counter", "vllm:num_requests_total 9.0"]
+    for engine, drafts in (("0", 3.0), ("1", 1e1)):
+        labels = f'engine="{engine}",model_name="x"'
+        lines += [
+            f"vllm:spec_decode_num_drafts_total{{{labels}}} {drafts}",
+            f"vllm:spec_decode_num_accepted_tokens_total{{{labels}}} 4.0",
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="0"}} 3.0',
+            f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{{labels},position="1"}} 1.0',
+        ]
+    page = "\n".join(lines) + "\n"
+    monkeypatch.setattr(Server, "get", lambda self, path: page)
+    counts = Vllm().speculation_so_far(Server("http://x/v1"))
+    assert counts == SpeculationCounts(13, 8, (6, 2))
+    assert counts.since(SpeculationCounts(3, 2, (1,))) == SpeculationCounts(10, 6, (5, 2))
+    monkeypatch.setattr(Server, "get", lambda self, path: "vllm:num_requests_total 9.0\n")
+    assert Vllm().speculation_so_far(Server("http://x/v1")) is None
