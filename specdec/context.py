@@ -59,7 +59,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownAnchors:
     """Anchors of texts that the target has read: the tokens and features of the texts, and the
     target's final states, which say what it predicts next. After every anchor, the text has at
     least as many more tokens as the drafter asks for (`Trainable.regressed`)."""
@@ -83,7 +83,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TrainingMoment:
     """How far a run has come at a training pass, for families and objectives that change over
     a run, and which results of the pass count."""
 

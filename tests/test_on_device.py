@@ -12,7 +12,7 @@ import torch
 from accelerate.state import PartialState
 from torch import Tensor
 
-from specdec.context import Moment
+from specdec.context import TrainingMoment
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.forcing.teacher import TeacherForcing
@@ -129,7 +129,7 @@ def test_the_host_never_waits_within_a_pass_of_training(
         forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=chunk))
         chosen = forcing.anchors(*(x.cpu().numpy() for x in row), seed=0)
         with counted() as waits:
-            loss, _ = forcing(batch, [chosen], Moment(0.5, [0]))
+            loss, _ = forcing(batch, [chosen], TrainingMoment(0.5, [0]))
             loss.backward()
         counts.append(dict(waits))
         waits.pop("upload", None)

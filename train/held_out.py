@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from specdec.errors import require
-from specdec.forcing.teacher import answers, predicted_rounds
+from specdec.forcing.teacher import acceptance_by_response, predicted_steps
 from specdec.measure.results import ByDepth, HeldOut
 from specdec.signals import Terminated
 from train.hidden_states.batches import BatchSource
@@ -52,9 +52,9 @@ def evaluate(
             real = start is not None  # a surplus forward counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + real * torch.stack([c.sum(0) for c in columns])
-            for answer in answers(table, batch) if real else ():
+            for answer in acceptance_by_response(table, batch) if real else ():
                 both = (answer.greedy[:, :gamma], answer.sampled[:, :gamma])
-                walks += torch.tensor([predicted_rounds(alpha) for alpha in both]).to(walks).view(4)
+                walks += torch.tensor([predicted_steps(alpha) for alpha in both]).to(walks).view(4)
     held_out.expect([])
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")

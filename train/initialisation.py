@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 from transformers.utils.generic import flatten_dict
 
-from specdec.context import Known
+from specdec.context import KnownAnchors
 from specdec.drafters import DRAFTERS, family, frequent_tokens
 from specdec.drafters.base import Drafter, Predictor, Trainable
 from specdec.errors import UserError, require, require_within
@@ -184,7 +184,7 @@ def regress(
     task = progress.add_task("least squares", total=len(rows))
     count = 0
 
-    def known() -> Iterator[Known]:
+    def known() -> Iterator[KnownAnchors]:
         nonlocal count
         progress.update(task, completed=0)
         count = 0
@@ -196,10 +196,10 @@ def regress(
             where = anchors.row_N[followed], anchors.position_N[followed]
             count += len(where[0])
             if len(where[0]):
-                yield Known(batch.ctx, batch.final_BTD, *where)
+                yield KnownAnchors(batch.ctx, batch.final_BTD, *where)
             progress.advance(task, len(batch.mask_BT))
 
-    source: Callable[[], Iterator[Known]] = known
+    source: Callable[[], Iterator[KnownAnchors]] = known
     if isinstance(data, OnlineBatches) and data.bytes(rows) <= REMEMBERED:
         source = partial(iter, [*known()])  # so that the target reads these rows only once
     solvable = any(True for _ in source())

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from specdec import signals
-from specdec.context import Moment
+from specdec.context import TrainingMoment
 from specdec.drafters.base import Trainable
 from specdec.errors import Unreadable, UserError, require, require_known, require_within
 from specdec.files import recover
@@ -324,7 +324,7 @@ def train(
             losses: list[Tensor] = []
             for n, mine in enumerate(micro_batches):
                 batch = source.batch(mine)
-                moment = Moment(step / learner.steps, [seeds[i] for i in mine])
+                moment = TrainingMoment(step / learner.steps, [seeds[i] for i in mine])
                 last = n + 1 == cfg.accumulate
                 with nullcontext() if last else accelerator.no_sync(model):
                     _seed_dropout(moment.seeds)

@@ -14,7 +14,7 @@ import psutil
 import torch
 from benches.turns import show
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters import family
 from specdec.errors import require
 from specdec.forcing.batch import Batch, summarise
@@ -92,7 +92,7 @@ def step() -> None:
     anchors = [forcing.anchors(mask, numbers.astype(np.int32), places.astype(np.int32), 0)]
     before = psutil.Process().memory_info().rss / 1e9
     with accelerator.autocast():
-        loss, _ = forcing(batch, anchors, Moment(seeds=[0]))
+        loss, _ = forcing(batch, anchors, TrainingMoment(seeds=[0]))
     loss.backward()
     for optimizer in optimizers:
         optimizer.step()

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.compat import set_buffer
-from specdec.context import Context, FeatureSpec, Known, Moment, Proposal
+from specdec.context import Context, FeatureSpec, KnownAnchors, Proposal, TrainingMoment
 from specdec.drafters.attention import pieces, unread
 from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.runtime.cache import SlotCache
@@ -452,7 +452,7 @@ class Trainable(Predictor):
         """
         return getattr(self.config, "anchors", AnchorsConfig()).draw(valid_TK, generator)
 
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
         more. Families that do not train as they draft (noise on features, glancing, parallel
         depths) replace this default."""
@@ -463,7 +463,7 @@ class Trainable(Predictor):
         """Whether the config asks for an initialisation in closed form, by `regress`."""
         return getattr(self.config, "start", None) == "regression"
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Initialise the weights in closed form, by least squares over a part of the training
         texts. `known()` yields the same part every time. Called only if the drafter `regresses`."""
         raise NotImplementedError

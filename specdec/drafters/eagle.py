@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, FeatureSpec, Known, Moment
+from specdec.context import Context, FeatureSpec, KnownAnchors, TrainingMoment
 from specdec.drafters.attention import text_after
 from specdec.drafters.layers import Layer, away_from_zero, copy_last
 from specdec.drafters.recurrence import STARTS, RecurrentConfig, RecurrentSizes, Solved
@@ -79,7 +79,7 @@ class Eagle(Solved):
             writes.weight.mul_(after_D[:, None])
         layer.temper(state_ND, state_ND)
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the best linear draft (`solve_pairs`). At first attention adds nothing, and the
         MLP adds what `solve_mlp` finds."""
         self.solve_pairs(self.fc, known)
@@ -109,7 +109,7 @@ class Eagle(Solved):
         """
         return hidden.detach() if self.config.detach else hidden
 
-    def noisy(self, ctx: Context, moment: Moment, noise: float) -> Context:
+    def noisy(self, ctx: Context, moment: TrainingMoment, noise: float) -> Context:
         """The context with uniform noise of width `noise` · 512/n on the features of each
         document of n tokens. The features that the objective compares with get no noise."""
         if not noise:
@@ -126,7 +126,7 @@ class Eagle(Solved):
         noise_BTD = (torch.stack(draws) - 0.5) * width_BT1
         return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
 
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The states of the layer, unrolled to `train_depth` depths over noisy features."""
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         return self.hidden(self.noisy(ctx, moment, self.config.noise), anchors_BA, drafted_BAk)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import FeatureSpec, Known
+from specdec.context import FeatureSpec, KnownAnchors
 from specdec.drafters.base import chosen_layers, require_rising
 from specdec.drafters.layers import Layer, RMSNorm, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrence import (
@@ -127,7 +127,7 @@ class Eagle3(Solved):
     def upper(self) -> Sequence[Layer]:
         return [*self.layers.values()]
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the draft that predicts the target's final states best by least squares.
 
         At first a token sees almost only itself, since queries and keys are the same random map of

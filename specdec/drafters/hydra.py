@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu
 
-from specdec.context import Context, Known, Moment
+from specdec.context import Context, KnownAnchors, TrainingMoment
 from specdec.drafters.attention import entries
 from specdec.drafters.depth_heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.layers import llama_of
@@ -94,7 +94,7 @@ class Hydra(Heads):
         if self.prefix is not None:
             self.prefix.initialise(target)
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start every head with the S that best predicts the target's final states from c, by least
         squares. As every W is zero and every bias is set to 0, the heads are then linear."""
         D, K, heads = self.sizes.width, self.depth, Squares()
@@ -146,7 +146,7 @@ class Hydra(Heads):
             x = x + silu(layer(x))
         return drop(x)
 
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The heads with dropout, drawn for every position of a text."""
         generators, kept = moment.generators(anchors_BA.device), 1 - self.config.dropout
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Known
+from specdec.context import KnownAnchors
 from specdec.drafters.depth_heads import Heads, HeadsSizes
 from specdec.drafters.recurrence import Squares, ridge
 from specdec.errors import require
@@ -94,7 +94,7 @@ class Mlp(Heads):
     def attach(self, target: TargetParts) -> None:
         self._target = Frozen(target)
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start with heads that predict the target's next state by least squares.
 
         At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
@@ -143,7 +143,7 @@ class Mlp(Heads):
             back_DtD = ridge(back.xx, back.xy).T.to(own_head_SDt)
             head.weight.copy_(own_head_SDt @ back_DtD)
 
-    def at(self, some: Known, k: int) -> Tensor:
+    def at(self, some: KnownAnchors, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""
         state = some.before(some.ctx.features(self.needs)).to(self.proj[0].weight.dtype)
         for depth in range(k):

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig
 
-from specdec.context import Context, FeatureSpec, Known
+from specdec.context import Context, FeatureSpec, KnownAnchors
 from specdec.drafters.attention import (
     Keys,
     OverSequence,
@@ -159,7 +159,7 @@ class MTP(Solved):
     def regresses(self) -> bool:
         return super().regresses and not self.of_target
 
-    def regress(self, known: Callable[[], Iterable[Known]]) -> None:
+    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the best linear draft (`solve_pairs`), with attention that adds nothing at first
         and the MLP that `solve_mlp` finds. Modules after the first start as the first."""
         first = self.layer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters.attention import entries, pieces, unread
 from specdec.drafters.base import Limits, reading_no_draft
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Sizes
@@ -86,7 +86,7 @@ class PEagle(Eagle3):
     def masks(self, anchors_BA: Tensor, k: int) -> Tensor:
         return torch.full_like(anchors_BA, self.mask_token)[..., None].expand(-1, -1, k)
 
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """Only the depths that count are computed; the others are 0."""
         if (counted_BAK := moment.counted_BAK) is None:
             return self.hidden(ctx, anchors_BA, None)

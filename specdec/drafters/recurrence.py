@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Known
+from specdec.context import Context, KnownAnchors
 from specdec.drafters.attention import (
     At,
     Keys,
@@ -357,21 +357,21 @@ class Solved(Recurrent):
         """The norm between the stream and the LM head, if the drafter has one."""
         return None
 
-    def before(self, some: Known) -> Tensor:
+    def before(self, some: KnownAnchors) -> Tensor:
         """The features [N, F] that depth 0 reads at known anchors."""
         return some.before(some.ctx.features(self.needs)).to(self.dtype)
 
-    def token(self, some: Known, depth: int) -> Tensor:
+    def token(self, some: KnownAnchors, depth: int) -> Tensor:
         """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
         return self.embed(some.tokens(depth))
 
-    def wanted(self, some: Known, depth: int) -> Tensor:
+    def wanted(self, some: KnownAnchors, depth: int) -> Tensor:
         """What the stream should be [N, D] after a depth at known anchors: the target's final
         state, divided by the weight of the norm that follows."""
         final_ND = some.wanted(depth).to(self.dtype)
         return final_ND / away_from_zero(self.last_norm.weight) if self.last_norm else final_ND
 
-    def scale_last_norm(self, known: Iterable[Known]) -> None:
+    def scale_last_norm(self, known: Iterable[KnownAnchors]) -> None:
         """Check that final states divided by the norm's weight have a mean square near 1. If not
         (the target's norm adds a bias, or has not been copied), set the weight to the states' own
         sizes."""
@@ -381,7 +381,7 @@ class Solved(Recurrent):
             size_D = final_ND.square().mean(0).sqrt()
             weight_D.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
 
-    def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[Known]]) -> None:
+    def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Solve, by least squares, for the `fc` that best predicts the target's next final state
         from the `joined` pairs of two depths: depth 0 reads a token and the target's state before
         it, depth 1 the next token and the output of depth 0."""
@@ -395,7 +395,7 @@ class Solved(Recurrent):
             pairs.add(self.joined(self.token(some, 1), state), self.wanted(some, 1))
         fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
 
-    def solve_mlp(self, known: Callable[[], Iterable[Known]]) -> None:
+    def solve_mlp(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Solve, by least squares, for the output weights of the first layer's MLP, so that the MLP
         adds what the rest of the layer lacks at depths 0 and 1. Its other weights stay as they
         are."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from specdec.context import Moment
+from specdec.context import TrainingMoment
 from specdec.drafters.attention import entries, text_after
 from specdec.drafters.base import OWN, Drafter, Predictor, Trainable, vocabulary
 from specdec.drafters.copying import point_mass, whole
@@ -167,7 +167,7 @@ class TeacherForcing(nn.Module):
         self,
         batch: Batch,
         anchors: Sequence[Anchors] | None = None,
-        moment: Moment | None = None,
+        moment: TrainingMoment | None = None,
         measure: bool = False,
         more: MoreColumns | None = None,
         depth: int | None = None,
@@ -183,7 +183,7 @@ class TeacherForcing(nn.Module):
         adapters are trained too, the loss is scaled by the draft's share, and the divergence of the
         adapted target from the original is added.
         """
-        moment = moment or Moment(seeds=range(len(batch.mask_BT)))
+        moment = moment or TrainingMoment(seeds=range(len(batch.mask_BT)))
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
         if measure:
             return self._measured(batch, more, depth)
@@ -424,7 +424,11 @@ class TeacherForcing(nn.Module):
         return AcceptanceTable(anchors, Acceptance(*whole_columns[:3]), tuple(whole_columns[3:]))
 
     def _hidden(
-        self, drafter: Predictor, batch: Batch, anchors: Anchors, moment: Moment | None = None
+        self,
+        drafter: Predictor,
+        batch: Batch,
+        anchors: Anchors,
+        moment: TrainingMoment | None = None,
     ) -> Tensor:
         """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
         a `moment`; or, at visited anchors, given the tokens that were drafted there. In training, a
@@ -483,9 +487,10 @@ def logits_of(
     return logits_NKV
 
 
-def answers(table: AcceptanceTable, batch: Batch) -> list[Acceptance]:
-    """Cut a table into answers, each [T, K] from the anchor of a decoder's first round (prefill
-    emits an answer's first token) to its last token but one. Depths beyond its end are 0."""
+def acceptance_by_response(table: AcceptanceTable, batch: Batch) -> list[Acceptance]:
+    """Cut a table into responses, each [T, K] from the anchor of a decoder's first speculation step
+    (prefill emits a response's first token) to its last token but one. Depths beyond its end are
+    0."""
     row_N, position_N = table.anchors.row_N, table.anchors.position_N
     usable_N = table.anchors.valid_NK[:, 0] & batch.mask_BT[row_N, position_N]
     place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
@@ -494,9 +499,9 @@ def answers(table: AcceptanceTable, batch: Batch) -> list[Acceptance]:
     return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_U)]
 
 
-def predicted_rounds(alpha_TK: Tensor) -> tuple[float, float]:
-    """The tokens of one answer after its first, and the rounds that a decoder is expected to need
-    for them: τ is their ratio. `alpha_TK` has a row for each token but the last; depths beyond the
-    end, where a decoder's tokens are cut off, change nothing. With greedy acceptance these are the
-    decoder's own counts along the same answer."""
+def predicted_steps(alpha_TK: Tensor) -> tuple[float, float]:
+    """The tokens of one response after its first, and the speculation steps that a decoder is
+    expected to need for them: τ is their ratio. `alpha_TK` has a row for each token but the last;
+    depths beyond the end, where a decoder's tokens are cut off, change nothing. With greedy
+    acceptance these are the decoder's own counts along the same response."""
     return float(len(alpha_TK)), float(visits(alpha_TK).sum())

@@ -12,7 +12,7 @@ from specdec.context import Context
 from specdec.decoding.answers import Generation
 from specdec.drafters.base import Drafter
 from specdec.forcing.batch import batch_of
-from specdec.forcing.teacher import TeacherForcing, predicted_rounds
+from specdec.forcing.teacher import TeacherForcing, predicted_steps
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
 from specdec.objectives.losses import LossInputs
 from specdec.sampling.sampler import sample
@@ -183,5 +183,5 @@ def prompt_counts(
     sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
     along_TK = (alpha.sampled, alpha.greedy)[greedy]
-    walked = predicted_rounds(along_TK[: plain.emitted, :gamma])
+    walked = predicted_steps(along_TK[: plain.emitted, :gamma])
     return PromptCounts(answer.emitted, len(answer.rounds), positions, sampled, same, walked)

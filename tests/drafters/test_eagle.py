@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters.eagle import Eagle, EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.layers import UPDATE
@@ -96,7 +96,7 @@ def test_noise_is_uniform_and_narrower_in_longer_documents(target: Target) -> No
     position_BT = ctx.position_BT.clone()
     position_BT[0] = torch.cat([torch.arange(8), torch.arange(22)])
     ctx = Context(ids, None, ctx.final_BTD, ctx.document_BT, position_BT)
-    noise = drafter.noisy(ctx, Moment(seeds=[5, 6])).final_BTD - ctx.final_BTD
+    noise = drafter.noisy(ctx, TrainingMoment(seeds=[5, 6])).final_BTD - ctx.final_BTD
     for part, n in ((noise[0, :8], 8), (noise[0, 8:], 22), (noise[1, :12], 12)):
         half = 0.1 * 512 / n
         assert 0.9 * half < float(part.abs().max()) <= half * 1.001
@@ -105,9 +105,9 @@ def test_noise_is_uniform_and_narrower_in_longer_documents(target: Target) -> No
     alone = Context(
         *(None if x is None else x[:1] for x in vars(ctx).values() if not isinstance(x, list))
     )
-    again = drafter.noisy(alone, Moment(seeds=[5])).final_BTD - ctx.final_BTD[:1]
+    again = drafter.noisy(alone, TrainingMoment(seeds=[5])).final_BTD - ctx.final_BTD[:1]
     assert torch.equal(again[0], noise[0])
-    other = drafter.noisy(alone, Moment(seeds=[7])).final_BTD - ctx.final_BTD[:1]
+    other = drafter.noisy(alone, TrainingMoment(seeds=[7])).final_BTD - ctx.final_BTD[:1]
     assert not torch.allclose(other[0], noise[0])
 
 
@@ -120,13 +120,13 @@ def test_training_without_noise_is_the_first_depths_of_drafting(
         packed(target).ctx,
         torch.tensor([[3, 7]] * 2),
     )
-    trained = drafter.training_hidden(ctx, anchors, Moment(seeds=[1, 2]))
+    trained = drafter.training_hidden(ctx, anchors, TrainingMoment(seeds=[1, 2]))
     torch.testing.assert_close(trained, drafter.hidden(ctx, anchors, None)[:, :, :depths])
     assert drafter.train_depth == trained.shape[2] == depths
 
 
 def test_noise_is_read_in_training_alone(target: Target) -> None:
-    batch, moment = packed(target), Moment(seeds=[1, 2])
+    batch, moment = packed(target), TrainingMoment(seeds=[1, 2])
     forcing = TeacherForcing(eagle(target, noise=0.2), target, Sampler(1.0))
     plain = TeacherForcing(eagle(target), target, Sampler(1.0))
     plain.load_state_dict(forcing.state_dict())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, repeat_kv
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters.eagle import Eagle, EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.layers import Attention, Layer
@@ -146,7 +146,7 @@ def test_detached_depths_are_the_aligned_passes_of_hass(target: Target) -> None:
     drafter, through = (made(EagleConfig(**config, detach=d), target) for d in (True, False))
     ctx, last = read(target, drafter), P - K + 1  # pairs from which every pass has a position
     anchors = torch.arange(1, last + 1)[None]
-    ours, other = (x.training_hidden(ctx, anchors, Moment())[0] for x in (drafter, through))
+    ours, other = (x.training_hidden(ctx, anchors, TrainingMoment())[0] for x in (drafter, through))
     assert isinstance(drafter, Eagle)
     passes = aligned(drafter, ctx)
     twin = torch.stack([x[j : j + last] for j, x in enumerate(passes)], 1)
@@ -249,10 +249,10 @@ def test_peagle_is_one_pass_over_all_elements(target: Target, options: dict[str,
 
     kept = torch.tensor([3, 1, 2, 0, 3, 1, 1, 2, 1, 1, 2])  # depths of each anchor
     counted = torch.arange(K) < kept[:, None]
-    some = drafter.training_hidden(ctx, anchors, Moment(counted_BAK=counted[None]))[0]
+    some = drafter.training_hidden(ctx, anchors, TrainingMoment(counted_BAK=counted[None]))[0]
     torch.testing.assert_close(some[counted], ours[counted], atol=1e-5, rtol=1e-5)
     assert (some[5, 2] == 0).all()  # two of eleven anchors count at depth 2
-    none = drafter.training_hidden(ctx, anchors, Moment(counted_BAK=counted[None] & False))
+    none = drafter.training_hidden(ctx, anchors, TrainingMoment(counted_BAK=counted[None] & False))
     assert none.shape == (1, P, K, D)
 
 

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters import Drafter
 from specdec.drafters.base import Predictor
 from specdec.drafters.hydra import Hydra, HydraHeadsConfig
@@ -241,7 +241,7 @@ def test_dropout_is_on_every_layers_input_and_on_the_heads(target: Target) -> No
                 skip[:, :D] = torch.eye(D)
     ctx, anchors = texts(target, drafter), torch.arange(1, T).expand(2, -1)
     assert ctx.final_BTD is not None
-    found = drafter.training_hidden(ctx, anchors, Moment(seeds=[5, 6]))
+    found = drafter.training_hidden(ctx, anchors, TrainingMoment(seeds=[5, 6]))
     ratio = found / ctx.final_BTD[:, : T - 1, None]
     assert bool(((ratio == 0) | ((ratio - 0.8**-3).abs() < 1e-9)).all())
     for k in range(2):
@@ -255,10 +255,10 @@ def test_dropout_follows_from_each_rows_seed(target: Target) -> None:
     drafter = drafter_of(config, target)
     ctx, anchors = texts(target, drafter), torch.tensor([[3, 9], [5, 20]])
     assert ctx.final_BTD is not None
-    both = drafter.training_hidden(ctx, anchors, Moment(seeds=[5, 6]))
+    both = drafter.training_hidden(ctx, anchors, TrainingMoment(seeds=[5, 6]))
     alone = Context(ctx.ids_BT[1:], None, ctx.final_BTD[1:])
     for seed, same in ((6, True), (5, False)):
-        one = drafter.training_hidden(alone, anchors[1:], Moment(seeds=[seed]))
+        one = drafter.training_hidden(alone, anchors[1:], TrainingMoment(seeds=[seed]))
         assert torch.allclose(one[0], both[1]) == same
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import with_copying
@@ -69,7 +69,7 @@ def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
     """
     drafter, objective = made(target), ObjectiveConfig()
     plain, own = drafter.settled(target)
-    sampler, moment = Sampler(1.0), Moment(progress=0.5)
+    sampler, moment = Sampler(1.0), TrainingMoment(progress=0.5)
     forcing = TeacherForcing(drafter, target, sampler, objective)
     batch = batch_of(target, drafter.needs, sampler, TEXTS, MASKS)
     loss, seen = forcing(batch, moment=moment)
@@ -107,7 +107,7 @@ def test_heads_and_adapters_are_trained_and_the_target_is_not(target: Target) ->
     trained = [p for p in drafter.parameters() if p.requires_grad]
     optimizer, alpha = torch.optim.Adam(trained, 1e-2), []
     for _ in range(40):
-        loss, seen = forcing(batch, moment=Moment(progress=1.0))
+        loss, seen = forcing(batch, moment=TrainingMoment(progress=1.0))
         alpha.append(float(seen[0, 2] / seen[0, 0]))
         optimizer.zero_grad()
         loss.backward()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Moment
+from specdec.context import TrainingMoment
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.attention import OverSlots
 from specdec.drafters.base import Predictor, Trainable, vocabulary
@@ -104,7 +104,7 @@ def trained(drafter: Drafter, target: Target) -> Calls:
     ctx = context(target, drafter, text(0))
     with watched(drafter) as calls:
         if isinstance(drafter, Trainable):
-            drafter.training_hidden(ctx, torch.tensor([[5, 8]]), Moment(seeds=[1]))
+            drafter.training_hidden(ctx, torch.tensor([[5, 8]]), TrainingMoment(seeds=[1]))
         assert isinstance(drafter, Predictor)
         drafter.hidden(ctx, torch.tensor([[5, 8]]), torch.full((1, 2, 2), 7))
     return calls

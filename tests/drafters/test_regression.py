@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 import train.initialisation
-from specdec.context import Context, Known
+from specdec.context import Context, KnownAnchors
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import starts_of
 from specdec.drafters.eagle import EagleConfig
@@ -95,7 +95,7 @@ WIDE = LlamaConfig(
 )
 
 
-def agreement(drafter: Eagle3, known: Known) -> list[float]:
+def agreement(drafter: Eagle3, known: KnownAnchors) -> list[float]:
     """The mean cosine of what each of two depths puts out and what the target comes to, at anchors
     with a text before them, by the forward pass of training."""
     rows = len(known.final_BTD)
@@ -121,7 +121,7 @@ def anchors() -> tuple[Tensor, Tensor]:
     return torch.arange(ROWS).repeat_interleave(len(position_T)), position_T.repeat(ROWS)
 
 
-def read(drafter: Eagle3, seed: int) -> Known:
+def read(drafter: Eagle3, seed: int) -> KnownAnchors:
     """Random features and tokens, and final states that are linear in the features of the token
     before, 0.7 times, and in the embedding of the token, 0.7 times, in half of its directions."""
     generator, made = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7)
@@ -131,7 +131,7 @@ def read(drafter: Eagle3, seed: int) -> Known:
     maps[1][:, 32:] = 0
     parts = features_BTF.roll(1, 1) @ maps[0], drafter.embed(ids_BT) @ maps[1]
     final_BTD = sum((0.7 * x / x.square().mean().sqrt() for x in parts), torch.zeros(()))
-    return Known(Context(ids_BT, layers_BTF=features_BTF), final_BTD, *anchors())
+    return KnownAnchors(Context(ids_BT, layers_BTF=features_BTF), final_BTD, *anchors())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, A
     assert found["regression"][1] > 0.45 and found["target"][1] < 0.3, found
 
 
-def read_states(target: Target, seed: int) -> Known:
+def read_states(target: Target, seed: int) -> KnownAnchors:
     """States that turn and take in the next token, so that every depth can predict its own."""
     turn_DD = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)))[0]
     map_DD = torch.randn(64, 64, generator=torch.Generator().manual_seed(4))
@@ -166,7 +166,7 @@ def read_states(target: Target, seed: int) -> Known:
     for t in range(1, LENGTH):
         steps.append(0.7 * steps[-1] @ turn_DD + 0.7 * taken_BTD[:, t])
     final_BTD = torch.stack(steps, 1)
-    return Known(Context(ids_BT, final_BTD=final_BTD), final_BTD, *anchors())
+    return KnownAnchors(Context(ids_BT, final_BTD=final_BTD), final_BTD, *anchors())
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_draft_starts_as_the_linear_recurrence_of_the_states(config: Any, leas
 def test_hydras_start_is_read_where_all_its_depths_have_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[Known] = []
+    seen: list[KnownAnchors] = []
     monkeypatch.setattr(Hydra, "regress", lambda _, known: seen.extend(known()))
     tiny.job(tmp_path / "run", "hydra", "drafter.depth=4")
     assert seen
@@ -226,7 +226,7 @@ def test_a_norm_that_adds_one_to_its_weight_starts_with_finite_weights() -> None
     ids_BT = read_tokens(0).ids_BT
     with torch.no_grad():
         ctx, final_BTD = target.features(ids_BT, drafter.needs)
-        drafter.regress(lambda: [Known(ctx, final_BTD, *anchors())])
+        drafter.regress(lambda: [KnownAnchors(ctx, final_BTD, *anchors())])
         at_BA = anchors()[1].view(ROWS, -1)
         out_NKD = drafter.norm(drafter.hidden(ctx, at_BA, None)).flatten(0, 1)
     size = final_BTD.square().mean().sqrt()
@@ -279,7 +279,7 @@ def test_a_run_starts_by_regression_and_not_again(
     made = []
     plain = Eagle3.regress
 
-    def counted(self: Eagle3, known: Callable[[], Iterable[Known]]) -> None:
+    def counted(self: Eagle3, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         plain(self, known)
         made.append(sum(len(x.row_N) for x in known()))
 
@@ -306,7 +306,7 @@ def test_without_a_cache_the_target_reads_the_texts_of_the_start_once(
     monkeypatch.setattr(train.initialisation, "REMEMBERED", bytes_kept)
     monkeypatch.setattr(OnlineBatches, "batch", lambda self, x: (read.extend(x), batch(self, x))[1])
 
-    def regressed(self: Eagle3, known: Callable[[], Iterable[Known]]) -> None:
+    def regressed(self: Eagle3, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         plain(self, known)
         assert max(read.count(row) for row in set(read)) == reads
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters import DRAFTERS
 from specdec.drafters.base import AnchorsConfig, Drafter
 from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
@@ -127,7 +127,7 @@ def test_the_gradient_of_half_a_weight_is_half(target: Target, name: str) -> Non
     for weight in (None, np.full(20, 0.5, np.float32)):
         anchors = forcing.anchors(*arrays, 3, None, weight)
         drafter.zero_grad()
-        loss, seen = forcing(batch, [anchors], Moment(0.5, [3]))
+        loss, seen = forcing(batch, [anchors], TrainingMoment(0.5, [3]))
         loss.backward()
         grads = [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
         found.append((anchors.total, [loss.detach(), *grads], seen))
@@ -224,9 +224,9 @@ def test_a_family_may_train_in_a_way_of_its_own(
     batch = batch_with(target, drafter, 6)
     plain, _ = forcing(batch)
     measured = forcing(batch, measure=True).alpha.sampled
-    seen: list[Moment] = []
+    seen: list[TrainingMoment] = []
 
-    def noisy(ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def noisy(ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         seen.append(moment)
         hidden = drafter.hidden(ctx, anchors_BA, None)
         noise = [
@@ -236,11 +236,11 @@ def test_a_family_may_train_in_a_way_of_its_own(
         return hidden + torch.stack(noise)
 
     monkeypatch.setattr(drafter, "training_hidden", noisy)
-    moment = Moment(0.25, [7])
+    moment = TrainingMoment(0.25, [7])
     first, again = (forcing(batch, moment=moment)[0] for _ in range(2))
     assert seen == [moment, moment]
     assert torch.equal(first, again) and not torch.equal(first, plain)
-    assert not torch.equal(forcing(batch, moment=Moment(0.25, [8]))[0], first)
+    assert not torch.equal(forcing(batch, moment=TrainingMoment(0.25, [8]))[0], first)
     assert torch.equal(forcing(batch, measure=True).alpha.sampled, measured)
 
 
@@ -268,7 +268,7 @@ def test_a_piece_holds_what_an_objective_may_read(
     pieces = []
     loss = cfg.loss
     monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
-    forcing(batch, moment=Moment(0.5, [0]))
+    forcing(batch, moment=TrainingMoment(0.5, [0]))
     assert [len(piece.log_p) for piece in pieces] == [few] * (16 // few)  # 6 and 10 for padding
     assert sum(int(piece.valid[:, 0].sum()) for piece in pieces) == 6
     assert pieces[0].progress == 0.5
@@ -438,7 +438,7 @@ def test_anchors_without_weight_change_nothing(
     of_training = "read_by_heads" if drafter.separate_heads else "training_hidden"
     read = getattr(drafter, of_training)
 
-    def recorded(ctx: Context, anchors_BA: Tensor, *moment: Moment) -> Tensor:
+    def recorded(ctx: Context, anchors_BA: Tensor, *moment: TrainingMoment) -> Tensor:
         widths.append(anchors_BA.shape[1])
         return read(ctx, anchors_BA, *moment)
 
@@ -446,7 +446,7 @@ def test_anchors_without_weight_change_nothing(
     for multiple in (1, 16):
         monkeypatch.setattr(anchoring, "ALIKE", multiple)
         drafter.zero_grad()
-        loss, seen = forcing(batch, moment=Moment(0.5, [0]))
+        loss, seen = forcing(batch, moment=TrainingMoment(0.5, [0]))
         loss.backward()
         found.append([loss.detach(), seen, *(p.grad for p in drafter.parameters())])
     assert widths == [6, 16] and int(found[1][1][0, 0]) == 6
@@ -620,7 +620,7 @@ def test_heads_in_turn_have_the_gradients_of_all_heads_together(
     )
     for couples in (False, True):
         monkeypatch.setattr(ObjectiveConfig, "couples", couples)
-        total, seen = forcing(batch, moment=Moment(0.5, [0]))
+        total, seen = forcing(batch, moment=TrainingMoment(0.5, [0]))
         results.append([total.detach(), seen, *torch.autograd.grad(total, trained)])
     assert set(sizes[: len(sizes) * 3 // 4]) == {1} and set(sizes[len(sizes) * 3 // 4 :]) == {3}
     for turns, whole in zip(*results, strict=True):

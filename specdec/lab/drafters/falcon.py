@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.drafters.attention import (
     At,
     Keys,
@@ -147,7 +147,7 @@ class Falcon(Eagle):
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
         return block, self.fc.after(windows).flatten(1, 2)
 
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: Moment) -> Tensor:
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """Coupled sequential glancing distillation (section 3.2). A first pass without a gradient
         counts the wrong forecasts in the blocks of a row. In the second pass, which is trained,
         `glance` · (1 - progress) times as many random blocks are shown the truth: their first pair

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.context import Context, Moment
+from specdec.context import Context, TrainingMoment
 from specdec.errors import UserError
 from specdec.lab.drafters.falcon import Falcon, FalconConfig
 from specdec.sampling.choose import Choose
@@ -131,7 +131,7 @@ def test_glancing_reveals_a_share_of_the_wrong_forecasts(target: Target, progres
     order = torch.randperm(3, generator=torch.Generator().manual_seed(11)).tolist()
     revealed = [able[i] for i in order][: int(0.4 * (1 - progress) * wrong)]
     assert len(revealed) == {0.0: 2, 0.3: 1, 1.0: 0}[progress]
-    moment = Moment(progress, [11], counted)
+    moment = TrainingMoment(progress, [11], counted)
     found = drafter.training_hidden(ctx, torch.tensor([anchors]), moment)[0]
     for i, a in enumerate(anchors):
         wanted = glanced(target, drafter, a, revealed, 4)
@@ -155,7 +155,7 @@ def test_noise_is_on_what_is_read_and_not_on_what_is_revealed(
         return inner(ctx, anchors_BA, drafted_BAk)
 
     monkeypatch.setattr(drafter, "hidden", hidden)
-    drafter.training_hidden(ctx, torch.tensor([[4, 6, 8]]), Moment(0.0, [3]))
+    drafter.training_hidden(ctx, torch.tensor([[4, 6, 8]]), TrainingMoment(0.0, [3]))
     first, trained = (x.final_BTD[0] - ctx.final_BTD[0] for x in seen)  # type: ignore[index]
     width = 0.1 * 512 / T
     assert width / 2 < first.abs().max() <= width
@@ -173,7 +173,9 @@ def test_glancing_in_bfloat16_leaves_every_weight_its_gradient() -> None:
     drafter = random_drafter(FalconConfig(depth=2), small, 0.1)
     ctx, _ = small.features(IDS, drafter.needs)
     with torch.autocast("cpu", torch.bfloat16):
-        drafter.training_hidden(ctx, torch.tensor([[4, 6]]), Moment(0.0, [3])).sum().backward()
+        drafter.training_hidden(
+            ctx, torch.tensor([[4, 6]]), TrainingMoment(0.0, [3])
+        ).sum().backward()
     for name, weight in drafter.named_parameters():
         assert weight.grad is not None and weight.grad.abs().max() > 0, name
 
