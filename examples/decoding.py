@@ -10,7 +10,8 @@ from transformers import GenerationConfig
 from specdec.decoding.speculative import speculative_generate
 from specdec.errors import command, require
 from specdec.formats.draft_checkpoint import load_draft, read_card
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 
 
 def main(folder: str = "", *prompts: str) -> None:

@@ -24,10 +24,11 @@ from specdec.files import record
 from specdec.formats import draft_checkpoint
 from specdec.measure.choosing import NODES
 from specdec.progress import console
-from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.loading import load_target, opening
 from specdec.targets.parts import TargetParts
 from specdec.targets.spread import AUTO
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")

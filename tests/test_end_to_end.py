@@ -43,9 +43,9 @@ from specdec.measure.served import MeasuredServer, measure_served
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets import loading
-from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import loop, pipeline

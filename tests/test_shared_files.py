@@ -29,7 +29,8 @@ from specdec.context import FeatureSpec
 from specdec.errors import Unreadable, UserError
 from specdec.files import new_file, read_json, recover, remove_abandoned, replaced, write_json
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import REPOSITORY, Tiny, compose
 from train.data.conversations import SourceConfig
 from train.data.sequences import Document

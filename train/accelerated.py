@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from specdec.compat import forget_precision
 from specdec.errors import UserError, require
 from specdec.ranks import Ranks
-from specdec.targets.loading import TargetConfig, device_of
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
+from specdec.targets.target_config import TargetConfig, device_of
 from train.launcher import end_with_launcher
 
 T = TypeVar("T")

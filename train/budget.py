@@ -25,7 +25,7 @@ from specdec.measure import costs
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
 from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.progress import console
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
 from train import optim
 from train.accelerated import from_main, ranks_of

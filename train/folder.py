@@ -31,7 +31,7 @@ from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
 from specdec.runtime.cpu.machine_probes import native_dtype
-from specdec.targets.loading import resolved
+from specdec.targets.target_config import resolved
 from train import training_checkpoint
 from train.continued import Change, change_of
 from train.data.conversations import DataConfig

@@ -22,7 +22,7 @@ from specdec.measure.results import FILE, Results, Training
 from specdec.progress import console
 from specdec.ranks import ALONE, Ranks
 from specdec.report import report
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.sequences import Prompt

@@ -19,8 +19,7 @@ from specdec.integrity import of_value
 from specdec.measure.results import Training
 from specdec.progress import bars, console
 from specdec.sampling.trees import DEEPEST
-from specdec.targets.loading import opening
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, opening
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
 from train.budget import planned

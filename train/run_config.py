@@ -29,7 +29,7 @@ from specdec.objectives.losses import COUPLED, TERMS
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
-from specdec.targets.loading import TargetConfig
+from specdec.targets.target_config import TargetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
 from train.hidden_states.store import FeaturesConfig

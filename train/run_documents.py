@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses

@@ -12,7 +12,7 @@ from specdec.errors import require_known, require_within
 from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from train.data.response_files import ResponsesConfig, ResponsesRead
 from train.data.responses import Author, answered
 from train.data.sequences import Document, Prompt

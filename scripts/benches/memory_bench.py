@@ -19,7 +19,7 @@ from specdec.drafters import family
 from specdec.errors import require
 from specdec.forcing.batch import Batch, summarise
 from specdec.forcing.teacher import TeacherForcing
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from train import optim
 from train.accelerated import accelerator_of
 from train.data.sequences import Document

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from specdec.errors import UserError, require
 from specdec.progress import console
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from train.data.run_data import DataCounts, measured_prompts
 from train.data.sequences import Prompt
 from train.diagnosis import diagnose

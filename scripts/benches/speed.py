@@ -25,8 +25,9 @@ from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup
 from specdec.runtime.cache import cache_argument, model_inputs
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from specdec.theory.leviathan import best_gamma, pass_cost, walltime_factor
 from train.data.conversations import DataConfig
 from train.data.run_data import read_run_data

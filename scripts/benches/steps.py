@@ -80,7 +80,8 @@ class Products(TorchDispatchMode):
 
 def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     """A function that does a training step and returns its number of tokens, and the device."""
-    from specdec.targets.loading import load_target, resolved
+    from specdec.targets.loading import load_target
+    from specdec.targets.target_config import resolved
     from train.accelerated import accelerator_of
     from train.budget import rehearsal
     from train.data.run_data import read_run_data

@@ -39,9 +39,10 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.causal import Reading
-from specdec.targets.loading import TargetConfig, auto_class, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
+from specdec.targets.transformers_model import auto_class
 from train import pipeline
 from train.run_config import Config, composed, register
 from train.run_documents import RunDocuments

@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from specdec.targets.loading import auto_class
 from specdec.targets.shrunken_config import BOUNDS, HEADS, LAYERS, NARROW, THRESHOLDS
+from specdec.targets.transformers_model import auto_class
 
 VOCAB, POSITIONS = 256, 256
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|im_start|>", "<unk>")

@@ -24,7 +24,8 @@ from specdec.objectives.chunked import at_once, chunked
 from specdec.objectives.losses import LossInputs, nla
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.progress import console
-from specdec.targets.loading import load_target, resolved
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import resolved
 from specdec.theory.alpha import acceptance
 from train.accelerated import accelerator_of
 from train.budget import rehearsal

@@ -34,9 +34,9 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
-from specdec.targets.loading import load_source
 from specdec.targets.parts import TargetParts, body_of, head_scaling, longrope_lines
 from specdec.targets.sequence_packing import by_document
+from specdec.targets.transformers_model import load_source
 
 # a tokenizer has at least one of these; without any, transformers makes up an empty one
 FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")

@@ -9,24 +9,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from specdec.compat import own_state
-from specdec.errors import require
+from specdec.errors import UserError, first_line, require
 
-# the packages with which transformers reads checkpoints of these methods, as they are imported
-PACKAGES = {
-    "auto-round": {"auto-round": "auto_round"},
-    "awq": {"gptqmodel": "gptqmodel"},
-    "bitsandbytes": {"bitsandbytes": "bitsandbytes"},
-    "compressed-tensors": {"compressed-tensors": "compressed_tensors"},
-    "gptq": {"optimum": "optimum", "gptqmodel": "gptqmodel"},
-    "torchao": {"torchao": "torchao"},
+
+class QuantisationKind(NamedTuple):
+    """A quantisation method as transformers reads it from a checkpoint: the `packages` that it
+    needs, as they are installed and as they are imported; whether a CPU computes with plain
+    numbers instead; and the bits of a weight where the config does not say."""
+
+    packages: dict[str, str] = {}
+    dense_on_cpu: bool = False
+    bits: int = 8
+
+
+# every method that needs more than a plain 8-bit one; a new kind is a line here and its test
+KINDS = {
+    "auto-round": QuantisationKind({"auto-round": "auto_round"}),
+    "awq": QuantisationKind({"gptqmodel": "gptqmodel"}),
+    "bitsandbytes": QuantisationKind({"bitsandbytes": "bitsandbytes"}),
+    "compressed-tensors": QuantisationKind({"compressed-tensors": "compressed_tensors"}),
+    "fp8": QuantisationKind(dense_on_cpu=True),
+    "gptq": QuantisationKind({"optimum": "optimum", "gptqmodel": "gptqmodel"}),
+    "mxfp4": QuantisationKind(dense_on_cpu=True, bits=4),
+    "torchao": QuantisationKind({"torchao": "torchao"}),
 }
-DEQUANTISED = ("fp8", "mxfp4")  # what transformers computes in quantised form on a GPU alone
 SCALES = 0.0625  # bytes that a weight's share of its scales takes, with groups of 32
 AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
 
@@ -43,18 +55,48 @@ def method(config: Any) -> str | None:
 def itemsize(config: Any, dtype: torch.dtype, on_cpu: bool) -> float:
     """About how many bytes a weight of a model's quantised layers takes in memory, from its config:
     those of the dtype if it is stored as a plain number, or becomes one on a CPU."""
-    kind, theirs = method(config), getattr(config, "quantization_config", {})
-    if kind is None or (on_cpu and kind in DEQUANTISED):
+    name, theirs = method(config), getattr(config, "quantization_config", {})
+    kind = KINDS.get(name or "", QuantisationKind(bits=4 if "mxfp4" in (name or "") else 8))
+    if name is None or (on_cpu and kind.dense_on_cpu):
         return float(dtype.itemsize)
     keys = theirs if isinstance(theirs, dict) else theirs.to_dict()
-    four = keys.get("load_in_4bit") or "mxfp4" in kind or "nvfp4" in str(keys)
-    return int(keys.get("bits") or (4 if four else 8)) / 8 + SCALES
+    four = keys.get("load_in_4bit") or "nvfp4" in str(keys)
+    return int(keys.get("bits") or (4 if four else kind.bits)) / 8 + SCALES
 
 
 def lacking(name: str | None) -> list[str]:
     """The packages that a method of quantisation needs and that are not installed here."""
-    packages = PACKAGES.get(name or "", {})
+    packages = KINDS.get(name or "", QuantisationKind()).packages
     return [package for package, module in packages.items() if find_spec(module) is None]
+
+
+def require_packages(path: str, config: Any) -> None:
+    """Raise UserError if a quantised checkpoint needs packages that are not installed."""
+    name = method(config)
+    require(
+        not (packages := lacking(name)),
+        f"target.path={path!r} is stored quantised ({name}), for which transformers needs "
+        f"{' and '.join(packages)}: pip install {' '.join(packages)}",
+    )
+
+
+@torch.no_grad()
+def unpack_weights(model: Any, path: str, dtype: str) -> None:
+    """Run the whole model once: some libraries unpack weights in its first pass, but not if only a
+    part of the model runs. Raises UserError if the layers of a library compute in no other type
+    than that in which they were quantised."""
+    ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
+    own = str(getattr(model.config.get_text_config(decoder=True), "dtype", None)).split(".")[-1]
+    try:
+        model.eval()(input_ids=ids_BT, **decoder)
+    except RuntimeError as error:
+        if own == dtype or own not in ("float32", "bfloat16", "float16"):
+            raise
+        raise UserError(
+            f"target.path={path!r} is stored quantised ({method(model.config)}), and its layers do "
+            f"not compute in {dtype} ({first_line(error)}): give target.dtype={own}"
+        ) from error
 
 
 def without_method(config: dict[str, Any]) -> dict[str, Any]:

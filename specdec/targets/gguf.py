@@ -16,7 +16,16 @@ from specdec.progress import tell
 CHECKSUMS = "checksums.json"
 
 
-def dense(gguf: Path, cache: Path) -> Path:
+def model_path(path: str, cache: Path) -> str:
+    """The folder or hub name that transformers loads; a GGUF file is made dense once. Raises
+    UserError where there is no such file or package."""
+    require(bool(path), "target.path is missing: give a hub name, a folder or a .gguf file")
+    if path.startswith("package:"):
+        path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
+    return str(dense_folder(Path(path), cache)) if path.endswith(".gguf") else path
+
+
+def dense_folder(gguf: Path, cache: Path) -> Path:
     """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template; its
     name ends in a hash of the GGUF file. It is built in a temporary folder and moved here when
     complete; an existing folder that is damaged is built again. Raises UserError if the file is

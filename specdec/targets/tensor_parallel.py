@@ -7,9 +7,12 @@ their parts of the layers. So whatever works with a target in one piece works wi
 and no two processes can come to different decisions.
 """
 
+import copy
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 from weakref import finalize
 
@@ -23,10 +26,13 @@ from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.targets.causal import CausalTarget
+from specdec.targets.parts import config_of_layers, depth_of
 from specdec.targets.self_check import ROUGH
 from specdec.targets.shrunken_twin import SHARP, distance
-from specdec.targets.stored import StoredTargetParts
+from specdec.targets.stored import SafetensorsFiles, StoredTargetParts
 from specdec.targets.target import PassStates
+from specdec.targets.target_config import TargetConfig, target_name
+from specdec.targets.transformers_model import empty_model, load_model, without_warnings
 
 MOST = 8  # layers of a plain copy at most, to which the divided ones are compared
 # the styles of transformers' plans that divide weights
@@ -272,6 +278,72 @@ class TensorParallelTarget(CausalTarget):
             if ours.weight.shape == theirs.weight.shape:
                 ours.weight = theirs.weight
         self.parts = parts
+
+
+def division_rules(
+    cfg: TargetConfig, config: Any, weights: SafetensorsFiles | None
+) -> dict[str, str]:
+    """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
+    if the processes of this launch cannot divide this target."""
+    count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
+    require(
+        count > 1,
+        "target.tensor_parallel=true divides the target over the processes of a launch, and there "
+        "is one: start several with accelerate launch --num_processes N, or leave it out",
+    )
+    accelerator = torch.accelerator.current_accelerator()
+    usual = "cpu" if accelerator is None else accelerator.type
+    require(
+        torch.device(cfg.device).type == usual,
+        f"target.tensor_parallel uses the devices that torch finds ({usual}), not target.device="
+        f"{cfg.device}: leave target.device out",
+    )
+    require_plain(config, title)
+    require(
+        weights is not None and not config.is_encoder_decoder,
+        f"{title} cannot be divided over processes: target.tensor_parallel needs a causal LM in "
+        "safetensors: leave it out",
+    )
+    return rules_of(empty_model(cfg, config), title, count)
+
+
+def load_tensor_parallel(
+    cfg: TargetConfig, path: str, config: Any, tokenizer: Any, weights: SafetensorsFiles | None
+) -> TensorParallelTarget:
+    """This process's part of the target, of a resolved configuration. All processes load theirs at
+    the same time. The first layers are also loaded in one piece, to compare the divided ones."""
+    rules = division_rules(cfg, config, weights)
+    assert weights is not None  # `division_rules` rejects other checkpoints
+    fingerprint = weights.fingerprint()
+    name, alone = target_name(cfg), replace(cfg, tensor_parallel=False, packed=False)
+    text = config.get_text_config(decoder=True)
+    k, first = compared(text, depth_of(text)), copy.deepcopy(config)
+    of_first = first.get_text_config(decoder=True)
+    few = config_of_layers(of_first.to_dict(), list(range(k)))
+    of_first.update(few | {"num_hidden_layers": k})
+    try:
+        with without_warnings():  # about the weights of the other layers
+            of_plain = load_model(alone, path, first), tokenizer, name, cfg.revision
+            plain = CausalTarget(*of_plain, fingerprint=fingerprint)
+        k = len(plain.layers)
+        expected, reading = state_after(plain, k), (plain.reading, plain.counted)
+        del plain
+        model = load_model(cfg, path, config, rules=rules)
+        target = TensorParallelTarget(model, tokenizer, name, cfg.revision, fingerprint=fingerprint)
+    except UserError as error:
+        raise UserError(
+            f"target.path={cfg.path!r}: its divided layers cannot be compared with its first {k} "
+            "layers in one piece, since one of the two cannot be loaded or read "
+            f"({first_line(error)}): leave out target.tensor_parallel"
+        ) from error
+    require_same(target, k, expected)
+    require(
+        reading == (target.reading, target.counted),
+        f"{target.title} reads on in another way when its layers are divided: leave out "
+        "target.tensor_parallel",
+    )
+    target.weights = weights
+    return target
 
 
 def rules_of(model: Any, title: str, count: int) -> dict[str, str]:

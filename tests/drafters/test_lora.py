@@ -18,8 +18,9 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.lab.drafters.seq2seq_lm import Seq2SeqLM, Seq2SeqLMConfig
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, architectures, batch_of, random_drafter, random_target
 

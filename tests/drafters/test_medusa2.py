@@ -23,8 +23,9 @@ from specdec.measure.shift import shift
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.processes import process
 from tests.tiny import Tiny, architectures, batch_of, compose, losses, random_drafter, random_target
 

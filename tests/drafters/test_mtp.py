@@ -21,11 +21,11 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import logits_of
 from specdec.formats import draft_export
 from specdec.lab.drafters.mtp_heads import MTPHeads, MTPHeadsConfig
-from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.parts import TargetParts
 from specdec.targets.stored import StoredTargetParts
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.drafters.plain import EPS, attended, key_value, mlp, rms
 from tests.tiny import architectures, compose, random_drafter, random_target, save_target
 

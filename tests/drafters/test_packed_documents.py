@@ -16,7 +16,7 @@ from specdec.drafters.medusa import MedusaConfig, TargetLoraOptions
 from specdec.drafters.pretrained import LoraOptions
 from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.targets.causal import CausalTarget
-from specdec.targets.loading import auto_class
+from specdec.targets.transformers_model import auto_class
 from tests.tiny import REPOSITORY, random_drafter
 
 # these make no mask of packed documents from position ids; Llama 4 also scales its queries by the

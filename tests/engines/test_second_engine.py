@@ -22,8 +22,9 @@ from specdec.measure.served import MeasuredServer
 from specdec.report import verdict
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine
 from tests.processes import process
 from tests.report.test_verdict import GAIN, at, of

@@ -21,8 +21,9 @@ from specdec.drafters.mtp import MTPConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, random_drafter
 
 

@@ -26,8 +26,9 @@ from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.sampling.trees import Chain
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.processes import process
 from tests.runs import as_before
 from tests.tiny import REPOSITORY, Tiny, learn, random_drafter

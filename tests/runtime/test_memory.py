@@ -22,7 +22,8 @@ from specdec.forcing.batch import summarise
 from specdec.runtime import device
 from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, architectures, random_target
 from tests.told import require_one_line
 from train import loop, measurement
@@ -181,8 +182,8 @@ SUMMARY = """
 import psutil, torch
 from specdec.forcing.batch import summarise
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.target_config import TargetConfig
+from specdec.targets.loading import TargetLoader
 
 torch.set_num_threads(1)
 parts = TargetLoader(TargetConfig(dtype="bfloat16", device="cpu")).parts

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
 from tests.told import require_one_line
 from train.data.conversations import DataConfig

@@ -24,8 +24,8 @@ from specdec.formats import draft_checkpoint
 from specdec.measure.results import Measured
 from specdec.report import verdict
 from specdec.sampling.trees import Chain, Dynamic, Shape
-from specdec.targets.loading import TargetConfig
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.processes import process
 from tests.report.test_verdict import GAIN, at, of, tree
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target

@@ -11,7 +11,8 @@ import pytest
 
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.formats import draft_export
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.processes import process
 from tests.tiny import Tiny, random_drafter
 from tests.told import require_one_line

@@ -33,8 +33,9 @@ from specdec.runtime.cpu.grouped_attention import group
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import self_check
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.loading import TargetConfig, load_parts, load_target
+from specdec.targets.loading import load_parts, load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn, make_tokenizer
 

@@ -20,9 +20,9 @@ from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets import loading
 from specdec.targets.conversions import converted_tensors
-from specdec.targets.loading import TargetConfig, load_parts
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_parts
 from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()

@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from specdec.errors import UserError
-from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import save_target
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from specdec.targets import stored
 from specdec.targets.causal import CausalTarget
 from specdec.targets.fingerprint import computing_keys, digest_of
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer()

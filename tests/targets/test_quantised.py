@@ -31,13 +31,13 @@ from specdec.runtime import quantised
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense_linear, is_plain, plain_state
-from specdec.targets import loading
+from specdec.targets import transformers_model
 from specdec.targets.causal import CausalTarget
 from specdec.targets.fingerprint import digest_of_weights
-from specdec.targets.loading import TargetConfig, load_parts, load_target, opening
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_parts, load_target, opening
 from specdec.targets.output_head import flat
 from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 
 TOKENIZER = make_tokenizer()
@@ -166,7 +166,7 @@ def test_a_quantised_source_that_cannot_be_read_is_refused(
         model.model.embed_tokens.weight = nn.Parameter(whole, requires_grad=False)
         return model
 
-    monkeypatch.setattr(loading, "_model", of_integers)
+    monkeypatch.setattr(transformers_model, "load_model", of_integers)
     target = CausalTarget(dense_model(), TOKENIZER, "plain")
     with pytest.raises(UserError, match=r"stores its weights quantised \(fp8\).*embed_tokens"):
         DRAFTERS["lm"].build(LMConfig(source=str(tmp_path / "model")), target)

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 from specdec.decoding.decode import decode
 from specdec.formats.draft_export import _stops
-from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.loading import load_target, opening
 from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
 from train.data.response_files import ResponsesConfig, responses_key
 

@@ -15,11 +15,12 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.errors import UserError
-from specdec.targets import loading, self_check
+from specdec.targets import self_check, transformers_model
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.loading import TargetConfig, load_target, opening
+from specdec.targets.loading import load_target, opening
 from specdec.targets.self_check import check_causal, few_layers
 from specdec.targets.shrunken_twin import SHARP
+from specdec.targets.target_config import TargetConfig
 from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
 from tests.tiny import save_target
 
@@ -175,7 +176,7 @@ def test_a_target_in_float16_is_never_held_twice(
     """Its fingerprint is that of every other precision, and comes of the files."""
     cfg = stored_in(tmp_path, stored)
     expected = load_target(TargetConfig(cfg.path, "bfloat16", "cpu")).fingerprint()
-    plain, held, loads = loading._model, 0, []
+    plain, held, loads = transformers_model.load_model, 0, []
 
     def counted(given: TargetConfig, *rest: Any) -> Any:
         nonlocal held
@@ -189,7 +190,7 @@ def test_a_target_in_float16_is_never_held_twice(
         weakref.finalize(model, given_up)
         return model
 
-    monkeypatch.setattr(loading, "_model", counted)
+    monkeypatch.setattr(transformers_model, "load_model", counted)
     target = load_target(cfg)
     assert target.fingerprint() == expected
     assert loads == [("float16", "cpu", 0)]

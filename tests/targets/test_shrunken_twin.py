@@ -26,7 +26,7 @@ from specdec.runtime.cpu import grouped_attention
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.targets import causal, sequence_packing, shrunken_twin
 from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.loading import TargetConfig, opening
+from specdec.targets.loading import opening
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
 from specdec.targets.shrunken_twin import (
     NoTwin,
@@ -35,6 +35,7 @@ from specdec.targets.shrunken_twin import (
     errors_of_texts,
     errors_over_cache,
 )
+from specdec.targets.target_config import TargetConfig
 from tests.targets.test_architectures import CHUNKED, LONGROPE, SMALL, words
 from tests.tiny import make_tokenizer
 

@@ -16,10 +16,10 @@ from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
-from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.spread import device_map
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.targets.test_recurrent_states import model_of
 from tests.tiny import make_tokenizer, random_drafter, save_target
 

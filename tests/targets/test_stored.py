@@ -16,10 +16,10 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
-from specdec.targets.loading import TargetConfig, load_parts, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_parts, load_target
 from specdec.targets.stored import StoredTargetParts
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import LAYERS, architectures, make_tokenizer
 

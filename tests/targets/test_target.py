@@ -20,7 +20,8 @@ from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.target_views import adapted_layers
 from specdec.errors import UserError
 from specdec.runtime.cpu.grouped_attention import grouped_attention, stacked
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import architectures, make_tokenizer, random_target
 
 TOKENIZER = make_tokenizer()

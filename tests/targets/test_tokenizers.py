@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from specdec.compat import quiet_libraries
 from specdec.errors import UserError
-from specdec.targets import loading
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets import loading, transformers_model
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import REPOSITORY, save_target
 
 
@@ -29,7 +30,7 @@ def config_of(folder: Path) -> TargetConfig:
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "WARNED", set())
+    monkeypatch.setattr(transformers_model, "WARNED", set())
     monkeypatch.delenv("TRANSFORMERS_VERBOSITY", raising=False)
 
 

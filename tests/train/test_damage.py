@@ -24,7 +24,8 @@ from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_tensors
 from specdec.measure.results import FILE, Results
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.damage import corrupt
 from tests.measure.test_results import results
 from tests.tiny import losses, make_tiny

@@ -31,9 +31,9 @@ from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.ranks import Ranks
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.loading import TargetConfig, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target_config import TargetConfig
 from specdec.targets.tensor_parallel import TensorParallelTarget
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.processes import launched, together

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from specdec.engines import server_pool
 from specdec.engines.vllm import FOLDER_MARK, MARK
 from specdec.targets import loading
-from specdec.targets.loading import TargetConfig, load_parts, load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_parts, load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine, Fault
 from tests.lives import Life, Lives
 from tests.runs import draft

@@ -20,7 +20,8 @@ import torch
 
 from specdec.engines import server_pool
 from specdec.errors import UserError
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine
 from tests.processes import FORKS, environment
 from tests.tiny import LAYERS, Tiny, compose

@@ -28,7 +28,8 @@ from specdec.drafters.eagle import Eagle
 from specdec.drafters.medusa import Medusa
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.processes import environment, process
 from tests.runs import as_before
 from tests.tiny import (

@@ -33,8 +33,7 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.measure import evaluate
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
-from specdec.targets.loading import load_target
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before

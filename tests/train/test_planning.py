@@ -19,8 +19,8 @@ import train
 from specdec.context import FeatureSpec
 from specdec.decoding.decode import prefill
 from specdec.errors import UserError
-from specdec.targets.loading import TargetConfig
 from specdec.targets.parts import TargetParts
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, architectures, compose, random_target
 from train.hidden_states.filling import needs_of
 from train.hidden_states.store import HiddenStateOrigin

@@ -22,7 +22,8 @@ from specdec.drafters import attention
 from specdec.runtime.cpu import machine_probes, packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.runs import require_same_run
 from tests.tiny import Tiny, architectures, make_tokenizer
 from train import measurement

@@ -27,7 +27,7 @@ from specdec import progress
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from tests.lives import Kill, Life, Lives
 from tests.processes import environment, process
 from tests.runs import draft, require_equal, require_same_run

@@ -13,7 +13,8 @@ import pytest
 from specdec.errors import UserError
 from specdec.files import read_json, read_record, write_json
 from specdec.formats import draft_checkpoint
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
 from train.continued import CHANGES, Change, change_of

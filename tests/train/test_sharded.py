@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
-from specdec.targets.loading import TargetConfig
+from specdec.targets.target_config import TargetConfig
 from tests.drafters.families import make_drafter, make_target, text
 from tests.processes import process
 from tests.runs import draft

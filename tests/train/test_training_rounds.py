@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from specdec.errors import UserError
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, make_tokenizer, records, write_jsonl
 from train import loop, optim, training_checkpoint

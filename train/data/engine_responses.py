@@ -27,7 +27,7 @@ from specdec.integrity import sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of

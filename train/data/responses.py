@@ -29,7 +29,7 @@ from specdec.ranks import Ranks
 from specdec.runtime.device import release
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of

@@ -15,7 +15,7 @@ from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.engine_responses import (

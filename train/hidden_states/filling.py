@@ -25,7 +25,7 @@ from specdec.errors import memory_for, require
 from specdec.progress import bars, console
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of

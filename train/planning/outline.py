@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,11 @@ from specdec.drafters import family
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError, first_line
 from specdec.runtime.quantised import itemsize
-from specdec.targets.loading import DTYPES, TargetConfig, auto_class, model_path
+from specdec.targets.gguf import model_path
 from specdec.targets.parts import TargetParts
+from specdec.targets.target_config import DTYPES, TargetConfig
 from specdec.targets.tensor_parallel import divided_weights
+from specdec.targets.transformers_model import auto_class
 
 FULL = 4  # bytes of a weight in training
 # config keys that say how many experts a layer has, and how many of them read a token
@@ -95,7 +98,7 @@ def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outlin
     """The sizes of the target that `cfg` names, in this dtype, and its parts without weights. On a
     CPU, transformers loads some quantised checkpoints as plain weights. Raises UserError where
     there is no config of a model that transformers knows."""
-    path = model_path(cfg)
+    path = model_path(cfg.path, Path(cfg.cache))
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, **options)

@@ -20,9 +20,10 @@ from specdec.measure.setup import Setup
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.sampling.trees import Chain
-from specdec.targets.loading import model_path, resolved
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.gguf import model_path
+from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
+from specdec.targets.target_config import resolved
 from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import pass_cost
 from train.accelerated import accelerator_of
@@ -296,7 +297,10 @@ def _amount(cfg: Config, parts: Any) -> tuple[Amount, list[Document | Prompt]]:
 def _tokenizer(cfg: Config) -> Any:
     """The target's tokenizer; None where there is only a config, for which transformers would make
     an empty one."""
-    path, options = model_path(cfg.target), {"revision": cfg.target.revision}
+    path, options = (
+        model_path(cfg.target.path, Path(cfg.target.cache)),
+        {"revision": cfg.target.revision},
+    )
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZERS):
         return None
@@ -309,7 +313,7 @@ def _tokenizer(cfg: Config) -> Any:
 
 def _has_weights(cfg: Config) -> bool:
     """Whether the target's weights are on this machine. Nothing is downloaded."""
-    path = model_path(cfg.target)
+    path = model_path(cfg.target.path, Path(cfg.target.cache))
     if Path(path).is_dir():
         return any((Path(path) / name).is_file() for name in WEIGHTS)
     options: Any = {"_raise_exceptions_for_missing_entries": False}

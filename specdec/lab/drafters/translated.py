@@ -35,9 +35,10 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape
 from specdec.targets.causal import CausalTarget
-from specdec.targets.loading import DTYPES, TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
+from specdec.targets.target_config import DTYPES, TargetConfig
 
 METHODS = ("tli", "slem")
 

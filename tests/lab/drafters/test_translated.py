@@ -29,8 +29,9 @@ from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
 from specdec.targets.causal import CausalTarget
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.drafters.families import logits_at
 from tests.laws import law
 from tests.runs import as_before

@@ -18,7 +18,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.compiled_pass import Compiled
 from specdec.runtime.cpu.few_row_norm import FewRowsNorm
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny
 
 

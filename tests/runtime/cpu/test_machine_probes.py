@@ -23,8 +23,9 @@ from specdec.runtime.cpu.machine_probes import (
     agreement,
     native_dtype,
 )
-from specdec.targets import loading
-from specdec.targets.loading import TargetConfig, load_target, opening, resolved
+from specdec.targets import loading, target_config
+from specdec.targets.loading import load_target, opening
+from specdec.targets.target_config import TargetConfig, resolved
 from tests.processes import process
 from tests.tiny import Tiny
 from train import folder, pipeline
@@ -105,7 +106,7 @@ def test_auto_is_bfloat16_where_a_cpu_multiplies_it_natively(
     on(monkeypatch, vendor, flags, cap)
     assert native_dtype("cpu").dtype == dtype
     assert resolved(TargetConfig("somewhere", device="cpu")).dtype == dtype
-    for given in loading.DTYPES:  # what is asked for is obeyed
+    for given in target_config.DTYPES:  # what is asked for is obeyed
         assert resolved(TargetConfig("somewhere", given, "cpu")).dtype == given
     native_dtype.cache_clear()
     monkeypatch.setattr(machine_probes, "onednn_multiplies_bfloat16", lambda: False)
@@ -170,7 +171,7 @@ def test_an_unknown_dtype_is_told_with_those_there_are() -> None:
         load_target(TargetConfig("no-such-folder", "bfloat"))
 
 
-@pytest.mark.parametrize("dtype", ["auto", *loading.DTYPES])
+@pytest.mark.parametrize("dtype", ["auto", *target_config.DTYPES])
 @pytest.mark.parametrize("packs", [True, False])
 def test_the_opening_line_says_what_was_chosen_and_why(
     tiny: Tiny, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
@@ -256,7 +257,7 @@ def test_the_default_dtype_works_from_training_to_generation(tiny: Tiny, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["auto", *loading.DTYPES])
+@pytest.mark.parametrize("dtype", ["auto", *target_config.DTYPES])
 @pytest.mark.parametrize("packs", [True, False])
 def test_a_job_runs_in_every_dtype_packed_or_not(
     tiny: Tiny, tmp_path: Path, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch

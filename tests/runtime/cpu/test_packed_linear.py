@@ -21,7 +21,8 @@ from specdec.drafters.medusa import Medusa
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.machine_probes import ProbeResult, Processor
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import random_drafter, random_target, save_target
 
 WIDE = {

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from specdec.measure.results import CutResponses, Results
-from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny
 from train.data.response_files import ResponsesConfig, cut_responses, cut_responses_in_cache
 from train.data.sequences import Document

@@ -17,9 +17,9 @@ from specdec.engines import client, server_pool
 from specdec.engines.client import Server
 from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
-from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine, Fault
 from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
 from tests.told import require_one_line, told

@@ -11,7 +11,8 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.integrity import sealed
-from specdec.targets.loading import TargetConfig, load_target
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, losses
 from train.data.response_files import (
     ResponsesConfig,

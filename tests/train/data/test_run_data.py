@@ -19,9 +19,9 @@ import pytest
 import train
 from specdec import errors
 from specdec.formats import draft_checkpoint
-from specdec.targets.loading import TargetConfig
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
+from specdec.targets.target_config import TargetConfig
 from tests.tiny import (
     REPOSITORY,
     TEMPLATE,

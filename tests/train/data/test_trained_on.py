@@ -15,7 +15,7 @@ from specdec.errors import UserError
 from specdec.formats.draft_checkpoint import TRAINED_ON
 from specdec.integrity import Damaged
 from specdec.measure.results import Results
-from specdec.targets.on_demand import TargetLoader
+from specdec.targets.loading import TargetLoader
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 from train.data.conversations import DataConfig
 from train.data.near_duplicates import NEAR, shingles_of, within_conversations

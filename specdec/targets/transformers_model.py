@@ -1,0 +1,259 @@
+"""A model as transformers loads it: of a target, its first layers, its parts or a drafter's source.
+
+transformers raises errors of any class for a model that it cannot load. Here they become a
+`UserError`, and its warnings are shown once each.
+"""
+
+import copy
+import json
+import os
+import tempfile
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+)
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
+from transformers.utils.hub import cached_file
+
+from specdec.compat import adapter_beside, shown_warnings
+from specdec.errors import UserError, first_line, located, require
+from specdec.files import make_folder
+from specdec.progress import tell
+from specdec.runtime.cpu import packed_linear
+from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.quantised import (
+    itemsize,
+    method,
+    plain_state,
+    require_packages,
+    unpack_weights,
+    without_method,
+)
+from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of, in_files
+from specdec.targets.gguf import model_path
+from specdec.targets.parts import depth_of
+from specdec.targets.spread import DISK, device_map
+from specdec.targets.stored import AGAIN, SafetensorsFiles
+from specdec.targets.target_config import DTYPES, TargetConfig, resolved
+from specdec.terminal import one_line
+
+WARNED = set[str]()  # what this process has shown of transformers' warnings
+
+
+def auto_class(config: Any) -> Any:
+    """The auto class of transformers that loads a target: of a model that sees as well, the one
+    that has a head for text."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    if sees and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsFiles | None]:
+    """The resolved configuration, and the path, config, tokenizer and files of its model."""
+    cfg, path = resolved(cfg), model_path(cfg.path, Path(cfg.cache))
+    _require_no_adapter(cfg, path)
+    with loading_errors(cfg):
+        config = AutoConfig.from_pretrained(path, **_options(cfg))
+    require_packages(cfg.path, config)
+    with loading_errors(cfg):
+        tokenizer = AutoTokenizer.from_pretrained(path, **_options(cfg))
+    with located(f"target.path={cfg.path!r}"):
+        weights = SafetensorsFiles.find(path, cfg.revision, Path(cfg.cache), config)
+    return cfg, path, config, tokenizer, weights
+
+
+def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
+    """Raise UserError for a model with an adapter beside it. transformers would apply the adapter,
+    but engines, and whatever reads the model's own files, would not."""
+    with loading_errors(cfg):
+        adapter = adapter_beside(path, cfg.revision)
+    require(
+        adapter is None,
+        f"target.path={cfg.path!r}: adapter_config.json beside the model names an adapter, which "
+        "engines do not apply: merge it into the model (merge_and_unload of peft) and give the "
+        "merged model, or remove adapter_config.json to use the model without it",
+    )
+
+
+def _options(cfg: TargetConfig) -> dict[str, Any]:
+    return {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+
+
+def load_model(
+    cfg: TargetConfig,
+    path: str,
+    config: Any,
+    kind: Any = None,
+    rules: dict[str, str] | None = None,
+) -> Any:
+    """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
+    class `kind` (None: the config's own). With `rules` (see `rules_of`) it is this process's part
+    of the model. Raises UserError if it cannot be loaded, or if the checkpoint does not hold all of
+    its weights."""
+    kind = kind or auto_class(config)
+    grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
+    # quantised layers are made on their device, and some cannot be moved later
+    places: dict[str, Any] | None = {"": cfg.device} if quantised else None
+    with loading_errors(cfg):
+        options, offloaded = _options(cfg), None
+        if cfg.device_map:
+            places = _places(cfg, kind, config)
+            if DISK in places.values():  # weights that the files hold in another form go there
+                root = make_folder(Path(cfg.cache))
+                offloaded = tempfile.TemporaryDirectory(prefix="offloaded-", dir=root)
+                options["offload_folder"] = offloaded.name
+        model, loading = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=DTYPES[cfg.dtype],
+            attn_implementation=None if grouped else cfg.attn_implementation,
+            output_loading_info=True,
+            device_map=places,
+            distributed_config=None if rules is None else _over_processes(rules),
+            **options,
+        )
+        if offloaded is not None:
+            weakref.finalize(model, offloaded.cleanup)
+        if quantised:
+            unpack_weights(model, cfg.path, cfg.dtype)
+        elif places is None and rules is None:
+            model.to(torch.device(cfg.device))
+    if missing := sorted(loading["missing_keys"]):
+        raise UserError(
+            f"target.path={cfg.path!r}: the checkpoint lacks {len(missing)} of the weights of a "
+            f"{type(model).__name__}, such as {missing[0]}: {AGAIN}, or give a whole model"
+        )
+    if grouped:
+        group(model)
+    alone = places is None or (not cfg.device_map and packed_linear.all_plain(model))
+    if cfg.packed and alone and rules is None:  # then drafts loaded for this target are packed too
+        packed_linear.pack(model)
+    return model
+
+
+def _over_processes(rules: dict[str, str]) -> DistributedConfig:
+    return DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan=rules)
+
+
+def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
+    """See `device_map` in spread.py."""
+    require(
+        int(os.environ.get("WORLD_SIZE", "1")) == 1,
+        "target.device_map=auto spreads one target over all devices: start one process",
+    )
+    empty = empty_model(cfg, config, kind)
+    count = depth_of(config.get_text_config(decoder=True))
+    device, dtype = torch.device(cfg.device), DTYPES[cfg.dtype]
+    bytes_each = itemsize(config, dtype, device.type == "cpu")
+    return device_map(empty, count, device, dtype, cfg.max_memory, bytes_each)
+
+
+def empty_model(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:
+    """The model of a config on the meta device, with plain weights; see `_model`."""
+    kind, config = kind or auto_class(config), copy.deepcopy(config)
+    if method(config) is not None:
+        del config.quantization_config
+    with torch.device("meta"):
+        return kind.from_config(config, trust_remote_code=cfg.trust_remote_code)
+
+
+def load_source(kind: Any, source: str, device: str) -> Any:
+    """The model that a draft starts from, of transformers' auto class `kind`, in float32 and with
+    plain weights even if they are stored quantised. Raises UserError if it cannot be loaded so."""
+    cfg = TargetConfig(path=source, dtype="float32", device="cpu", packed=False)
+    try:
+        with loading_errors(cfg):
+            config = AutoConfig.from_pretrained(source)
+        require_packages(cfg.path, config)
+        if (quantisation := method(config)) is None:
+            return load_model(cfg, source, config, kind)
+        # some quantised layers compute on one kind of device alone
+        model = load_model(replace(cfg, device=device), source, copy.deepcopy(config), kind)
+    except UserError as error:
+        raise UserError(str(error).replace("target.path", "drafter.source")) from error
+    keys = without_method(config.to_dict())
+    whole = kind.from_config(AutoConfig.for_model(**keys), trust_remote_code=False).float()
+    try:
+        whole.load_state_dict(plain_state(model, torch.float32))
+    except (UserError, RuntimeError) as error:
+        raise UserError(
+            f"drafter.source={source!r} stores its weights quantised ({quantisation}), in a way "
+            f"that cannot be read as plain numbers ({first_line(error)}): give the model that it "
+            "was made from"
+        ) from error
+    return whole
+
+
+def fingerprint_of_bin(cfg: TargetConfig, path: str, config: Any) -> str | None:
+    """The fingerprint of a checkpoint in PyTorch's own files; None if there are none."""
+    kinds = ("missing_entries", "connection_errors")
+    quiet_miss: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+
+    def file_of(name: str) -> str | None:
+        return cached_file(path, name, revision=cfg.revision, **quiet_miss)
+
+    with loading_errors(cfg):
+        names = [WEIGHTS_NAME]
+        if file_of(WEIGHTS_NAME) is None:
+            if (index := file_of(WEIGHTS_INDEX_NAME)) is None:
+                return None
+            names = sorted(
+                set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        files = [Path(file) for name in names if (file := file_of(name)) is not None]
+        weights = digest_of_weights(in_files(files))
+    return fingerprint_of(weights, computing_keys(config))
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Without transformers' warnings."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@contextmanager
+def loading_errors(cfg: TargetConfig) -> Iterator[None]:
+    """Turn the errors, of whatever class, that transformers and its libraries raise for a model
+    that they cannot load into a UserError, and show what transformers warns of, each once."""
+
+    def show(warning: str) -> None:
+        line = f"target.path={cfg.path!r}: transformers warns: {one_line(warning)[:400]}"
+        if line not in WARNED:
+            WARNED.add(line)
+            tell(line)
+
+    try:
+        with shown_warnings(show):
+            yield
+    except (UserError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(
+            f"target.path={cfg.path!r} could not be loaded ({first_line(error)}): give a hub name, "
+            "a folder with a causal or encoder-decoder LM of transformers, a .gguf file, or "
+            "package:NAME"
+        ) from error
