@@ -80,7 +80,7 @@ def test_what_is_read_of_the_files_is_what_the_loaded_model_has(
     assert set(whole.weights.files) - set(state), "the files name every tensor as the model does"
     read: dict[str, torch.Tensor] = {}
     for part in converted_tensors(whole.model, whole.weights.files):
-        read |= part.tensors(whole.model, whole.weights.read)
+        read |= part.tensors(whole.model, whole.weights.tensor)
     tied = {name for name in state if name not in read}
     assert tied <= {"lm_head.weight"} and all(torch.equal(read[name], state[name]) for name in read)
 

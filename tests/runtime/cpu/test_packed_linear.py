@@ -122,16 +122,16 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a trace")
 
     monkeypatch.setattr(packed_linear, "pays", lambda *_: True)
-    put("packed", fails)
+    put("packed_copy", fails)
     assert probe(*shape) == (False, "bf16 path needs the cpu support avx512bw")
-    put("packed", lambda weight: weight)
-    put("product", fails)
+    put("packed_copy", lambda weight: weight)
+    put("packed_product", fails)
     assert not probe(*shape).used
     for wrong in (1.001, float("nan")):
-        put("product", lambda x, w, b, by=wrong: right(x, w) * by)
+        put("packed_product", lambda x, w, b, by=wrong: right(x, w) * by)
         answer = probe(*shape)
         assert not answer.used and "differs" in answer.reason
-    put("product", lambda x, w, b: right(x, w))
+    put("packed_product", lambda x, w, b: right(x, w))
     assert probe(*shape) == (True, "")
     monkeypatch.setattr(packed_linear, "pays", lambda *_: False)
     assert not probe(*shape).used
