@@ -50,7 +50,7 @@ from specdec.theory.alpha import visits
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
-from train.data.records import normal
+from train.data.records import conversation_of_record
 from train.data.split import split_prompts
 from train.data.template import Chat
 from train.folder import data_of_run
@@ -503,7 +503,7 @@ def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     for n, thinking in product((1, 2, 3, 5), (True, False)):  # 2 has no reasoning
         turns = (1, 3, 5)[n % 3]
         answered = {"tools": TOOLS, "messages": chats[n]["messages"][: turns + 1]}
-        conversation = normal(answered, str(n), DataConfig(""), Tally())
+        conversation = conversation_of_record(answered, str(n), DataConfig(""), Tally())
         how = "on" if thinking else "off"
         prompts.append(Chat(target.tokenizer, thinking=how).prompt(conversation).ids.tolist())
         chat = {"tools": TOOLS, "messages": chats[n]["messages"][:turns]}

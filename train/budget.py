@@ -29,7 +29,7 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
 from train import optim
 from train.accelerated import from_main, ranks_of
-from train.data.sequences import Document, Prompt, pack
+from train.data.sequences import Document, Prompt, pack_rows
 from train.data.split import DataSplit
 from train.folder import PLAN, config_of, digest_of_settings
 from train.forecast import SHARES
@@ -186,7 +186,7 @@ def rehearsal(
         documents.append(text)
     drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
-    rows = pack(documents, cfg.data.max_length)[: cfg.loop.rows]
+    rows = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
     batch = OnlineBatches(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)

@@ -19,9 +19,9 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
-from train.data.responses import answered
+from train.data.responses import documents_with_responses
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.sequences import Document, Prompt, evenly
+from train.data.sequences import Document, Prompt, even_weights
 from train.data.split import SHARE, DataSplit
 from train.hidden_states.store import HiddenStateStore
 from train.plan import FEWEST
@@ -103,7 +103,7 @@ def documents_of_run(
 ) -> RunDocuments:
     """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
     If the data's answers are not read, the target answers, and `store` keeps the features that it
-    computes meanwhile; `responses_read` is as in `answered`."""
+    computes meanwhile; `responses_read` is as in `documents_with_responses`."""
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
     if cfg.data.answers == "target":
@@ -112,7 +112,7 @@ def documents_of_run(
         if store is not None:
             store.prepare(0)
         train, validation = (
-            answered(
+            documents_with_responses(
                 *(target, some, cfg.answering, accelerator, progress, store),
                 responses_read=responses_read,
             )
@@ -150,7 +150,7 @@ def _unanswered(prompt: Prompt) -> Document:
     """What stands for a prompt that only later rounds answer."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
-    weight = evenly(len(ids), prompt.weight)
+    weight = even_weights(len(ids), prompt.weight)
     document = Document(prompt.id, ids, silent, weight=weight)
     document.opening, document.placed = prompt.opening, prompt.placed
     return document
@@ -170,6 +170,6 @@ def respond_to_shard(
     keep = store if cfg.answers_bring_features else None
     for some in (split.train if cfg.reads_plain_answers else [], split.validation):
         if some:
-            answered(target, some, cfg.answering, accelerator, progress, keep)
+            documents_with_responses(target, some, cfg.answering, accelerator, progress, keep)
     share = shard_of("answers.shard", cfg.answers.shard)
     console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")

@@ -14,7 +14,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.loading import TargetLoader
 from train.data.response_files import ResponsesConfig, ResponsesRead
-from train.data.responses import Author, answered
+from train.data.responses import Author, documents_with_responses
 from train.data.sequences import Document, Prompt
 
 DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
@@ -83,12 +83,14 @@ def written(
     """The texts that round `number`, from 0, trains on: answers to the `asked` prompts, written
     with the draft in the folder `draft`, if there is one. Beside that folder are the answers so
     far, so that an interrupted round continues where it stopped. `documents` are the texts of
-    round 0. `responses_read` is as in `answered`."""
+    round 0. `responses_read` is as in `documents_with_responses`."""
     if draft is None:
         if answers.temperature == 0 or not asked:
             return list(documents)
         other = replace(answers, seed=(answers.seed + number) % 2**32)
-        return answered(target, asked, other, accelerator, progress, responses_read=responses_read)
+        return documents_with_responses(
+            target, asked, other, accelerator, progress, responses_read=responses_read
+        )
     drafter = draft_checkpoint.load_draft(draft, target.whole())
     author = Author(
         *(drafter, cfg.gamma or drafter.depth, cfg.rule, draft.parent / "answers"),
@@ -99,7 +101,9 @@ def written(
     elif cfg.data.endswith("alone"):
         author = replace(author, rule=None)
     step = 2 if cfg.data.startswith("mixed") else 1
-    texts = answered(target, asked[::step], answers, accelerator, progress, author=author)
+    texts = documents_with_responses(
+        target, asked[::step], answers, accelerator, progress, author=author
+    )
     if cfg.data == "on_policy":
         return texts
     mixed = list(documents)

@@ -31,8 +31,8 @@ from tests.device import DEVICE
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import batch_of
 from train.data.response_files import response_document
-from train.data.responses import logged
-from train.data.sequences import Prompt, Row, pack
+from train.data.responses import documents_of_log
+from train.data.sequences import Prompt, Row, pack_rows
 from train.hidden_states import filling
 from train.hidden_states.batches import OnlineBatches, StoredBatches
 from train.hidden_states.store import FeaturesConfig, HiddenStateStore
@@ -63,7 +63,7 @@ def made(name: str, temperature: float = 0.0) -> Made:
         target, PROMPTS, Way(drafter, sampler=Sampler(temperature)), max_new_tokens=NEW, eos=()
     )
     texts = [response_document("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
-    rows = pack([d for d in texts if d is not None], LENGTH)
+    rows = pack_rows([d for d in texts if d is not None], LENGTH)
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     return Made(target, drafter, answers, source, source.batch(range(len(rows))))
 
@@ -250,7 +250,7 @@ def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
     log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[:2])
     log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[2:])
     held_out = Prompt("x", np.array(PROMPTS[1], np.int32))
-    found = logged(tmp_path / "logs", 2, case.target, [held_out])
+    found = documents_of_log(tmp_path / "logs", 2, case.target, [held_out])
     kept = [g for i, g in enumerate(case.answers) if i != 1]
     assert [d.ids.tolist() for d in found] == [g.prompt + g.ids for g in kept]
     for document, answer in zip(found, kept, strict=True):
@@ -282,15 +282,15 @@ def test_a_log_of_another_target_or_shape_is_refused(
     record = {"prompt": [1, 2], "ids": [3, 4, 5], "rounds": [[2, 0, [7, 8]]]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record | broken) + "\n")
     with pytest.raises(UserError, match=rf"a\.jsonl, record 1: {said}"):
-        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+        documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
 
 
 def test_a_log_must_exist_and_have_rounds(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
-        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+        documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
     (tmp_path / "a.jsonl").write_text('{"prompt": [1], "ids": [2], "rounds": []}\n')
     with pytest.raises(UserError, match="no round in it"):
-        logged(tmp_path / "a.jsonl", 2, make_target(), [])
+        documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
 
 
 def test_trees_are_not_logged(tmp_path: Path) -> None:

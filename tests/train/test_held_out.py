@@ -18,7 +18,7 @@ from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from tests.drafters.families import make_drafter, make_target, text
 from tests.tiny import lm
-from train.data.sequences import Document, pack
+from train.data.sequences import Document, pack_rows
 from train.held_out import evaluate
 from train.hidden_states.batches import OnlineBatches
 
@@ -54,7 +54,7 @@ def test_a_process_without_rows_adds_nothing_and_all_reduce_alike() -> None:
     target = make_target()
     drafter = make_drafter("medusa", target)
     ids = text(0)[0].numpy().astype(np.int32)
-    rows = pack([Document("d", ids, np.arange(len(ids)) > 2)], len(ids))
+    rows = pack_rows([Document("d", ids, np.arange(len(ids)) > 2)], len(ids))
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     alone, first = Process(0, 1), Process(0, 2)
@@ -85,7 +85,7 @@ def test_promised_tau_is_that_of_the_decoder_on_the_target_s_own_responses(
         row
         for g in made
         for ids in [np.array(g.prompt + g.ids, dtype=np.int32)]
-        for row in pack([Document("d", ids, np.arange(len(ids)) >= len(g.prompt))], 64)
+        for row in pack_rows([Document("d", ids, np.arange(len(ids)) >= len(g.prompt))], 64)
     ]
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     forcing = TeacherForcing(drafter, target, Sampler(1.0))

@@ -41,7 +41,7 @@ from tests.tiny import Tiny, conversations, losses, records, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import responses
 from train.data.response_files import ResponsesConfig
-from train.data.responses import answered
+from train.data.responses import documents_with_responses
 from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
 from train.hidden_states import filling
@@ -482,7 +482,10 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     def made(some: list[Prompt], root: str = "x", batch: int = 2) -> list[list[int]]:
         cfg = ResponsesConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
         with progress.bars(Console(quiet=True), False) as bar:
-            return [d.ids.tolist() for d in answered(target, some, cfg, Accelerator(cpu=True), bar)]
+            return [
+                d.ids.tolist()
+                for d in documents_with_responses(target, some, cfg, Accelerator(cpu=True), bar)
+            ]
 
     apart = [made([p], root=str(i))[0] for i, p in enumerate(prompts)]
     asked.clear()
@@ -503,7 +506,7 @@ def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Pat
         root = str(tmp_path / folder)
         cfg = ResponsesConfig(temperature, top_k=top_k, max_new_tokens=6, root=root)
         with progress.bars(Console(quiet=True), False) as bar:
-            documents = answered(target, prompts, cfg, Accelerator(cpu=True), bar)
+            documents = documents_with_responses(target, prompts, cfg, Accelerator(cpu=True), bar)
         return [d.ids.tolist() for d in documents]
 
     greedy, drawn = texts(0.0, 0, "greedy"), texts(1.0, 0, "drawn")

@@ -307,7 +307,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
             return filling.RunHiddenStates.of(cfg, target, everyone, bar).sources(drafter, texts)[0]
 
     texts: list[list[Document]] = [[]]
-    monkeypatch.setattr(filling, "pack", lambda *_: rows)
+    monkeypatch.setattr(filling, "pack_rows", lambda *_: rows)
     monkeypatch.setattr(features.HiddenStateStore, "missing", missing)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(share, 1)

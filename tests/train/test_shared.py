@@ -24,7 +24,7 @@ from tests.tiny import (
     save_target,
     write_jsonl,
 )
-from train.data.sequences import Document, pack
+from train.data.sequences import Document, pack_rows
 from train.hidden_states import filling
 from train.hidden_states.batches import OnlineBatches, StoredBatches
 from train.hidden_states.store import FeaturesConfig, HiddenStateStore
@@ -68,7 +68,7 @@ def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, na
     total = sum(len(d.ids) for d in group)
     assert read == total - round(filling.shared_part(group) * total) < total
     store.refresh()
-    rows = pack(group, max(len(d.ids) for d in group))
+    rows = pack_rows(group, max(len(d.ids) for d in group))
     stored = StoredBatches(
         store, NEEDS, rows, target.device, lambda row: pytest.fail("not stored"), 0
     )

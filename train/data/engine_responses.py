@@ -325,9 +325,9 @@ def responses_of_engines(
     keep: HiddenStateStore | None,
     responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
-    """`answered` by engines that serve the target. With `keep`, they also give the features of the
-    answers that they write now. Prompts that they do not answer are left out. Raises UserError if
-    an answer is not what the target would say."""
+    """`documents_with_responses` by engines that serve the target. With `keep`, they also give the
+    hidden states of the responses that they write now. Prompts without a response are skipped.
+    Raises UserError if a response is not what the target would say."""
     key, ranks = responses_key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
     share = shard_of("answers.shard", cfg.shard)

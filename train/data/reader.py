@@ -27,7 +27,7 @@ from train.data.conversations import (
     Unusable,
     distinct_texts,
 )
-from train.data.records import normal
+from train.data.records import conversation_of_record
 from train.data.rendering import REFUSED, special_tokens
 from train.data.sequences import Document, Prompt, document_of, require_short, too_long_prompt
 from train.data.sources import files_of, records
@@ -71,7 +71,7 @@ def read_conversations(
         return ReadAhead(
             lambda journal: shuffled(_normalised(one, journal, wrong), one.shuffle, one.seed),
             tally,
-            lambda conversations: used(use, conversations, share),
+            lambda conversations: read_together(use, conversations, share),
             lambda: room(weight),
         )
 
@@ -135,7 +135,7 @@ def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Con
             return
         tally.read += 1
         try:
-            conversation = normal(record, name, cfg, tally)
+            conversation = conversation_of_record(record, name, cfg, tally)
         except Unusable as reason:
             tally.count(tally.dropped, str(reason))
             if last is None and not wrong:
@@ -302,7 +302,7 @@ def _prompt_ends(tokens: Tokens) -> list[int]:
     return [i for i, said in enumerate(tokens.mask) if said and not before[i] and i > 0]
 
 
-def tried(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
+def usable_or_reason(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
     """What `use` makes of a conversation, or the reason why it is unusable."""
     try:
         return use(conversation)
@@ -322,10 +322,10 @@ class ReaderWork:
 
     def __call__(self, task: ReaderTask) -> Any:
         name, conversation = task
-        return tried(getattr(self._reader, name), conversation)
+        return usable_or_reason(getattr(self._reader, name), conversation)
 
 
-def used(
+def read_together(
     use: Callable[[Conversation], T],
     conversations: Sequence[Conversation],
     share: SharedWork | None,
@@ -333,7 +333,7 @@ def used(
     """What `use`, a method of a `Reader` if there are several processes to `share` the
     conversations, makes of each of them, or the reason why it is unusable."""
     if share is None:
-        return [tried(use, conversation) for conversation in conversations]
+        return [usable_or_reason(use, conversation) for conversation in conversations]
     return share([(use.__name__, conversation) for conversation in conversations])
 
 

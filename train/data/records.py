@@ -86,7 +86,7 @@ CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 RESULT = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
 
 
-def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
+def conversation_of_record(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
     """A record in the normal form; `name` is its id if it has none of its own. Raises Unusable."""
     require_single(record)
     if cfg.format == "pairs":
@@ -98,7 +98,7 @@ def normal(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversatio
         return _tokenised(record, name, cfg, tally)
     if texts:
         return _text(record, name, cfg, tally)
-    return conversation_of(record, name, cfg.format, tally)
+    return conversation_of_chat(record, name, cfg.format, tally)
 
 
 def _has_turns(record: Any, format: str) -> bool:
@@ -165,7 +165,7 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
     return Conversation(name, messages, opening)
 
 
-def conversation_of(record: Any, name: str, format: str, tally: Tally) -> Conversation:
+def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> Conversation:
     """A record as user and assistant turns in alternation, with the results of tools after their
     calls, and with system turns before, between and after them. No turn is blank, and there is no
     white space around any text but the results of tools: a space before an answer would become part

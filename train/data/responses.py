@@ -70,7 +70,7 @@ class Author:
     rounds: int | None = None
 
 
-def answered(
+def documents_with_responses(
     target: TargetLoader,
     prompts: Sequence[Prompt],
     cfg: ResponsesConfig,
@@ -284,7 +284,7 @@ def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
     return [[*g[i : i + size]] for g in groups for i in range(0, len(g), size)]
 
 
-def logged(
+def documents_of_log(
     path: Path, depth: int, target: TargetParts, leave_out: Sequence[Prompt | Document]
 ) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of

@@ -14,7 +14,7 @@ from specdec.ranks import ALONE, Ranks
 from specdec.targets.parts import TargetParts
 from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
 from train.data.reader import Reader, ReaderWork, SharedWork
-from train.data.responses import logged
+from train.data.responses import documents_of_log
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_conversations, split_documents, split_prompts
 from train.data.trained_on import leave_out, trained_on, without_trained_on
@@ -114,7 +114,7 @@ def read_run_data(
     if cfg.rounds:
         logs = Path(cfg.rounds)
         held_out = [*split.prompts, *split.validation_prompts, *split.held_out]
-        split.train = ranks.handed(lambda: logged(logs, depth, target, held_out))
+        split.train = ranks.handed(lambda: documents_of_log(logs, depth, target, held_out))
     without_trained_on(split, starts_from)
     return split
 

@@ -75,7 +75,7 @@ def document_of(
     return document
 
 
-def evenly(length: int, weight: float) -> NDArray[np.float32] | None:
+def even_weights(length: int, weight: float) -> NDArray[np.float32] | None:
     """The weight of a document whose tokens all count alike, as `Document` has it."""
     return None if weight == 1 else np.full(length, weight, np.float32)
 
@@ -93,7 +93,7 @@ def too_long_prompt(most: int | None) -> str:
 
 @dataclass(eq=False)
 class Row:
-    """Whole documents one after another, as arrays of one length, at most that given to `pack`."""
+    """Whole documents one after another, as arrays of one length, at most that of `pack_rows`."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
@@ -108,7 +108,7 @@ class Row:
         return None if self.rounds is None else self.rounds[:, 1:]
 
 
-def pack(documents: Sequence[Document], length: int) -> list[Row]:
+def pack_rows(documents: Sequence[Document], length: int) -> list[Row]:
     """Rows of up to `length` tokens, best fit, longest documents first. Raises UserError if a
     document is longer than a row."""
     lengths = np.array([len(d.ids) for d in documents])

@@ -31,7 +31,7 @@ from train.data.conversations import (
 )
 from train.data.data_files import require_whole, split_files
 from train.data.record_shapes import is_record
-from train.data.records import normal
+from train.data.records import conversation_of_record
 
 SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
@@ -499,16 +499,18 @@ class _Recoded(io.RawIOBase):
 
 def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conversation]:
     """Prompts to evaluate on, from a text file with one prompt per line, or from JSON lines or a
-    JSON array. JSON holds strings, or records in any form that data may have (`normal`): their
-    tools, system turns and template arguments are those of the prompt. Of a record with the "turns"
-    of a user alone, as in Spec-Bench, only the first is used, since later ones depend on an answer.
-    Raises UserError naming the line or item that is none of these. What records say that changes
-    nothing here is counted in `tally`."""
+    JSON array. JSON holds strings, or records in any form that data may have
+    (`conversation_of_record`): their tools, system turns and template arguments are those of the
+    prompt. Of a record with the "turns" of a user alone, as in Spec-Bench, only the first is used,
+    since later ones depend on a response. Raises UserError naming the line or item that is none of
+    these. What records say that changes nothing here is counted in `tally`."""
     cfg, tally, conversations = DataConfig(answers="target"), tally or Tally(), []
     for place, record in _prompt_records(Path(path), tally):
         tally.read += 1
         try:
-            conversations.append(replace(normal(record, place, cfg, tally), id=place))
+            conversations.append(
+                replace(conversation_of_record(record, place, cfg, tally), id=place)
+            )
         except Unusable as reason:
             raise UserError(
                 f"{place}: {reason}; give one prompt per line, or JSON with "

@@ -20,7 +20,14 @@ from train.data.conversations import (
     distinct_texts,
 )
 from train.data.near_duplicates import compared_words, near_duplicates, words_of
-from train.data.reader import AT_ONCE, Reader, SharedWork, read_conversations, require_spans, used
+from train.data.reader import (
+    AT_ONCE,
+    Reader,
+    SharedWork,
+    read_conversations,
+    read_together,
+    require_spans,
+)
 from train.data.sequences import Document, Prompt
 
 SHARE = 0.05  # of the conversations of large data that are held out
@@ -99,7 +106,7 @@ def split_conversations(
     for start in range(0, len(asked) if ask is not None else 0, AT_ONCE):
         assert ask is not None
         some = asked[start : start + AT_ONCE]
-        prompts = used(ask, [conversation for conversation, _ in some], share)
+        prompts = read_together(ask, [conversation for conversation, _ in some], share)
         for prompt, (conversation, place) in zip(prompts, some, strict=True):
             if isinstance(prompt, Unusable):
                 what = f"held out, but not decoded: {prompt}"

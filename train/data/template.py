@@ -23,7 +23,7 @@ from train.data.sequences import (
     Document,
     Prompt,
     document_of,
-    evenly,
+    even_weights,
     require_short,
     too_long_prompt,
 )
@@ -418,7 +418,10 @@ class Chat:
                 mask[first:last], weight[first:last], together = True, counts, turn
                 continue
             said = np.arange(len(prompt) + last - first) >= len(prompt)
-            text, weights = prompt + ids[first:last], evenly(len(prompt) + last - first, counts)
+            text, weights = (
+                prompt + ids[first:last],
+                even_weights(len(prompt) + last - first, counts),
+            )
             try:
                 rows[turn] = document_of(conversation.id, text, said, cfg, weights)
             except Unusable as reason:

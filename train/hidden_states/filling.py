@@ -29,7 +29,7 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
-from train.data.sequences import Document, Row, pack
+from train.data.sequences import Document, Row, pack_rows
 from train.hidden_states import engine_features
 from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches
 from train.hidden_states.store import (
@@ -97,7 +97,7 @@ class RunHiddenStates:
         needs = drafter.needs
         if self.needs not in (None, needs):
             raise RuntimeError("a drafter reads other features than its plan says: a bug")
-        sides = [pack(side, self.length) for side in texts]
+        sides = [pack_rows(side, self.length) for side in texts]
         if (store := self.store) is None:
             return [self._online(needs, rows) for rows in sides]
         store.refresh()
@@ -119,7 +119,7 @@ class RunHiddenStates:
         """Store the features of a share of the rows. Each process of a launch does a part of it."""
         store, needs = self.store, self.needs
         assert store is not None and needs is not None
-        rows = [row for side in texts for row in pack(side, self.length)]
+        rows = [row for side in texts for row in pack_rows(side, self.length)]
         store.refresh()
         missing = store.missing(share.part(rows))
         console.print(store.announced(sum(len(row.ids) for row in missing)))

@@ -27,7 +27,7 @@ from train.data import engine_responses
 from train.data.conversations import DataConfig
 from train.data.engine_responses import ComparedServers, ids_of
 from train.data.response_files import ResponsesConfig
-from train.data.responses import answered
+from train.data.responses import documents_with_responses
 from train.data.sequences import Document, Prompt
 from train.data.split import split_prompts
 
@@ -63,7 +63,9 @@ def answer(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> Answe
         how = {"max_new_tokens": 8, "batch": 4, "root": str(tmp_path)} | settings
         cfg = ResponsesConfig(**how, engines=urls)
         with Progress(disable=True) as bar:
-            return answered(target, prompts[:count], cfg, Accelerator(cpu=True), bar)
+            return documents_with_responses(
+                target, prompts[:count], cfg, Accelerator(cpu=True), bar
+            )
 
     return documents
 
@@ -120,7 +122,9 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
     for urls in ([], [engine.url]):
         cfg = ResponsesConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
         with Progress(disable=True) as bar:
-            documents.append(answered(target, asked, cfg, Accelerator(cpu=True), bar))
+            documents.append(
+                documents_with_responses(target, asked, cfg, Accelerator(cpu=True), bar)
+            )
     assert texts(documents[0]) == texts(documents[1])
     written = [tokenizer.apply_chat_template(log, add_generation_prompt=True) for log in logs]
     prompts = {tuple(ids["input_ids"]) for ids in written}

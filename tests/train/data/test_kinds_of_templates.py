@@ -14,7 +14,7 @@ from specdec.errors import UserError
 from tests.train.data.chats import said, talk, tokenizer_of
 from train.data.conversations import Conversation, DataConfig, Message, Tally, Unusable
 from train.data.reader import require_spans
-from train.data.records import normal
+from train.data.records import conversation_of_record
 from train.data.rendering import ChatTemplate
 from train.data.sequences import Document
 from train.data.template import OPENED, SHORT, Chat
@@ -176,7 +176,7 @@ def calling() -> Conversation:
         ]
 
     record = {"messages": [*turns("Ulm", "four"), *turns("Bonn", "nine")], "tools": tools}
-    return normal(record, "x", DataConfig(""), Tally())
+    return conversation_of_record(record, "x", DataConfig(""), Tally())
 
 
 PLAIN = talk("How tall is it?", "Forty metres.", "And wide?", "Two.\n\nReally.", "r", "r")
@@ -344,7 +344,7 @@ def test_results_of_tools_are_read_to_the_letter(name: str, result: str) -> None
         {"role": "tool", "content": result},
         {"role": "assistant", "content": "Rather."},
     ]
-    chat = normal({"messages": turns}, "x", DataConfig(""), Tally())
+    chat = conversation_of_record({"messages": turns}, "x", DataConfig(""), Tally())
     messages = [turn | {"content": turn["content"] or ""} for turn in turns[:3]]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert Chat(tokenizer).prompt(chat).ids.tolist() == expected
@@ -353,9 +353,8 @@ def test_results_of_tools_are_read_to_the_letter(name: str, result: str) -> None
     assert [before for before, _ in found][-1] == expected and len(found) == 2
     parts = [{"type": "tool_result", "tool_use_id": "c", "content": result}]
     anthropic = [*turns[:2], {"role": "user", "content": parts}]
-    assert (
-        normal({"messages": anthropic}, "x", DataConfig(""), Tally()).messages[2].content == result
-    )
+    conversation = conversation_of_record({"messages": anthropic}, "x", DataConfig(""), Tally())
+    assert conversation.messages[2].content == result
 
 
 def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thought() -> None:

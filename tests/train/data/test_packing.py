@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specdec.errors import UserError
-from train.data.sequences import Document, pack
+from train.data.sequences import Document, pack_rows
 
 
 def documents(*lengths: int) -> list[Document]:
@@ -21,7 +21,7 @@ def documents(*lengths: int) -> list[Document]:
 
 
 def test_pack_by_hand() -> None:
-    rows = pack(documents(2, 6, 3, 5, 4), 10)
+    rows = pack_rows(documents(2, 6, 3, 5, 4), 10)
     # longest first into the fullest row that has room: 6; 5; 4 beside 6; 3 beside 5; 2 beside both
     assert [list(dict.fromkeys(r.document.tolist())) for r in rows] == [[1, 4], [3, 2, 0]]
     assert [len(r.ids) for r in rows] == [10, 10]
@@ -32,9 +32,9 @@ def test_pack_by_hand() -> None:
 
 def test_rows_have_weights_where_a_document_has() -> None:
     some = documents(2, 3, 4)
-    assert all(row.weight is None for row in pack(some, 5))
+    assert all(row.weight is None for row in pack_rows(some, 5))
     some[1].weight = np.array([1, 0.5, 2], np.float32)
-    rows = pack(some, 5)
+    rows = pack_rows(some, 5)
     assert [list(dict.fromkeys(r.document.tolist())) for r in rows] == [[2], [1, 0]]
     assert rows[0].weight is None and rows[1].weight is not None
     assert rows[1].weight.tolist() == [1, 0.5, 2, 1, 1]
@@ -43,8 +43,8 @@ def test_rows_have_weights_where_a_document_has() -> None:
 def test_pack_keeps_every_token_once_and_whole() -> None:
     rng = random.Random(0)
     given = documents(*(rng.randint(1, 64) for _ in range(500)))
-    rows = pack(given, 64)
-    assert [r.ids.tolist() for r in pack(given, 64)] == [r.ids.tolist() for r in rows]
+    rows = pack_rows(given, 64)
+    assert [r.ids.tolist() for r in pack_rows(given, 64)] == [r.ids.tolist() for r in rows]
     seen: Counter[int] = Counter()
     for row in rows:
         assert len(row.ids) == len(row.mask) == len(row.document) == len(row.position) <= 64
@@ -68,7 +68,7 @@ def test_pack_keeps_every_token_once_and_whole() -> None:
 
 
 def test_pack_edges() -> None:
-    assert pack([], 8) == []
-    assert [len(r.ids) for r in pack(documents(8, 8), 8)] == [8, 8]
+    assert pack_rows([], 8) == []
+    assert [len(r.ids) for r in pack_rows(documents(8, 8), 8)] == [8, 8]
     with pytest.raises(UserError, match="'0' has 9 tokens, more than the 8 of a row"):
-        pack(documents(9), 8)
+        pack_rows(documents(9), 8)

@@ -15,7 +15,7 @@ from tests.train.data.chats import ASK, CHATML, said, talk, tokenizer_of
 from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Conversation, DataConfig, Message, Unusable
 from train.data.reader import Reader
-from train.data.sequences import Document, pack
+from train.data.sequences import Document, pack_rows
 from train.data.split import split_documents, split_prompts
 from train.data.template import LOST, OPENED, SEVERAL, WEIGHTED, Chat
 
@@ -265,7 +265,7 @@ def test_answers_of_one_row_have_weights_of_their_own() -> None:
     assert said(row, tokenizer) == "a<|im_end|>|ccc<|im_end|>"
     assert row.weight is not None
     assert row.weight[row.mask].tolist() == [0.25] * 2 + [3] * 4
-    (packed,) = pack([row, *Chat(tokenizer).documents(chat, DataConfig(min_answer=1))], 1000)
+    (packed,) = pack_rows([row, *Chat(tokenizer).documents(chat, DataConfig(min_answer=1))], 1000)
     assert packed.weight is not None and sorted(packed.weight[packed.mask].tolist()) == (
         [0.25] * 2 + [1] * 9 + [3] * 4
     )
