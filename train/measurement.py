@@ -1,20 +1,24 @@
 """The end of a run. Its best draft is measured, unless that was done before in the same way. Then
 the report is written and the draft exported."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from platform import python_version
 from shlex import quote
 
+import transformers
 from rich.progress import Progress
 
 import specdec
+from specdec.decoding.config import DecodeConfig
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.integrity import of_file, of_value
+from specdec.integrity import of_code, of_file, of_value
 from specdec.measure.confidence import CALIBRATING, calibrate
 from specdec.measure.evaluate import Subject, evaluate
 from specdec.measure.machine import machine_of
@@ -31,6 +35,12 @@ from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
 RECORD = "measured.json"  # in the report's folder: how its results were measured
+SPECDEC = Path(specdec.__path__[0])
+# modules and packages whose formulas the figures depend on
+MEASURING = (
+    *("compat.py", "context.py", "frozen.py", "decoding", "drafters", "forcing", "lab", "measure"),
+    *("objectives", "runtime", "sampling", "targets", "theory"),
+)
 
 
 @memory_for(
@@ -122,37 +132,71 @@ def _measured(
     ranks: Ranks,
     progress: Progress,
 ) -> Results:
-    """Calibrate the best draft, and measure it with the decoder."""
-    asked, also = [*texts.prompts[: texts.measured], *others_of(texts)], None
-    prompts = [p.ids.tolist() for p in asked]
-    others = prompts[texts.measured :][:CALIBRATING]
-    if others and not drafter.copies:
-        console.print(f"calibrating confidence on {len(others)} prompts that are not measured")
-        drafter.calibrations = calibrate(target, drafter, others, cfg.decode, ranks)
-        ranks.first(lambda: draft_checkpoint.write_calibrations(folder / "best", drafter))
-    if cfg.also is not None:
+    """Measure the best draft of a run and, if there is one, its hybrid with retrieval."""
+    best, hybrid = folder / "best", folder / f"with-{cfg.also}"
+
+    def with_retrieval() -> Drafter:
+        assert cfg.also is not None
         also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
         also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
-        notes = {
-            k: x for k, x in draft_checkpoint.read_card(folder / "best").notes.items() if k == "run"
-        }
+        notes = draft_checkpoint.read_card(best).notes
+        notes = {k: x for k, x in notes.items() if k == "run"}
         ranks.first(
-            lambda: draft_checkpoint.write_draft(
-                folder / f"with-{cfg.also}", also, target, notes=notes
-            )
+            lambda: draft_checkpoint.write_draft(hybrid, also, target, notes=notes),
         )
-        ranks.first(
-            lambda: draft_checkpoint.copy_trained_on(folder / "best", folder / f"with-{cfg.also}")
-        )
-    return evaluate(
-        Subject(cfg.name, target, drafter, cfg.data.name, also, original),
-        prompts,
+        ranks.first(lambda: draft_checkpoint.copy_trained_on(best, hybrid))
+        return also
+
+    others = others_of(texts)
+    return measure_draft(
+        Subject(cfg.name, target, drafter, cfg.data.name, original=original),
+        best,
         replace(cfg.decode, prompts=texts.measured),
-        progress,
-        [p.words for p in asked],
+        asked=texts.prompts[: texts.measured],
+        others=others,
+        calibrating=[] if drafter.copies else others[:CALIBRATING],
+        build_also=with_retrieval if cfg.also is not None else None,
+        progress=progress,
         ranks=ranks,
-        earlier=[p.earlier for p in asked],
-        kinds=[p.kind for p in asked],
+    )
+
+
+def measure_draft(
+    subject: Subject,
+    draft: Path,
+    cfg: DecodeConfig,
+    *,
+    asked: Sequence[Prompt],
+    others: Sequence[Prompt],
+    calibrating: Sequence[Prompt] = (),
+    build_also: Callable[[], Drafter] | None = None,
+    progress: Progress,
+    log: Path | None = None,
+    ranks: Ranks = ALONE,
+) -> Results:
+    """Calibrate the confidence of the draft in this folder on the prompts `calibrating`, then
+    measure it on `cfg.prompts` prompts, those `asked`. Choices are made on `others`. `build_also`
+    makes the second draft of the subject, from the calibrated one. Raises UserError as `calibrate`
+    and `evaluate` do."""
+    if calibrating:
+        console.print(f"calibrating confidence on {len(calibrating)} prompts that are not measured")
+        prompts = [p.ids.tolist() for p in calibrating]
+        drafter = subject.drafter
+        drafter.calibrations = calibrate(subject.target, drafter, prompts, cfg, ranks)
+        ranks.first(lambda: draft_checkpoint.write_calibrations(draft, drafter))
+    if build_also is not None:
+        subject = replace(subject, also=build_also())
+    known = [*asked, *others]
+    return evaluate(
+        subject,
+        [p.ids.tolist() for p in known],
+        cfg,
+        progress,
+        [p.words for p in known],
+        log,
+        ranks,
+        earlier=[p.earlier for p in known],
+        kinds=[p.kind for p in known],
     )
 
 
@@ -212,10 +256,7 @@ def results_of(
 
 def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int) -> str:
     """A checksum of all that the results depend on, and of the results themselves."""
-    files = [folder / "report" / FILE]
-    for package in (Path(specdec.__path__[0]), Path(__file__).parent):
-        files += sorted(package.rglob("*.py"))
-    drafts_of = [folder / "best"]
+    results, drafts_of = folder / "report" / FILE, [folder / "best"]
     if cfg.also is not None:
         drafts_of.append(folder / f"with-{cfg.also}")
     how = {
@@ -224,8 +265,15 @@ def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, process
         "kinds": [prompt.kind for prompt in texts.prompts],
         # without the reason for its dtype, which is words
         "machine": asdict(replace(machine_of(target), reason="")),
+        "versions": [python_version(), transformers.__version__],
         "processes": processes,
         "drafts": [draft_checkpoint.digest_of_draft(path) for path in drafts_of],
-        "files": [of_file(path) for path in files if path.exists()],
+        "results": of_file(results) if results.exists() else None,
+        "code": of_code([path for name in MEASURING for path in _sources(SPECDEC / name)]),
     }
     return of_value(how)
+
+
+def _sources(place: Path) -> list[Path]:
+    """A module, or all those of a package."""
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place]

@@ -6,6 +6,7 @@ Run alone: python -m pytest tests/train/test_repeated.py
 
 import itertools
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
 def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reason for a dtype was once a timing, which changed from start to start."""
+    """The reason for a dtype was once a timing, which changed from start to start. Of the code,
+    formulas count, and docstrings and comments do not."""
     counted, machine = [], measurement.machine_of
     measured = measurement._measured
     monkeypatch.setattr(measurement, "_measured", lambda *x: counted.append(1) or measured(*x))
@@ -182,3 +184,17 @@ def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
     monkeypatch.setattr(measurement, "machine_of", lambda x: replace(machine(x), threads=99))
     tiny.job(tmp_path / "run", "medusa", *more)
     assert counted == [1, 1]
+    code = tmp_path / "specdec"
+    shutil.copytree(measurement.SPECDEC, code)
+    monkeypatch.setattr(measurement, "SPECDEC", code)
+    for name, old, new, times in (
+        ("decoding/verify.py", '"""', '"""In other words: ', 2),
+        ("theory/leviathan.py", "\ndef ", "\n# a comment\ndef ", 2),
+        ("report/markdown.py", "\ndef ", "\nMORE = 1\ndef ", 2),  # no figure depends on it
+        ("theory/leviathan.py", "    return ", "    return 1 * ", 3),
+    ):
+        text = (code / name).read_text(encoding="utf-8")
+        assert old in text
+        (code / name).write_text(text.replace(old, new, 1), encoding="utf-8")
+        tiny.job(tmp_path / "run", "medusa", *more)
+        assert len(counted) == times, name
