@@ -190,7 +190,7 @@ def test_what_is_left_out_is_the_targets_own() -> None:
 @pytest.mark.parametrize(
     "fields,word",
     [
-        ({"num_beams": 4}, r"specdec\.decoding\.beam\.beam_search"),
+        ({"num_beams": 4}, r"specdec\.lab\.decoding\.beam\.beam_search"),
         ({"num_return_sequences": 2, "do_sample": True}, "num_return_sequences"),
         ({"max_time": 0.1}, "max_time"),
         ({"guidance_scale": 1.5}, "guidance_scale"),
