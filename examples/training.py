@@ -23,7 +23,7 @@ def main(settings: Sequence[str]) -> None:
     folder = Path("runs") / config.name
     run(config, folder)  # an interrupted run is continued
 
-    for at in Results.read(folder / "report").asked:
+    for at in Results.load(folder / "report").asked:
         print(
             f"T={at.way.temperature:g}: {at.tau.value:.2f} tokens per pass of the target, "
             f"{at.speedup.value:.2f} times the speed of plain decoding"

@@ -31,7 +31,7 @@ LONG = {
     "drafters/test_regression.py",
     "lab/drafters/test_translated.py",
     "formats/test_export_check.py",
-    "measure/test_evaluate.py",
+    "measure/test_evaluation.py",
     "runtime/test_memory.py",
     "scripts/test_gpu.py",
     "scripts/test_targets.py",

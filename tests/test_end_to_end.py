@@ -29,7 +29,7 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 import train
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
@@ -187,7 +187,7 @@ def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Ge
     return [alone, *decode(target, others, way, max_new_tokens=NEW)]
 
 
-def accepted_by_depth(rounds: Sequence[Round]) -> list[int]:
+def accepted_by_depth(rounds: Sequence[SpeculationStep]) -> list[int]:
     return [sum(r.accepted > k for r in rounds) for k in range(3)]
 
 
@@ -258,7 +258,7 @@ def test_sampled_acceptance_is_beta_at_the_anchors_visited(
 
 def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     run = runs("eagle3")
-    greedy, sampled = Results.read(run / "report").asked
+    greedy, sampled = Results.load(run / "report").asked
     assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
     assert sum(greedy.accepted_lengths) == greedy.rounds
     committed = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))

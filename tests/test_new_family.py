@@ -43,11 +43,11 @@ def test_it_is_trained_measured_decoded_and_reported(
     tau = tiny.job(tmp_path, family, "loop.epochs=20", "decode.temperatures=[0,1]", "export=null")
 
     require_learning(tmp_path, epochs=20)
-    results = Results.read(tmp_path / "report")
+    results = Results.load(tmp_path / "report")
     assert results.training is not None
     assert results.training.objective == tau
     for at in results.asked:
-        assert len(at.alpha.all.of(at.way.temperature)) == 2
+        assert len(at.alpha.all.at_temperature(at.way.temperature)) == 2
         assert at.tau.value >= 1 and at.drafted_per_round.value > 0
     assert "last_token" in (tmp_path / "report" / "report.md").read_text()
 

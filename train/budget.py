@@ -22,8 +22,8 @@ from specdec.drafters.base import Trainable
 from specdec.files import read_record, write_json
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure import costs
+from specdec.measure.calibration import AT_ONCE, CALIBRATING
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
-from specdec.measure.confidence import AT_ONCE, CALIBRATING
 from specdec.progress import console
 from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target

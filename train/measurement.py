@@ -19,8 +19,8 @@ from specdec.errors import UserError, memory_for
 from specdec.files import read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.integrity import of_code, of_file, of_value
-from specdec.measure.confidence import CALIBRATING, calibrate
-from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.calibration import CALIBRATING, calibrate
+from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.machine import machine_of
 from specdec.measure.results import FILE, Results, Training
 from specdec.progress import console
@@ -248,7 +248,7 @@ def results_of(
     report = folder / "report"
     try:
         if read_json(report / RECORD) == {"how": _how(cfg, folder, texts, target, processes)}:
-            return Results.read(report)
+            return Results.load(report)
     except UserError:  # missing or damaged
         pass
     return None

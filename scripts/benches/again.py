@@ -11,7 +11,7 @@ from specdec.decoding.config import DecodeConfig
 from specdec.drafters.base import Drafter
 from specdec.files import make_folder, record
 from specdec.formats import draft_checkpoint
-from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.results import FILE, Results
 from specdec.progress import bars, console
 from specdec.targets.target import Target
@@ -51,4 +51,4 @@ def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
         with bars(console) as progress:
             made = evaluate(subject, at_hand.prompts, cfg, progress, at_hand.words)
         made.write(make_folder(kept))
-    return Results.read(kept)
+    return Results.load(kept)

@@ -155,7 +155,7 @@ def causal(
 
 def results_of(run: Path) -> Results:
     """The report of a run, which must have drafted chains at T = 0 and T = 1."""
-    made = Results.read(run / "report")
+    made = Results.load(run / "report")
     at = [at.way.temperature for at in made.asked if at.way.chain]
     require(at == [0, 1], f"{run} was not measured with chains at T = 0 and T = 1: leave it out")
     return made

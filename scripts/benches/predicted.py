@@ -14,7 +14,7 @@ SPEEDS = ("γ", "α", "c", "v", "τ", "Theorem 3.8", "τ / (γc + v)", "measured
 
 def alpha_of(at: Measured) -> float:
     """α at depth 0 over all positions, the one number that the closed forms take."""
-    return at.alpha.all.of(at.way.temperature)[0].value
+    return at.alpha.all.at_temperature(at.way.temperature)[0].value
 
 
 def cost_of_a_pass(
@@ -30,14 +30,14 @@ def cost_of_a_pass(
 
 def alphas(found: Mapping[str, Results]) -> Rows:
     for name, made in found.items():
-        zero, one = (at.alpha.all.of(at.way.temperature)[0] for at in made.asked)
+        zero, one = (at.alpha.all.at_temperature(at.way.temperature)[0] for at in made.asked)
         yield name, [str(zero), str(one), f"{one.n:,}"]
 
 
 def speeds(found: Mapping[str, Results], v: leviathan.PassCost) -> Rows:
     for name, made in found.items():
         for at in made.asked:
-            alpha, c = at.alpha.all.of(at.way.temperature)[0], at.costs.c.value
+            alpha, c = at.alpha.all.at_temperature(at.way.temperature)[0], at.costs.c.value
             expected = through(alpha, lambda a: leviathan.walltime_factor(a, at.way.gamma, c))  # noqa: B023
             figures = [f"{alpha.value:.3f}", f"{c:.3f}", at.costs.v.text(2), str(at.tau)]
             figures += [x.text(2) for x in (expected, foreseen_speedup(at), at.speedup)]

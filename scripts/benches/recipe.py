@@ -92,7 +92,7 @@ def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str
         print(plain(done.stderr or ""), end="", file=sys.stderr)
         if done.returncode:
             raise UserError(f"runs/{name} failed: see above; the same command tries it again")
-    return Results.read(report)
+    return Results.load(report)
 
 
 def tokens_of_each(runs: Iterable[Results], folder: Path) -> int:

@@ -19,7 +19,7 @@ from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.measure.choosing import LEARNING, acceptance_by_rank, best_static, fastest_shape
 from specdec.measure.costs import timed
-from specdec.measure.evaluate import Subject, evaluate
+from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.setup import Setup
 from specdec.progress import bars, console
 from specdec.report.theory import foreseen_speedup

@@ -17,7 +17,7 @@ PHASES = ("draft", "verify", "judge", "commit")  # of a round
 
 
 @dataclass
-class Round:
+class SpeculationStep:
     """One pass of the target over one row: its start, its draft, and what was kept."""
 
     anchor: int  # position in the text of the last committed token
@@ -37,7 +37,7 @@ class Round:
 
 # called for each prompt and round: the prompt's number, the tokens its answer gained, the round;
 # for the first token, from prefill, the round is None
-OnTokens = Callable[[int, list[int], Round | None], None]
+OnTokens = Callable[[int, list[int], SpeculationStep | None], None]
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Generation:
     prompt: list[int]
     ids: list[int]  # the new tokens, cut at eos, a stop string or max_new_tokens
     overrun: list[int]  # tokens that the last round committed beyond that cut
-    rounds: list[Round]
+    rounds: list[SpeculationStep]
     prefill_seconds: float
     seconds: float  # of the rounds until this row ended, without prefill
     spent: dict[str, float] = field(default_factory=dict)  # seconds by phase, see `PHASES`
@@ -64,7 +64,7 @@ class Generation:
 Piece = tuple[str, str]
 
 
-def pieces(stream: Stream, ids: Sequence[int], last: Round | None) -> list[Piece]:
+def pieces(stream: Stream, ids: Sequence[int], last: SpeculationStep | None) -> list[Piece]:
     """What a round adds to an answer, as `OnTokens` gets it, in the order in which it is read: a
     rejected draft comes right before its correction."""
     if last is None:
@@ -97,7 +97,7 @@ class Clock:
         self._ended: list[tuple[str, Any, Any]] = []  # phases that are not counted yet
         self.began, self._last = time.perf_counter(), self._watch.mark()
 
-    def start(self) -> None:
+    def restart(self) -> None:
         self._last = self._watch.mark()
 
     def end(self, phase: str) -> None:
@@ -143,7 +143,7 @@ class Answers:
         self.in_batch = numbers[:size]  # the prompt of each row of the batch
         self._waiting = numbers[size:]  # the prompts that get a row when another's answer has ended
         self.clock = Clock(self.device)
-        self._rounds: list[list[Round]] = [[] for _ in self.prompts]
+        self._rounds: list[list[SpeculationStep]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
 
     @property
@@ -154,7 +154,7 @@ class Answers:
         self,
         rows: Rows,
         new: list[list[int]],
-        rounds: list[Round] | None = None,
+        rounds: list[SpeculationStep] | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
         """Add the tokens that a round committed to each row of the batch, or to these rows `only`;
@@ -226,7 +226,7 @@ class Answers:
 
 def outcome(
     proposal: Proposal, verdict: Verdict, texts: list[list[int]]
-) -> tuple[list[Round], list[list[int]]]:
+) -> tuple[list[SpeculationStep], list[list[int]]]:
     """The round of each row, and its new tokens: those that were kept, and the target's own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     drafted = zip(proposal.tokens_BG.tolist(), proposal.above_BG.tolist(), strict=True)
@@ -246,6 +246,6 @@ def outcome(
         tested = len(path) + bool(rejected)
         chain = () if proposal.parents_BG is not None else tuple(ids[:nodes])
         counts = max(depths), len(path), nodes, tested
-        rounds.append(Round(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
+        rounds.append(SpeculationStep(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
         new.append([*(ids[i] for i in path), following[b]])
     return rounds, new

@@ -116,7 +116,7 @@ def decode(
     while not answers.all_ended:
         # Prompts that wait get the rows of answers that have ended.
         if fresh := answers.refilled():
-            answers.clock.start()
+            answers.clock.restart()
             other = target.new_cache(slots)
             theirs, choosing, new = begun([answers.in_batch[b] for b in fresh], other)
             rows.replace(fresh, theirs)
@@ -131,7 +131,7 @@ def decode(
             for part in (rows, cache, choose, own):
                 if part is not None:
                     part.select(going)
-        answers.clock.start()
+        answers.clock.restart()
 
         # The draft proposes a chain or a tree after each row's anchor, if there is room for one.
         proposal = Proposal(rows.anchors()[:, :0])

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.decoding.policy import Length, Measured, Trials
+from specdec.decoding.policy import Length, SavedFigures, Trials
 from specdec.errors import require, require_between
 from specdec.files import record
 from specdec.plugins import Plugins
@@ -117,7 +117,7 @@ class Optimal(Adaptive):
 
 
 @dataclass
-class CostTable(Measured):
+class CostTable(SavedFigures):
     """The time of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
     `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes first."""
 
@@ -162,7 +162,7 @@ class Goodput(Adaptive):
     measured = "table"
 
     @classmethod
-    def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], Measured]:
+    def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], SavedFigures]:
         return {}, trials.cost_table()
 
     def use(self, figures: CostTable | None = None) -> None:

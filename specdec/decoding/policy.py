@@ -39,7 +39,7 @@ class Length:
         require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
 
     @classmethod
-    def learn(cls, trials: "Trials", gamma: int) -> "tuple[dict[str, Any], Measured | None]":
+    def learn(cls, trials: "Trials", gamma: int) -> "tuple[dict[str, Any], SavedFigures | None]":
         """Measure what the setting `measured` lacks, for at most γ tokens: further settings, and
         the figures for `use`. Called for policies that name such a setting."""
         return {}, None
@@ -68,14 +68,14 @@ class Trials(Protocol):
         """c, the time of a draft step, and v, that of a target pass over γ + 1 tokens, both in
         steps of vanilla decoding."""
 
-    def cost_table(self) -> "Measured":
+    def cost_table(self) -> "SavedFigures":
         """The times of whole rounds, by batch and γ."""
 
     def after_decoding(self, policy: Length, outcome: Callable[[], T]) -> T:
         """`outcome()` after some prompts were decoded with chains that `policy` shortens."""
 
 
-class Measured(ABC):
+class SavedFigures(ABC):
     """A dataclass that is measured once and kept in a JSON file, which a setting names."""
 
     setting: ClassVar[str]

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from specdec.compat import generation_defaults, logits_processors
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.decode import decode
 from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
@@ -94,7 +94,7 @@ def speculative_generate(
     logits_processor: Sequence[Processor] = (),
     seed: int = 0,
     compiled: bool = False,
-    streamer: Callable[[int, list[int], Round | None], None] | None = None,
+    streamer: Callable[[int, list[int], SpeculationStep | None], None] | None = None,
     **overrides: Any,
 ) -> Speculation:
     """Continue `input_ids` [B, T] as the target's `generate` would: token for token if greedy, in
@@ -152,7 +152,7 @@ def _config(
     the target's own."""
     config = copy.deepcopy(generation_config or GenerationConfig())
     fields = vars(GenerationConfig())
-    with told():
+    with transformers_errors():
         config.update(**target.model.generation_config.to_dict(), defaults_only=True)
         unknown = config.update(**overrides)
         config.update(temperature=1.0, top_k=50, top_p=1.0, defaults_only=True)
@@ -173,7 +173,7 @@ def _config(
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def transformers_errors() -> Iterator[None]:
     """Turn transformers' error about a wrong value into a UserError."""
     try:
         yield
@@ -236,7 +236,7 @@ def _processors(
     config.do_sample, config.max_length = _late(config), seen[0] + limit
     eos_ids = torch.tensor(eos, device=target.device) if eos else None
     own = {"logits_processor": LogitsProcessorList(of_user), "device": str(target.device)}
-    with told():
+    with transformers_errors():
         return list(logits_processors(target.model, config, eos_ids, seen[0], **own))
 
 

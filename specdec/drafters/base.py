@@ -293,7 +293,7 @@ class Predictor(Drafter):
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
         growth = self.draft_growth(ctx, cache)
         variant = variant_of(choose.sampler.greedy, choose.siblings == "fixed")
-        growth.calibration = self.calibrations.of(variant)
+        growth.calibration = self.calibrations.for_variant(variant)
         proposal = shape.draft(growth, choose)
         if ctx.cache is not None:
             ctx.cache.drop()  # drafts in the target's own slots, which its pass will overwrite

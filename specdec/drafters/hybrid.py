@@ -243,7 +243,7 @@ class Hybrid(Drafter):
         masks: Sequence[Sequence[bool]],
         variant: str,
     ) -> None:
-        known = self.head.calibrations.of(variant)
+        known = self.head.calibrations.for_variant(variant)
         self.alpha = known.accepted if known else self.config.alpha or [0.4]
         self.c, of_head = cost(self.head, self.gamma)
         others = {1, self.longest} - {self.gamma}

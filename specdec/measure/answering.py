@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.way import Way
@@ -31,7 +31,7 @@ class Answered:
     timed: int = 0  # how many prompts were timed, beginning with the first
 
     @property
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[SpeculationStep]:
         return [r for g in self.drafted for r in g.rounds]
 
     def add(self, plain: Sequence[Generation], drafted: Sequence[Generation]) -> None:

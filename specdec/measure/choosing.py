@@ -10,10 +10,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.decoding.answers import Round
+from specdec.decoding.answers import SpeculationStep
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
 from specdec.decoding.length import LENGTHS, CostTable, length
-from specdec.decoding.policy import Length, Measured
+from specdec.decoding.policy import Length, SavedFigures
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
@@ -40,7 +40,7 @@ class FiguresFile:
     summary: str  # with {where} in the place of the temperature and the prompts
 
 
-def file_of(figures: Measured) -> FiguresFile:
+def file_of(figures: SavedFigures) -> FiguresFile:
     return FiguresFile(figures.stem, figures.document(), figures.summary("{where}"))
 
 
@@ -168,7 +168,7 @@ def acceptance_by_rank(
     shape = Static(paths) if width > 1 else Chain(depth)
     wide = replace(way, shape=shape, compiled=False)
 
-    def rounds(prompt: Sequence[int]) -> list[Round]:
+    def rounds(prompt: Sequence[int]) -> list[SpeculationStep]:
         (answer,) = setup.answers([prompt], wide, seeds=[0])
         return answer.rounds
 

@@ -99,7 +99,7 @@ def along(
     return Along(alpha, others[: len(LENIENCES)], *others[len(LENIENCES) :])
 
 
-class Text(NamedTuple):
+class ForcedText(NamedTuple):
     """What was measured along an answer, and which of its anchors count."""
 
     measured: Along
@@ -107,13 +107,13 @@ class Text(NamedTuple):
     drafted: list[int]  # at each of them: the most depths that were drafted
 
 
-def whole(measured: Along, length: int, depth: int) -> Text:
+def whole(measured: Along, length: int, depth: int) -> ForcedText:
     """Every anchor of an answer of `length` tokens at which all depths are known."""
     anchors = range(max(0, length - depth))
-    return Text(measured, list(anchors), [depth] * len(anchors))
+    return ForcedText(measured, list(anchors), [depth] * len(anchors))
 
 
-def decoded(measured: Along, answer: Generation, gamma: int, greedy: bool) -> Text:
+def decoded(measured: Along, answer: Generation, gamma: int, greedy: bool) -> ForcedText:
     """The anchors at which a decoding's rounds started; `measured` holds the figures along its
     text. At T = 0 all of them count, so that the products of greedy acceptance are the decoder's
     own counts: a depth past the end of the text was not accepted. Above 0 only those with γ tokens
@@ -121,13 +121,13 @@ def decoded(measured: Along, answer: Generation, gamma: int, greedy: bool) -> Te
     length = len(answer.ids) + len(answer.overrun)
     rounds = [(r.anchor - len(answer.prompt), r.drafted) for r in answer.rounds]
     kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]
-    return Text(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
+    return ForcedText(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
 
 
-def forced(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Forced:
+def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int) -> Forced:
     """α by depth over all positions, and at visited anchors, with intervals over the answers."""
 
-    def in_a_row(text: Text, column_TK: Tensor) -> Tensor:
+    def in_a_row(text: ForcedText, column_TK: Tensor) -> Tensor:
         product_TK = column_TK[text.anchors, :gamma].cumprod(-1)
         depths_K = torch.arange(product_TK.shape[1])
         return product_TK * (torch.tensor(text.drafted)[:, None] > depths_K)
@@ -153,7 +153,9 @@ def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
     return [mean(columns) for columns in zip(*(table.unbind(1) for table in tables))]
 
 
-def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Foreseen | None:
+def foreseen(
+    every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int
+) -> Foreseen | None:
     """What the theory says about these texts; None if they are too short. Expected tokens are
     those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
@@ -161,7 +163,7 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
     divergences = [text.measured.lk_divergence[text.anchors] for text in every]
     ratios = [text.measured.ratio[text.anchors, :gamma] for text in visited]
 
-    def lenient(i: int, texts: Sequence[Text]) -> Interval:
+    def lenient(i: int, texts: Sequence[ForcedText]) -> Interval:
         return mean([text.measured.lenient[i][text.anchors, 0] for text in texts])
 
     by_lenience = [
@@ -175,7 +177,7 @@ def foreseen(every: Sequence[Text], visited: Sequence[Text], gamma: int) -> Fore
 
 
 def prompt_counts(
-    every: Text, plain: Generation, answer: Generation, gamma: int, greedy: bool
+    every: ForcedText, plain: Generation, answer: Generation, gamma: int, greedy: bool
 ) -> PromptCounts:
     """The counts of a prompt, from what was measured along its plain answer and from its rounds."""
     alpha = every.measured.alpha

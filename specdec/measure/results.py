@@ -28,7 +28,7 @@ class Alpha:
     greedy_draft: list[Interval]
     greedy: list[Interval]
 
-    def of(self, temperature: float) -> list[Interval]:
+    def at_temperature(self, temperature: float) -> list[Interval]:
         """The variant for decoding at a temperature, with drafts drawn from q if it is above 0."""
         return self.greedy if temperature == 0 else self.sampled
 
@@ -392,6 +392,6 @@ class Results:
         write_json(folder / FILE, asdict(self))
 
     @classmethod
-    def read(cls, folder: Path) -> "Results":
+    def load(cls, folder: Path) -> "Results":
         """The results in a report's folder. Raises UserError for a missing or damaged file."""
         return read_record(cls, folder / FILE, "evaluate the draft again")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.decoding.answers import Generation, Round
+from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
@@ -24,7 +24,7 @@ class Setup:
     ranks: Ranks = ALONE
 
     @classmethod
-    def of(cls, target: Target, cfg: DecodeConfig, ranks: Ranks = ALONE) -> "Setup":
+    def from_config(cls, target: Target, cfg: DecodeConfig, ranks: Ranks = ALONE) -> "Setup":
         return cls(target, cfg.max_new_tokens, cfg.batch, cfg.seed, ranks)
 
     def answers(
@@ -35,11 +35,11 @@ class Setup:
             self.target, prompts, way, **{"max_new_tokens": self.max_new_tokens} | options
         )
 
-    def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[Round]:
+    def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
         """The rounds when each prompt is answered alone. The prompts are shared out, unless there
         is a length policy, which may learn from one answer to the next."""
 
-        def rounds(i: int) -> list[Round]:
+        def rounds(i: int) -> list[SpeculationStep]:
             (answer,) = self.answers([prompts[i]], way, seeds=[self.seed + i])
             return answer.rounds
 

@@ -90,7 +90,7 @@ def alpha_by_depth(path: Path, results: Results) -> None:
                 (at.alpha.all, BLUE, "all positions, each depth alone"),
                 (at.alpha.visited, ORANGE, "visited anchors, all depths up to this one"),
             ):
-                points = forced.of(at.way.temperature)
+                points = forced.at_temperature(at.way.temperature)
                 x = range(len(points))
                 ax.plot(x, [p.value for p in points], "o-", color=colour, label=label)
                 low, high = [p.low for p in points], [p.high for p in points]

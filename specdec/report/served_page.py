@@ -15,7 +15,7 @@ def write_served_page(folder: Path, served: Served, report: Path) -> str:
     """Write served.json, served.md and served.html into a folder; returns the page as a terminal
     shows it. `report` is the folder of the report of the draft's run, which need not exist. Raises
     UserError if that report is damaged."""
-    promised = Results.read(report) if (report / FILE).exists() else None
+    promised = Results.load(report) if (report / FILE).exists() else None
     served.write(folder)
     markdown.write(folder / PAGE, served_page_text(escaped(served), escaped(promised)))
     return served_page_text(served, promised)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from specdec.measure.results import Measured, Results
 from specdec.report.markdown import by_temperature, claimed, table
-from specdec.theory import leviathan as paper
+from specdec.theory import leviathan
 from specdec.theory.intervals import Interval
 
 PASS = ("tokens", "ms", "MB of weights", "GFLOP", "FLOP a byte", "GB/s", "GFLOP/s")
@@ -24,7 +24,7 @@ def milliseconds(seconds: Interval) -> str:
 def foreseen_speedup(at: Measured) -> Interval:
     """τ / (γc + v): the measured τ over what a round should cost."""
     share = at.drafted_per_round.value / at.way.gamma if at.way.chain else 1.0
-    cost = paper.round_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
+    cost = leviathan.round_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
@@ -66,31 +66,41 @@ def section(results: Results) -> list[str]:
 def _closed_forms(at: Measured, results: Results) -> dict[str, str]:
     """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
     c_hat = at.operations
-    by_depth, gamma, c = at.alpha.all.of(at.way.temperature), at.way.gamma, at.costs.c.value
+    by_depth, gamma, c = (
+        at.alpha.all.at_temperature(at.way.temperature),
+        at.way.gamma,
+        at.costs.c.value,
+    )
     alpha, known = by_depth[0], [a.value for a in by_depth]
-    best = paper.best_gamma(alpha.value, c, FURTHEST, paper.pass_cost({gamma: at.costs.v.value}))
+    best = leviathan.best_gamma(
+        alpha.value, c, FURTHEST, leviathan.pass_cost({gamma: at.costs.v.value})
+    )
 
-    def of(formula: Callable[..., float], *others: float, digits: int = 2) -> str:
+    def text_of(formula: Callable[..., float], *others: float, digits: int = 2) -> str:
         return through(alpha, lambda a: formula(a, *others)).text(digits)
 
-    operations = "—" if c_hat is None else of(paper.operations_factor, gamma, c_hat)
+    operations = "—" if c_hat is None else text_of(leviathan.operations_factor, gamma, c_hat)
     return {
         "α at depth 0, all positions": alpha.text(),
-        "tokens per pass, one α for all depths (Equation 1)": of(
-            paper.expected_tokens, gamma, digits=3
+        "tokens per pass, one α for all depths (Equation 1)": text_of(
+            leviathan.expected_tokens, gamma, digits=3
         ),
         "tokens per pass, α of each depth": (
-            f"{paper.expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
+            f"{leviathan.expected_tokens(known, gamma):.3f}" if len(known) >= gamma else "—"
         ),
         "**tokens per pass, measured (τ)**": claimed(at.tau.text(), results.without_interval),
-        "speedup (Theorem 3.8, v = 1)": of(paper.walltime_factor, gamma, c),
+        "speedup (Theorem 3.8, v = 1)": text_of(leviathan.walltime_factor, gamma, c),
         "**speedup, measured**": claimed(at.speedup.text(2), results.times_without_interval),
-        "guaranteed speedup with the best γ (Corollary 3.9)": of(paper.guaranteed_factor, c),
-        "best γ, with the measured v": f"{best} (measured with {gamma})",
-        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": of(
-            paper.oracle_factor, c
+        "guaranteed speedup with the best γ (Corollary 3.9)": text_of(
+            leviathan.guaranteed_factor, c
         ),
-        "reads of the target's weights shrink by (Section 3.4)": of(paper.expected_tokens, gamma),
+        "best γ, with the measured v": f"{best} (measured with {gamma})",
+        "speedup if rejections were known beforehand, v = 1 (Section 3.5)": text_of(
+            leviathan.oracle_factor, c
+        ),
+        "reads of the target's weights shrink by (Section 3.4)": text_of(
+            leviathan.expected_tokens, gamma
+        ),
         "arithmetic operations grow by (Theorem 3.11)": operations,
     }
 

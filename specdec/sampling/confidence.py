@@ -1,6 +1,6 @@
 """Confidence: the draft's own estimate of the probability that the target accepts a drafted token
 once all tokens before it are accepted: the token's q, or what the family itself estimates. A
-`Calibration`, fitted to held-out text (see specdec.measure.confidence) and kept with the draft,
+`Calibration`, fitted to held-out text (see specdec.measure.calibration) and kept with the draft,
 maps a confidence to the share of tokens with that confidence that the target did accept."""
 
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class Calibrations:
     def __post_init__(self) -> None:
         require_between("prompts", self.prompts, 0)
 
-    def of(self, variant: str) -> Calibration | None:
+    def for_variant(self, variant: str) -> Calibration | None:
         calibration: Calibration | None = getattr(self, variant)
         return calibration
 

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specdec.decoding.answers import Generation, Round, pieces_of
+from specdec.decoding.answers import Generation, SpeculationStep, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import LENGTHS
@@ -93,9 +93,9 @@ def test_streaming_gives_each_rows_answer_in_order(
     target: Target, drafter: Drafter, shape: Shape
 ) -> None:
     streamed: dict[int, list[int]] = {}
-    rounds: dict[int, list[Round | None]] = {}
+    rounds: dict[int, list[SpeculationStep | None]] = {}
 
-    def show(row: int, ids: list[int], last: Round | None) -> None:
+    def show(row: int, ids: list[int], last: SpeculationStep | None) -> None:
         streamed.setdefault(row, []).extend(ids)
         rounds.setdefault(row, []).append(last)
 
@@ -205,7 +205,7 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
     cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
-    way = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS).way
+    way = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS).way
     plain = decode(target, PROMPTS, max_new_tokens=24)
     made = decode(target, PROMPTS, way, max_new_tokens=24)
     assert [g.ids for g in made] == [g.ids for g in plain]
@@ -319,7 +319,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     # of equally fast shapes the shortest is taken, so a chain of 3 must be accepted
     drafter = near(target) if dear == "trees" else make_drafter("lm", target, noise=0.3)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
-    choice = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS)
+    choice = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
     shape = choice.way.shape
     assert shape is not None
     if dear == "trees":
@@ -332,7 +332,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
 def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
     drafter = make_drafter("lm", target, noise=0.1)
     cfg = DecodeConfig(tree=tree, nodes=14, gamma=3)
-    way = chosen(Setup.of(target, cfg), cfg, drafter, 0.0, PROMPTS).way
+    way = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS).way
     chain = decode(target, PROMPTS, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
     made = decode(target, PROMPTS, way, max_new_tokens=40, eos=())
     assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)

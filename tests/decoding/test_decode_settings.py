@@ -103,7 +103,9 @@ def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target
             cfg = DecodeConfig(**options)
             chosen(Setup(target), cfg, make_drafter(name, target), 1.0, PROMPTS)
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    choice = chosen(Setup.of(target, cfg), cfg, make_drafter("early_exit", target), 1.0, PROMPTS)
+    choice = chosen(
+        Setup.from_config(target, cfg), cfg, make_drafter("early_exit", target), 1.0, PROMPTS
+    )
     assert choice.way.shape is not None and choice.way.shape.nodes == 4
 
 

@@ -217,7 +217,7 @@ def test_a_run_measures_its_draft_with_copying(tiny: Tiny, tmp_path: Path) -> No
     """`also` adds a second set of figures on the same prompts and a draft to decode with; a trained
     draft's folder is a head, whose noted α counts."""
     tiny.job(tmp_path / "run", "eagle3", "also=ngram", "decode.temperatures=[0]")
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     (head,), (both,) = results.asked, results.ways["hybrid"]
     assert both.way.drafter == "hybrid"
     assert both.plain_tokens_per_second == head.plain_tokens_per_second

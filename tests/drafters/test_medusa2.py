@@ -194,7 +194,7 @@ def test_two_stages_make_a_report_and_a_target_to_serve(
     run = tmp_path / "two"
     tiny.job(run, "medusa", *ADAPTED, start, "answers.temperature=1", "loop.epochs=4")
     assert losses(run)[0][1]["loss"][0] < losses(tmp_path / "one")[0][1]["loss"][0]
-    results = Results.read(run / "report")
+    results = Results.load(run / "report")
     assert results.shift is not None and results.shift.original == str(tiny.target)
     assert results.headline()["shift/kl"] == results.shift.kl.value > 0
     assert results.target == f"{tiny.target}, adapted with its draft"

@@ -146,7 +146,7 @@ def terminal(one: Results) -> str:
 
 def test_results_are_read_back_as_themselves(tmp_path: Path) -> None:
     results().write(tmp_path)
-    assert Results.read(tmp_path) == results()
+    assert Results.load(tmp_path) == results()
 
 
 def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     assert "\nObjective: 1 nla.\n" in text and "](reliability.png)" in text
     assert "| confidence, as drafted | 0.600 | 0.700 |" in text
     assert "| calibration error, calibrated | 0.020 | 0.100 |" in text
-    assert tables.page(Results.read(tmp_path), pictures) == text
+    assert tables.page(Results.load(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
     assert CostTable.load(tmp_path / "cost-table-T0.json") == table()
 
@@ -185,9 +185,9 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
 def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> None:
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError, match=words):
-        Results.read(tmp_path)
+        Results.load(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
-        Results.read(tmp_path / "none")
+        Results.load(tmp_path / "none")
 
 
 def test_the_closed_forms_stand_for_chains_alone() -> None:

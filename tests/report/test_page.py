@@ -114,7 +114,7 @@ def test_html_folds_each_table_and_leaves_the_first_screen_open(
 def test_the_page_has_the_figures_of_the_results(results: Results, tmp_path: Path) -> None:
     """As they are read from results.json: of every way, at every temperature."""
     report.write(tmp_path, results)
-    page, read = (tmp_path / "report.md").read_text(), Results.read(tmp_path)
+    page, read = (tmp_path / "report.md").read_text(), Results.load(tmp_path)
     for ats in read.ways.values():
         for row, name in (
             ("**speedup over plain decoding**", "speedup"),

@@ -154,7 +154,7 @@ def test_families_are_trained_once_and_stand_in_one_table(
     assert "600 training tokens a family" in said[1]
     assert rows["seq2seq_lm"][0].startswith("not measured") and "such as T5" in said[1]
     for name in ("medusa", "bigram"):
-        chain, tree = (Results.read(runs / name / of) for of in ("report", "tree"))
+        chain, tree = (Results.load(runs / name / of) for of in ("report", "tree"))
         (zero, one), trees = chain.asked, tree.asked
         alphas = [*one.alpha.all.sampled[:3], *zero.alpha.all.greedy[:3]]
         taus = [at.tau for at in (*chain.asked, *trees)]
@@ -171,7 +171,7 @@ def test_families_are_trained_once_and_stand_in_one_table(
     assert rows["bigram"][:2] == ["0", "—"] and rows["ngram"][11:13] == ["—", "—"]
 
     shutil.copytree(runs / "medusa", runs / "hydra")
-    longer = Results.read(runs / "hydra" / "report")
+    longer = Results.load(runs / "hydra" / "report")
     assert longer.training
     longer.training.tokens += 1
     longer.write(runs / "hydra" / "report")
@@ -201,7 +201,7 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     assert pages[0] == pages[1] != pages[2] and written[0] == written[2]
     assert tiny_runs == ["unigram", "bigram", "ngram", "lm", "medusa"]
     found = {
-        name: Results.read(runs / name.removeprefix("p/") / "report")
+        name: Results.load(runs / name.removeprefix("p/") / "report")
         for name in ("unigram", "bigram", "ngram", "2-layer-LM", "medusa", "p/unigram")
     }
 
@@ -225,19 +225,19 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
     best = max("2-layer-LM", "medusa", key=lambda name: found[name].asked[0].speedup.value)
     run, base = runs / best, found[best]
     for gamma in (1, 2):
-        (at,) = Results.read(run / f"gamma-{gamma}").asked
+        (at,) = Results.load(run / f"gamma-{gamma}").asked
         assert at.way.gamma == gamma and base.asked[0].operations
         (after, in_a_pass) = (rows[f"γ = {gamma}"][i] for i in (0, 1))
         assert after[1] == str(at.tau) and after[3] == at.speedup.text(2)
         grown = (gamma * base.asked[0].operations + gamma + 1) / at.tau.value
         assert float(after[4].split()[0]) == pytest.approx(grown, abs=0.0051)
         assert in_a_pass[0] == str(gamma + 1)
-    (lenient,) = Results.read(run / "lenience-factor=0.1").asked
+    (lenient,) = Results.load(run / "lenience-factor=0.1").asked
     assert lenient.way.rule == "lenience:factor=0.1" and not lenient.way.lossless
     assert lenient.foreseen
     (row,) = rows["`lenience:factor=0.1`"]
     assert row[0] == str(lenient.foreseen.lenience[-1].visited) and row[2] == str(lenient.tau)
-    (plain,) = Results.read(run / "non_iterative").asked
+    (plain,) = Results.load(run / "non_iterative").asked
     (row,) = rows["`non_iterative`"]
     assert row[:3] == ["—", str(plain.conditional_acceptance[0]), str(plain.tau)]
     steps, passes = (int(rows[how][0][0]) for how in ("plain", "with the draft"))
@@ -286,7 +286,7 @@ def test_the_papers_translation_stands_on_the_page(
         pages.append((runs / "report" / "paper.md").read_text())
     assert pages[0] == pages[1] and tiny_runs == ["unigram", "bigram", "seq2seq_lm"]
     found = [row for row in tables(pages[0]) if row[:1] == ["T5, 1 of 2 layers"]]
-    made = Results.read(runs / "translation-seq2seq_lm-3" / "report")
+    made = Results.load(runs / "translation-seq2seq_lm-3" / "report")
     assert made.target == str(runs / "t5") and made.training
     zero, one = made.asked
     alphas = [zero.alpha.all.greedy[0], one.alpha.all.sampled[0]]

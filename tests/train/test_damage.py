@@ -97,7 +97,7 @@ class Runs:
         newest = max((self.run / "checkpoints").glob("step-*"))
         target = load_target(TargetConfig(str(self.tiny.target), "float32"))
         drafter = draft_checkpoint.load_draft(self.run / "best", target)
-        measured = Results.read(self.run / "report")
+        measured = Results.load(self.run / "report")
         return json.loads(
             json.dumps(
                 {

@@ -69,7 +69,7 @@ def test_whole_job(
 ) -> None:
     objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
     assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     greedy, sampled = results.asked
     assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
     assert greedy.identical == results.prompts, "greedy speculation changed an answer"

@@ -30,7 +30,7 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.measure import evaluate
+from specdec.measure import evaluation
 from specdec.measure.results import Results
 from specdec.objectives.objective import ObjectiveConfig
 from specdec.targets.loading import TargetLoader, load_target
@@ -171,12 +171,12 @@ def test_a_run_calibrates_on_held_out_prompts_that_it_does_not_measure(
 ) -> None:
     """Of 5 held-out prompts, 2 or all are measured; if all are, none is left to calibrate on."""
     tiny.job(tmp_path / "two", "bigram")
-    found = Results.read(tmp_path / "two" / "report")
+    found = Results.load(tmp_path / "two" / "report")
     assert found.calibrated_on == 3 and all(at.calibrated for at in found.asked)
     kept = json.loads((tmp_path / "two" / "best" / draft_checkpoint.CALIBRATION).read_text())
     assert kept["prompts"] == 3 and kept["greedy"] and kept["sampled"] and kept["greedy_draft"]
     tiny.job(tmp_path / "all", "bigram", "decode.prompts=5")
-    found = Results.read(tmp_path / "all" / "report")
+    found = Results.load(tmp_path / "all" / "report")
     assert found.calibrated_on == 0 and found.asked[0].confidence
     assert not (tmp_path / "all" / "best" / draft_checkpoint.CALIBRATION).exists()
 
@@ -189,7 +189,7 @@ def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
     path = write_jsonl(tmp_path / "chats.jsonl", conversations(100))
     more = [f"data.path={path}", "data.held_out=0.5", "loop.epochs=1", "decode.prompts=100"]
     selecting, measured = list[list[int]](), list[list[int]]()
-    evaluated, answered_in_turn = held_out.evaluate, evaluate.answers_in_turn
+    evaluated, answered_in_turn = held_out.evaluate, evaluation.answers_in_turn
 
     def noted(model: Any, source: Any, *rest: Any) -> Any:
         selecting.extend(row.ids.tolist() for row in source.rows)
@@ -200,12 +200,12 @@ def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
         return answered_in_turn(setup, cfg, ways, prompts, *rest)
 
     monkeypatch.setattr(loop, "evaluate", noted)
-    monkeypatch.setattr(evaluate, "answers_in_turn", asked)
+    monkeypatch.setattr(evaluation, "answers_in_turn", asked)
     objective = tiny.job(tmp_path / "run", "medusa", *more)
     described = json.loads((tmp_path / "run" / "config.json").read_text())
     data = data_of_run(tmp_path / "run")
     assert (data.held_out, data.validation) == (0.5, described["data"]["validation"])
-    found = Results.read(tmp_path / "run" / "report")
+    found = Results.load(tmp_path / "run" / "report")
     assert found.training is not None and found.training.objective == objective
     held = found.prompts + found.training.validation
     assert found.training.validation == round(held / 4) > 10 < found.prompts
@@ -529,7 +529,7 @@ def test_a_job_measured_in_three_ways_is_logged_offline(
     ways = ["also=suffix", "decode.fastest=true", "decode.gamma=2"]
     ways += ["decode.temperatures=[0,0.5,1,1.5]"]
     tiny.job(tmp_path / "run", "eagle3", *ways, "track=wandb", "drafter.depth=4", "export=hf")
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     assert list(results.others) == ["fastest", "hybrid"] and len(results.headline()) > 100
     assert (tmp_path / "run" / "export" / "config.json").exists()
     assert list((tmp_path / "run" / "wandb").glob("offline-run-*"))

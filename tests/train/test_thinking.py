@@ -43,7 +43,7 @@ def test_the_report_has_figures_for_both(
 ) -> None:
     settings = ["data.thinking=mixed", "data.answers=target", "decode.prompts=8"]
     asking.job(tmp_path / "run", "eagle3", *settings)
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     for one in results.asked:
         assert [*one.slices] == ["with reasoning", "without reasoning"]
         parts = one.slices.values()
@@ -71,7 +71,7 @@ def test_the_report_has_figures_for_both(
 
 def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
     asking.job(tmp_path / "run", "unigram", "data.thinking=off", "data.answers=target")
-    assert all(not one.slices for one in Results.read(tmp_path / "run" / "report").asked)
+    assert all(not one.slices for one in Results.load(tmp_path / "run" / "report").asked)
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "Kinds of prompts" not in page
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Length, Measured, Trials
+from specdec.decoding.policy import Length, SavedFigures, Trials
 from specdec.errors import require
 from specdec.theory.logistic import minimise
 
@@ -38,7 +38,7 @@ class TokenFeatures:
 
 
 @dataclass(frozen=True)
-class StopClassifier(Measured):
+class StopClassifier(SavedFigures):
     """P(this token is accepted | all before it were), by logistic regression over `FEATURES`."""
 
     weight: list[float]

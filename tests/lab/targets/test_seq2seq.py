@@ -436,7 +436,7 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
         "drafter.depth=2",
         "drafter.overrides={num_layers: 1, num_decoder_layers: 1}",
     )
-    at = Results.read(tmp_path / "run" / "report").asked[0]
+    at = Results.load(tmp_path / "run" / "report").asked[0]
     assert at.identical == 2  # float32, greedy
     assert tau >= 1
     assert [x.value for x in at.alpha.visited.greedy] == [x.value for x in at.reached]

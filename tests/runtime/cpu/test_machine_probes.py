@@ -249,7 +249,7 @@ def test_the_default_dtype_works_from_training_to_generation(tiny: Tiny, tmp_pat
         first = next(line for line in done.stdout.splitlines() if line.startswith("target "))
         dtypes.add("float32 on cpu (" in first)
     assert len(dtypes) == 1
-    results = Results.read(run / "evaluation-prompts")
+    results = Results.load(run / "evaluation-prompts")
     recorded = json.loads((run / "config.json").read_text())["target"]["dtype"]
     assert results.machine.dtype == recorded
     if torch.backends.cpu.get_cpu_capability() == "AVX2":  # scripts/test caps a second run to it

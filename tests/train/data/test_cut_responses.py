@@ -73,7 +73,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     assert found is not None and found.responses == len(split.train) + len(split.validation)
     assert 0.3 * found.responses < found.cut <= found.responses
     assert str(found) in " ".join(capsys.readouterr().out.split())
-    assert Results.read(tmp_path / "run" / "report").cut == found
+    assert Results.load(tmp_path / "run" / "report").cut == found
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "were cut at answers.max\\_new\\_tokens=3" in page or str(found) in page
     assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut == found

@@ -215,7 +215,7 @@ def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, answers: str) ->
     given += ["data.prefix='we go '", "drafter.source=random", "drafter.depth=2"]
     given += ["drafter.overrides={num_layers: 1, num_decoder_layers: 1}"]
     job.job(tmp_path / "run", "seq2seq_lm", *given)
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     zero, one = results.asked
     assert zero.identical == results.prompts == 2
     assert 0 < one.alpha.all.sampled[0].value < 1 and one.alpha.all.sampled[0].n > 8
@@ -238,7 +238,7 @@ def test_a_job_on_text_with_a_target_without_a_template(tmp_path: Path, answers:
     more += ["data.beginning=20", f"data.answers={answers}"]
     for _ in range(2):  # the second time, it is finished
         tiny.job(tmp_path / "run", "eagle3", *more)
-    results = Results.read(tmp_path / "run" / "report")
+    results = Results.load(tmp_path / "run" / "report")
     assert results.asked[0].identical == results.prompts == 2 and results.training
     asked = list(held_out_prompts(data_of_run(tmp_path / "run"), make_tokenizer(None)))
     assert len(asked) > 2

@@ -112,7 +112,7 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
     assert noted is not None and len(noted[0]) > 5
     words = [p.words for part in noted for p in part]
     assert not any(first.exactly([origin_of(x) for x in words]))
-    assert Results.read(tmp_path / "two" / "report").prompts == len(noted[0])
+    assert Results.load(tmp_path / "two" / "report").prompts == len(noted[0])
     cfg = tiny.config("medusa", *more, "data.held_out=0.5", stage)
     read_alike(cfg, tmp_path / "two", noted)
     both, exported = trained_on(tmp_path / "two" / "best"), trained_on(tmp_path / "two" / "export")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from specdec.decoding.answers import Generation, Round, pieces_of
+from specdec.decoding.answers import Generation, SpeculationStep, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import require_room
 from specdec.decoding.logs import log_rounds
@@ -31,11 +31,11 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.answering import Answered, answers_in_turn, counting
+from specdec.measure.calibration import believed, reliability
 from specdec.measure.choosing import LEARNING, Choice, chosen, paths_of
-from specdec.measure.confidence import believed, reliability
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import (
-    Text,
+    ForcedText,
     along,
     decoded,
     drafting,
@@ -118,7 +118,7 @@ def evaluate(
     cfg = replace(cfg, batch=min(cfg.batch, len(asked)))
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or asked
-    setup = Setup.of(target, cfg, ranks)
+    setup = Setup.from_config(target, cfg, ranks)
     ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
     if cfg.fastest:
         ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
@@ -226,7 +226,7 @@ def _figures(
     """What was counted and timed in one way of decoding."""
     gamma, depths, rounds = way.gamma, range(way.gamma), answered.rounds
 
-    def of_prompts(count: Callable[[Round], float]) -> list[float]:
+    def of_prompts(count: Callable[[SpeculationStep], float]) -> list[float]:
         """The sum of a count over the rounds of each prompt."""
         return [sum(map(count, g.rounds)) for g in answered.drafted]
 
@@ -278,7 +278,7 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     drafter = drafting(way.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else way.sampler)
 
-    def texts(answers: tuple[Generation, Generation]) -> tuple[Text, Text]:
+    def texts(answers: tuple[Generation, Generation]) -> tuple[ForcedText, ForcedText]:
         """What is measured along one prompt's plain answer, and along the drafted one."""
         plain, drafted = answers
         read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
@@ -292,7 +292,7 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     beliefs = []
     if not drafter.copies:
         beliefs = [believed(t, way.variant, gamma) for t in visited]
-    calibration = drafter.calibrations.of(way.variant)
+    calibration = drafter.calibrations.for_variant(way.variant)
     one.forced = forced(every, visited, gamma)
     one.foreseen = None if greedy else foreseen(every, visited, gamma)
     one.confidence = reliability(beliefs) if beliefs else []
@@ -343,7 +343,7 @@ def _samples(
 
 
 def _oracle(
-    setup: Setup, way: Way, cost: Costs, learning: list[list[int]], rounds: list[Round]
+    setup: Setup, way: Way, cost: Costs, learning: list[list[int]], rounds: list[SpeculationStep]
 ) -> Oracle | None:
     """The bound of `specdec.theory.oracle.oracle`, for chains: from rounds of `LONG` tokens on
     some prompts if the family can draft that many, otherwise from the measured rounds."""

@@ -1,6 +1,6 @@
 """Evaluation: counts that agree with each other, in batches too; what is chosen by temperature.
 
-Run alone: python -m pytest tests/measure/test_evaluate.py
+Run alone: python -m pytest tests/measure/test_evaluation.py
 """
 
 import json
@@ -22,9 +22,9 @@ from specdec.drafters.medusa import MedusaConfig
 from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.measure import choosing, setup
-from specdec.measure import evaluate as module
+from specdec.measure import evaluation as module
 from specdec.measure.costs import Costs
-from specdec.measure.evaluate import Subject, evaluate, slices
+from specdec.measure.evaluation import Subject, evaluate, slices
 from specdec.measure.results import PromptCounts, Results
 from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
@@ -285,7 +285,7 @@ def test_a_choice_takes_no_more_passes_than_a_plan_counts(
 
     monkeypatch.setattr(type(target), "step", counted)
     prompts = [[5, 9, 7]] * choosing.LEARNING
-    choosing.chosen(Setup.of(target, cfg), cfg, lm(target), 0.0, prompts)
+    choosing.chosen(Setup.from_config(target, cfg), cfg, lm(target), 0.0, prompts)
     # the draft is nearly the target, so a pass commits up to 3 tokens; a plan counts one of each
     assert 1 / 3 < passes[0] / choosing.steps_of_a_choice(cfg, 2) <= 1
 
@@ -395,7 +395,7 @@ def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None
     for sample in at.samples:
         shown = [text for kind, text in sample.pieces if kind != "rejected"]
         assert "".join(shown) == sample.answer
-    assert Results.read(tmp_path).asked[0].samples == at.samples
+    assert Results.load(tmp_path).asked[0].samples == at.samples
 
 
 # Several processes

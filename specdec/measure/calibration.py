@@ -19,7 +19,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.forcing.teacher import TeacherForcing
-from specdec.measure.forced import Text, along, decoded
+from specdec.measure.forced import ForcedText, along, decoded
 from specdec.measure.results import Bin, Reliability
 from specdec.measure.setup import Setup
 from specdec.ranks import ALONE, Ranks
@@ -45,7 +45,7 @@ class Believed(NamedTuple):
     weight: Tensor  # P(all tokens before it were accepted); 0 where confidence is 0
 
 
-def believed(text: Text, variant: str, gamma: int) -> Believed:
+def believed(text: ForcedText, variant: str, gamma: int) -> Believed:
     """The first γ tokens drafted at the anchors of a text that the target wrote. To weigh the
     tokens after it, a drafted token counts as accepted if it is the text's own. If drafts are drawn
     from q, the text's token x, drawn from p, stands for it with weight min(1, q(x) / p(x))."""
@@ -79,7 +79,9 @@ def calibrate(
         way = Way(drafter, Chain(gamma), sampler, greedy_draft=cfg.greedy_draft)
         forcing = TeacherForcing(drafter, target, Sampler(1.0) if sampler.greedy else sampler)
         variants = ("greedy",) if sampler.greedy else ("greedy_draft", "sampled")
-        of_batch = partial(_believed, Setup.of(target, cfg), way, forcing, prompts, variants)
+        of_batch = partial(
+            _believed, Setup.from_config(target, cfg), way, forcing, prompts, variants
+        )
         for answers in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
             for by_variant in answers:
                 for variant, answer in zip(variants, by_variant, strict=True):

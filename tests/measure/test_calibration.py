@@ -1,6 +1,6 @@
 """Confidence beside acceptance: a miscalibration that is known is recovered, and counts agree.
 
-Run alone: python -m pytest tests/measure/test_confidence.py
+Run alone: python -m pytest tests/measure/test_calibration.py
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint
-from specdec.measure.confidence import Believed, believed, calibrate, fit, reliability
-from specdec.measure.evaluate import Subject, evaluate
-from specdec.measure.forced import Along, Text, along, whole
+from specdec.measure.calibration import Believed, believed, calibrate, fit, reliability
+from specdec.measure.evaluation import Subject, evaluate
+from specdec.measure.forced import Along, ForcedText, along, whole
 from specdec.measure.results import Results
 from specdec.measure.setup import Setup
 from specdec.report import report
@@ -103,7 +103,7 @@ def test_what_counts_at_each_depth_by_hand(variant: str) -> None:
     written = torch.tensor([[1.0, 0.0, 1.0]]).expand(4, 3)
     alpha = Acceptance(ones * 0.1, columns / 2, columns / 3)
     along = Along(alpha, [], ratio, ones, ones, columns * beyond, written, columns * beyond, ones)
-    found = believed(Text(along, [0, 2], [3, 3]), variant, 3)
+    found = believed(ForcedText(along, [0, 2], [3, 3]), variant, 3)
     torch.testing.assert_close(found.confidence, (columns * beyond)[[0, 2]])
     kept = {"greedy": columns / 3, "greedy_draft": columns / 2, "sampled": ones}[variant]
     torch.testing.assert_close(found.accepted, kept[[0, 2]])
@@ -162,7 +162,7 @@ def test_calibration_on_other_prompts_lowers_the_error_and_is_reported(
     page = (tmp_path / "report.md").read_text()
     assert "](reliability.png)" in page and (tmp_path / "reliability.png").stat().st_size > 10_000
     assert "fitted to 4 other prompts" in page and "| calibration error, calibrated |" in page
-    assert Results.read(tmp_path) == results
+    assert Results.load(tmp_path) == results
     assert results.headline()["T0/error_confidence/0"] == greedy.confidence[0].error
     only = replace(CFG, temperatures=[0.0])  # the others stay
     again = calibrate(target, drafter, PROMPTS[3:5], only)
