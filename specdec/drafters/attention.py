@@ -181,7 +181,7 @@ class Keys:
         self.own = [tuple((key[few], value[few]) for key, value in layer) for layer in self.own]
         self.sight = self.sight.first(anchors)
 
-    def read(self, i: int, query: Tensor) -> Tensor:
+    def heads(self, i: int, query: Tensor) -> Tensor:
         """The heads of layer i [B, Hkv, Hg, X, Dh] for queries of all slots."""
         shared, own, size = self.shared[i], self.own[i], self.size
         if not self.causal:
@@ -234,12 +234,12 @@ class OverSequence:
                 keys.share(attention.keys_values(*self.text(i)))
             own, query = attention.keys_values(read, self.rope), attention.query(read, self.rope)
             keys.own[i] = *keys.own[i], *by_slot(own, keys.size)
-            return attention.joined(keys.read(i, query))
+            return attention.joined(keys.heads(i, query))
         keys.share(attention.keys_values(read, self.rope))
         if self.at is None or i < self.last:
             query = attention.query(read, self.rope)
             return attention.joined(attended(query, keys.shared[i], self.mask(i), ()))
-        return attention.joined(keys.read(i, attention.query(self.asked(i, read), self.at.rope)))
+        return attention.joined(keys.heads(i, attention.query(self.asked(i, read), self.at.rope)))
 
     def replace_own(self, i: int, attention: Attention, read: Tensor) -> None:
         """Let later passes see the keys and values of these inputs in place of this pass's own."""

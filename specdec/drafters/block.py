@@ -119,45 +119,8 @@ class Block(Trainable):
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
         return cls.Sizes.of(config, target, layers=layers, llama=llama, mask_token=mask)
 
-    def initialise(self, target: TargetParts) -> None:
-        """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
-        `start=target` then copies the parts of the target's last layers that fit, around a
-        pass-through of the highest feature. Query norms are set to keep the size of scores."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-        if self.config.start != "target":
-            return
-
-        D, depth = self.llama.hidden_size, target.depth
-        self.fc.weight.zero_()
-        self.fc.weight[:, -D:] = torch.eye(D)
-        copy_fitting(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))
-        copy_fitting(self.norm.weight, target.norm_weight)
-        for k, layer in enumerate(self.layers, depth - len(self.layers)):
-            theirs, attention = target.as_llama(max(0, k)), layer.self_attn
-            gain_Dh = theirs.pop("self_attn.k_norm.weight", None)
-            copy_alike(theirs, dict(layer.named_parameters()), D)
-            if gain_Dh is None or gain_Dh.shape != attention.q_norm.weight.shape:
-                read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
-                sizes = [getattr(attention, name).weight * read_D for name in projections]
-                gain_Dh = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
-            attention.q_norm.weight.mul_(gain_Dh)
-
     def attach(self, target: TargetParts) -> None:
         self.target, self._head = target, target.unembedding(self.vocab_S)
-
-    def read(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
-        """What attention reads of the slots' stream [..., D], and what to pass on to `finish`."""
-        return layer.input_layernorm(x), None
-
-    def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
-        """The stream after a layer."""
-        return layer.finish(x, attended)
-
-    def head(self, states: Tensor) -> Tensor:
-        """The target's logits [..., S] of states [..., D]."""
-        return self._head(states.to(self.target.dtype))
 
     def fuse(self, features: Tensor) -> Tensor:
         """c [B, T, D], of which keys and values are made, from the target's features [B, T, F]."""
@@ -170,6 +133,14 @@ class Block(Trainable):
         ids_BAM[..., 1:] = self.sizes.mask_token
         return self.target.embed(ids_BAM).to(self.fc.weight.dtype)
 
+    def layer_input(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
+        """What attention reads of the slots' stream [..., D], and what to pass on to `finish`."""
+        return layer.input_layernorm(x), None
+
+    def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:
+        """The stream after a layer."""
+        return layer.finish(x, attended)
+
     def step(self, embedding: Tensor, attend: Attend) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
         [B, X, D] of its block's slots. Both training and drafting take this step, each with its
@@ -177,32 +148,36 @@ class Block(Trainable):
         x, many = embedding, embedding.shape[:2].numel() >= MANY and torch.is_grad_enabled()
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
         for i, layer in enumerate(self.layers):
-            read, kept = self.read(layer, x)
-            attended = attend(i, layer.self_attn, read)
+            read, kept = self.layer_input(layer, x)  # normed [B, X, D]
+            attended = attend(i, layer.self_attn, read)  # over the text's c and the block [B, X, D]
             finish = partial(self.finish, layer, kept=kept)
             x = checkpoint(finish, x, attended, **again) if many else finish(x, attended)
-        drafted: Tensor = self.norm(x).unflatten(1, (-1, self.slots))[:, :, self.first :]
+        blocks: Tensor = self.norm(x).unflatten(1, (-1, self.slots))  # [B, X, D] -> [B, A, M, D]
+        drafted = blocks[:, :, self.first :]  # [B, A, K, D]
         return drafted
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
-        context_BTD, M = self.fuse(ctx.features(self.needs)), self.slots
+        context_BTD, M = self.fuse(ctx.features(self.needs)), self.slots  # from [B, T, F]
         T = context_BTD.shape[1]
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         keys = Keys(Sight.of(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
-        position_BX = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)
+        position_BX = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # X = A · M
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BX))
         embedding_BXD = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
-        return self.step(
-            embedding_BXD, OverSequence(keys, of_slots, text=lambda _: (context_BTD, of_text))
-        )
+        attend = OverSequence(keys, of_slots, text=lambda _: (context_BTD, of_text))
+        return self.step(embedding_BXD, attend)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         """Always computed for whole blocks, since earlier slots may read those of later depths."""
         depths = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
         return self.blocks(ctx, anchors_BA)[:, :, :depths]
+
+    def head(self, states: Tensor) -> Tensor:
+        """The target's logits [..., S] of states [..., D]."""
+        return self._head(states.to(self.target.dtype))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.head(hidden)
@@ -213,22 +188,6 @@ class Block(Trainable):
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return SlotCache(len(self.layers), capacity)
-
-    def run(
-        self,
-        cache: SlotCache,
-        features: Tensor,
-        embedding: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
-        [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
-        [B, M, P] over all of them."""
-        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(features))
-        states = self.step(embedding, over_slots)[:, 0]
-        return self.head(states), states
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """One pass, whatever is drafted from it. A cache keeps the keys of features only."""
@@ -259,3 +218,44 @@ class Block(Trainable):
         )
         cache.keep(new)
         return outputs
+
+    def run(
+        self,
+        cache: SlotCache,
+        features: Tensor,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
+        [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
+        [B, M, P] over all of them."""
+        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(features))
+        states = self.step(embedding, over_slots)[:, 0]
+        return self.head(states), states
+
+    def initialise(self, target: TargetParts) -> None:
+        """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
+        `start=target` then copies the parts of the target's last layers that fit, around a
+        pass-through of the highest feature. Query norms are set to keep the size of scores."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+        if self.config.start != "target":
+            return
+
+        D, depth = self.llama.hidden_size, target.depth
+        self.fc.weight.zero_()
+        self.fc.weight[:, -D:] = torch.eye(D)
+        copy_fitting(self.hidden_norm.weight, target.as_llama(-1).get("input_layernorm.weight"))
+        copy_fitting(self.norm.weight, target.norm_weight)
+        for k, layer in enumerate(self.layers, depth - len(self.layers)):
+            theirs, attention = target.as_llama(max(0, k)), layer.self_attn
+            gain_Dh = theirs.pop("self_attn.k_norm.weight", None)
+            copy_alike(theirs, dict(layer.named_parameters()), D)
+            if gain_Dh is None or gain_Dh.shape != attention.q_norm.weight.shape:
+                read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
+                sizes = [getattr(attention, name).weight * read_D for name in projections]
+                gain_Dh = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
+            attention.q_norm.weight.mul_(gain_Dh)

@@ -47,11 +47,6 @@ class Heads(Trainable):
     def plan(cls, config: Any, target: TargetParts) -> Any:
         return cls.Sizes.of(config, target, width=target.width)
 
-    def copy_head(self, target: TargetParts) -> None:
-        """Start all LM heads as the target's."""
-        for head in self.lm_heads:
-            head.weight.copy_(target.own_head(self.vocab_S))
-
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
         last_BAD = entries(ctx.features(self.needs), (anchors_BA - 1).clamp_min(0))
@@ -80,9 +75,9 @@ class Heads(Trainable):
         tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
         state, outputs = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
-            state = self.step(state, tokens_BAK[..., k], k)
-            outputs.append((output or self.output)(state, k))
-        return torch.stack(outputs, 2)
+            state = self.step(state, tokens_BAK[..., k], k)  # [B, A, F]
+            outputs.append((output or self.output)(state, k))  # [B, A, D]
+        return torch.stack(outputs, 2)  # [B, A, K, D]
 
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
@@ -97,3 +92,8 @@ class Heads(Trainable):
             return self.unembed(self.output(state, k), k)
 
         return Growth(self.unembed(self.output(nodes_BMF, 0), 0)[:, 0], with_depth(grow))
+
+    def copy_head(self, target: TargetParts) -> None:
+        """Start all LM heads as the target's."""
+        for head in self.lm_heads:
+            head.weight.copy_(target.own_head(self.vocab_S))

@@ -102,7 +102,7 @@ class DFlash2(Block):
                 conv.kernel_projection.weight.zero_()
                 conv.base_kernel.zero_()[:, 0] = 1
 
-    def read(self, layer: Any, x: Tensor) -> tuple[Tensor, Any]:
+    def layer_input(self, layer: Any, x: Tensor) -> tuple[Tensor, Any]:
         entered: tuple[Tensor, Any] = layer.attention_conv.entered(
             layer.input_layernorm(x), self.slots
         )

@@ -4,6 +4,9 @@ The first layer reads a normed embedding and a normed feature side by side, 2D w
 a linear map of the residual stream after several of the target's layers or, at later depths, the
 output of the draft's last layer. Layers above the first are Llama's own and read the stream alone.
 The tensors have the names and shapes that vLLM and SGLang load.
+
+This file has the configuration, the parts of the forward pass and the initialisation. The class
+`Recurrent` (recurrence.py) unrolls them in training and drafting.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -106,6 +109,51 @@ class Eagle3(Solved):
         llama = llama_of(target, config.intermediate_size)
         return cls.Sizes.of(config, target, llama=llama, layers=layers)
 
+    @property
+    def layer(self) -> Layer:
+        return self.midlayer
+
+    @property
+    def upper(self) -> Sequence[Layer]:
+        return [*self.layers.values()]
+
+    # The forward pass: `fuse` and `enter` make the input of the first layer, `step` (`Recurrent`)
+    # runs the layers, `unembed` is the head. `Recurrent.unrolled` takes the step in training, and
+    # `Recurrent.draft_growth` in drafting.
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's features [..., F], F = layers · D, as one feature h [..., D]."""
+        fused: Tensor = self.fc(self.normed(features))  # [..., F] -> [..., D]
+        return fused
+
+    def normed(self, features: Tensor) -> Tensor:
+        """The features [..., F] as fc reads them."""
+        features = super().fuse(features)  # [..., F] in the draft's dtype
+        if self.input_norm is not None:
+            features = self.input_norm(features)  # [..., F], normed together
+        if self.fc_norm is not None:
+            chunks = features.chunk(len(self.fc_norm), -1)  # of each layer [..., D]
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            features = torch.cat(normed, -1)  # [..., F], each layer's normed by itself
+        return features
+
+    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.midlayer
+        normed = layer.hidden_norm(feature)  # n(h) [..., D]
+        both = torch.cat([layer.input_layernorm(embedding), normed], -1)  # [e; n(h)] [..., 2D]
+        return both, normed if self.config.norm_before_residual else feature  # residual [..., D]
+
+    def onward(self, hidden: Tensor) -> Tensor:
+        return self.norm(hidden) if self.config.norm_output else hidden  # [..., D]
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        logits: Tensor = self.lm_head(self.norm(hidden))  # [..., D] -> [..., S]
+        return logits
+
+    @property
+    def last_norm(self) -> RMSNorm:
+        return self.norm
+
     def copy_from(self, target: TargetParts) -> None:
         """Also copy the head and the final norm. If the target's layers do not have the parts of
         a Llama layer, copy only those that fit."""
@@ -118,14 +166,6 @@ class Eagle3(Solved):
                 theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
             copy_alike(theirs, ours, D)
         copy_fitting(self.norm.weight, target.norm_weight)
-
-    @property
-    def layer(self) -> Layer:
-        return self.midlayer
-
-    @property
-    def upper(self) -> Sequence[Layer]:
-        return [*self.layers.values()]
 
     def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the draft that predicts the target's final states best by least squares.
@@ -178,34 +218,3 @@ class Eagle3(Solved):
         for above in self.upper:
             above.silence()
         self.solve_mlp(known)
-
-    @property
-    def last_norm(self) -> RMSNorm:
-        return self.norm
-
-    def normed(self, features: Tensor) -> Tensor:
-        """The features [..., F] as fc reads them."""
-        features = super().fuse(features)
-        if self.input_norm is not None:
-            features = self.input_norm(features)
-        if self.fc_norm is not None:
-            chunks = zip(self.fc_norm, features.chunk(len(self.fc_norm), -1), strict=True)
-            features = torch.cat([norm(chunk) for norm, chunk in chunks], -1)
-        return features
-
-    def fuse(self, features: Tensor) -> Tensor:
-        fused: Tensor = self.fc(self.normed(features))
-        return fused
-
-    def onward(self, hidden: Tensor) -> Tensor:
-        return self.norm(hidden) if self.config.norm_output else hidden
-
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        layer = self.midlayer
-        normed = layer.hidden_norm(feature)
-        both = torch.cat([layer.input_layernorm(embedding), normed], -1)
-        return both, normed if self.config.norm_before_residual else feature
-
-    def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        logits: Tensor = self.lm_head(self.norm(hidden))
-        return logits

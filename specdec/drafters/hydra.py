@@ -86,6 +86,53 @@ class Hydra(Heads):
         sizes.llama = llama_of(target) if config.prefix else None
         return sizes
 
+    def attach(self, target: TargetParts) -> None:
+        target.require_one_width()
+        self._embedding = Frozen(target.embedding)
+
+    def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
+        """cat[h, 0, …, 0], with room for the embeddings of all depths."""
+        if self.prefix is None:
+            state = super().first(ctx, anchors_BA)
+        elif cache is None:
+            none_BA0 = anchors_BA[..., None][..., :0]
+            state = self.prefix.norm(self.prefix.hidden(ctx, anchors_BA, none_BA0)[:, :, 0])
+        else:
+            state = self.prefix.draft_growth(ctx, cache).logits_BS[:, None]
+        return pad(state, (0, self.depth * self.sizes.width))
+
+    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
+        embedding, D = self._embedding.held(tokens).to(state.dtype), self.sizes.width
+        return torch.cat([state[..., : (k + 1) * D], embedding, state[..., (k + 2) * D :]], -1)
+
+    def output(
+        self, state: Tensor, k: int, drop: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> Tensor:
+        layers = list(self.blocks[k].children())
+        read = drop(state[..., : (k + 2) * self.sizes.width])  # c [B, A, (k + 2) D]
+        x = self.skips[k](read) + silu(layers[0](read))  # S c + SiLU(W c) [B, A, D]
+        for layer in layers[1:]:
+            x = drop(x)
+            x = x + silu(layer(x))
+        return drop(x)
+
+    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
+        """The heads with dropout, drawn for every position of a text."""
+        generators, kept = moment.generators(anchors_BA.device), 1 - self.config.dropout
+
+        def drop(x_BAF: Tensor) -> Tensor:
+            drawn = x_BAF.new_empty(ctx.ids_BT.shape[1], x_BAF.shape[-1])
+            masks = [drawn.clone().bernoulli_(kept, generator=g) for g in generators]
+            dropped_BAF: Tensor = x_BAF * entries(torch.stack(masks), anchors_BA) / kept
+            return dropped_BAF
+
+        if kept == 1:
+            return self.hidden(ctx, anchors_BA, None)
+        return self.hidden(ctx, anchors_BA, None, lambda state, k: self.output(state, k, drop))
+
+    def new_cache(self, capacity: int | None = None) -> SlotCache | None:
+        return None if self.prefix is None else self.prefix.new_cache(capacity)
+
     def initialise(self, target: TargetParts) -> None:
         for layer in self.blocks.modules():
             if isinstance(layer, nn.Linear):
@@ -112,50 +159,3 @@ class Hydra(Heads):
         for linear in (*self.skips, *self.blocks.modules(), *self.lm_heads):
             if isinstance(linear, nn.Linear):
                 linear.bias.zero_()
-
-    def attach(self, target: TargetParts) -> None:
-        target.require_one_width()
-        self._embedding = Frozen(target.embedding)
-
-    def new_cache(self, capacity: int | None = None) -> SlotCache | None:
-        return None if self.prefix is None else self.prefix.new_cache(capacity)
-
-    def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
-        """cat[h, 0, …, 0], with room for the embeddings of all depths."""
-        if self.prefix is None:
-            state = super().first(ctx, anchors_BA)
-        elif cache is None:
-            none_BA0 = anchors_BA[..., None][..., :0]
-            state = self.prefix.norm(self.prefix.hidden(ctx, anchors_BA, none_BA0)[:, :, 0])
-        else:
-            state = self.prefix.draft_growth(ctx, cache).logits_BS[:, None]
-        return pad(state, (0, self.depth * self.sizes.width))
-
-    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        embedding, D = self._embedding.held(tokens).to(state.dtype), self.sizes.width
-        return torch.cat([state[..., : (k + 1) * D], embedding, state[..., (k + 2) * D :]], -1)
-
-    def output(
-        self, state: Tensor, k: int, drop: Callable[[Tensor], Tensor] = lambda x: x
-    ) -> Tensor:
-        layers = list(self.blocks[k].children())
-        read = drop(state[..., : (k + 2) * self.sizes.width])
-        x = self.skips[k](read) + silu(layers[0](read))
-        for layer in layers[1:]:
-            x = drop(x)
-            x = x + silu(layer(x))
-        return drop(x)
-
-    def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
-        """The heads with dropout, drawn for every position of a text."""
-        generators, kept = moment.generators(anchors_BA.device), 1 - self.config.dropout
-
-        def drop(x_BAF: Tensor) -> Tensor:
-            drawn = x_BAF.new_empty(ctx.ids_BT.shape[1], x_BAF.shape[-1])
-            masks = [drawn.clone().bernoulli_(kept, generator=g) for g in generators]
-            dropped_BAF: Tensor = x_BAF * entries(torch.stack(masks), anchors_BA) / kept
-            return dropped_BAF
-
-        if kept == 1:
-            return self.hidden(ctx, anchors_BA, None)
-        return self.hidden(ctx, anchors_BA, None, lambda state, k: self.output(state, k, drop))

@@ -104,16 +104,43 @@ class Medusa(Heads):
         self.adapters = Adapters(config.adapter, sizes.adapted)
 
     @classmethod
-    def adapts_target(cls, config: MedusaConfig) -> bool:
-        return config.adapter.rank > 0
-
-    @classmethod
     def plan(cls, config: MedusaConfig, target: TargetParts) -> MedusaSizes:
         sizes: MedusaSizes = super().plan(config, target)
         if cls.adapts_target(config):
             L = decoder_layers(target, config.name)
             sizes.adapted = adapted_layers(target, L, config.adapter)
         return sizes
+
+    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
+        """Heads read no token at all."""
+        return state
+
+    def output(self, state: Tensor, k: int) -> Tensor:
+        output: Tensor = self.blocks[k](state)
+        return output
+
+    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
+        return self.first(ctx, anchors_BA)[:, :, None]
+
+    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
+        return torch.stack([self.output(x, first + k) for k, x in enumerate(read_NKD.unbind(1))], 1)
+
+    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
+        """The logits after a node depend only on its depth, so they are computed once for each."""
+        anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
+        hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
+        return reading_no_draft(lambda k: self.unembed(hidden_BKD[:, k], k))
+
+    def initialise(self, target: TargetParts) -> None:
+        for block in self.blocks:
+            for layer in block.layers:  # type: ignore[union-attr]
+                layer.weight.zero_()
+        self.copy_head(target)
+        self.adapters.initialise()
+
+    @classmethod
+    def adapts_target(cls, config: MedusaConfig) -> bool:
+        return config.adapter.rank > 0
 
     def attach(self, target: TargetParts) -> None:
         if self.adapts_target(self.config):
@@ -144,30 +171,3 @@ class Medusa(Heads):
         plain.load_state_dict(state)
         plain.noted_alpha = self.noted_alpha
         return plain, self.adapters.merged(target)
-
-    def initialise(self, target: TargetParts) -> None:
-        for block in self.blocks:
-            for layer in block.layers:  # type: ignore[union-attr]
-                layer.weight.zero_()
-        self.copy_head(target)
-        self.adapters.initialise()
-
-    def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """Heads read no token at all."""
-        return state
-
-    def output(self, state: Tensor, k: int) -> Tensor:
-        output: Tensor = self.blocks[k](state)
-        return output
-
-    def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
-        return self.first(ctx, anchors_BA)[:, :, None]
-
-    def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
-        return torch.stack([self.output(x, first + k) for k, x in enumerate(read_NKD.unbind(1))], 1)
-
-    def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
-        """The logits after a node depend only on its depth, so they are computed once for each."""
-        anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
-        hidden_BKD = self.hidden(ctx, anchor_B1, None)[:, 0]
-        return reading_no_draft(lambda k: self.unembed(hidden_BKD[:, k], k))

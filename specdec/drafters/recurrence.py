@@ -96,19 +96,19 @@ class Recurrent(Trainable):
         return first
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.self_attn.o_proj.weight.dtype
-
-    @property
-    def fusions(self) -> list[nn.Linear]:
-        """The linear maps through which a pair enters. Their last D columns read the feature (of
-        several features, the highest)."""
-        return [self.fc]
-
-    @property
     def upper(self) -> Sequence[Layer]:
         """The layers above the first, which read the stream alone, and no embedding."""
         return ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.self_attn.o_proj.weight.dtype
+
+    def attach(self, target: TargetParts) -> None:
+        self._target = Frozen(target)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        return self._target.held.embed(ids).to(self.dtype)
 
     def fuse(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the form of the layer's own output [..., D]."""
@@ -122,46 +122,24 @@ class Recurrent(Trainable):
         """What the next depth reads in place of a feature, from the output [..., D]."""
         return hidden
 
-    def copy_from(self, target: TargetParts) -> None:
-        """Copy the parts of the target's last layer that fit."""
-
-    def initialise(self, target: TargetParts) -> None:
-        """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
-        deviation 0.02, or the target's last layer around a pass-through of the feature."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=0.02)
-        if getattr(self.config, "start", "random") != "random":
-            D = self.llama.hidden_size
-            for fc in self.fusions:
-                fc.weight.zero_()
-                fc.weight[:, -D:] = torch.eye(D)
-            self.copy_from(target)
-
-    def attach(self, target: TargetParts) -> None:
-        self._target = Frozen(target)
+    def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
+        """The output [B, Wo, D] after pairs of an embedding and a state [B, W, D]. A state is a
+        feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
+        drafting take this step, each with its own attention."""
+        read, residual = self.enter(embedding, state)  # [B, W, width], [B, W, D]
+        stream: Tensor = self.layer(read, residual, attend)  # [B, W, D]; [B, Wo, D] of the last
+        for i, layer in enumerate(self.upper, 1):
+            stream = layer(*layer.entered(stream), attend, i)  # layer.entered: normed, residual
+        return stream
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """The target's own head, frozen, unless the family has one."""
         return self._target.held.logits(hidden.to(self._target.held.dtype))
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return self._target.held.embed(ids).to(self.dtype)
-
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
         if drafted_BAk is None:
             drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
         return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAk), 2)
-
-    def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """The output [B, Wo, D] after pairs of an embedding and a state [B, W, D]. A state is a
-        feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
-        drafting take this step, each with its own attention."""
-        read, residual = self.enter(embedding, state)
-        stream: Tensor = self.layer(read, residual, attend)
-        for i, layer in enumerate(self.upper, 1):
-            stream = layer(*layer.entered(stream), attend, i)
-        return stream
 
     def unrolled(
         self,
@@ -199,27 +177,6 @@ class Recurrent(Trainable):
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return SlotCache(1 + len(self.upper), capacity)
-
-    def run(
-        self,
-        cache: SlotCache,
-        features: Tensor | None,
-        own: Tensor | None,
-        embedding: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        last: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S]. With `last`
-        [B, Wo], they are only those of these pairs of each row. The pairs have the target's
-        `features` [B, W, F] or the layers' `own` earlier output [B, W, D]."""
-        earlier = features if own is None else own
-        assert earlier is not None
-        state = self.fuse(earlier) if own is None else self.onward(earlier)
-        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, 1 + len(self.upper), last)
-        hidden = self.step(embedding, state, over_slots)
-        return hidden, self.unembed(hidden, 0)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, pairs with the target's features are committed to it, and pairs with the
@@ -275,6 +232,49 @@ class Recurrent(Trainable):
             last=last,
         )
         return hidden, logits
+
+    def run(
+        self,
+        cache: SlotCache,
+        features: Tensor | None,
+        own: Tensor | None,
+        embedding: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        last: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S]. With `last`
+        [B, Wo], they are only those of these pairs of each row. The pairs have the target's
+        `features` [B, W, F] or the layers' `own` earlier output [B, W, D]."""
+        earlier = features if own is None else own
+        assert earlier is not None
+        state = self.fuse(earlier) if own is None else self.onward(earlier)
+        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, 1 + len(self.upper), last)
+        hidden = self.step(embedding, state, over_slots)
+        return hidden, self.unembed(hidden, 0)
+
+    @property
+    def fusions(self) -> list[nn.Linear]:
+        """The linear maps through which a pair enters. Their last D columns read the feature (of
+        several features, the highest)."""
+        return [self.fc]
+
+    def copy_from(self, target: TargetParts) -> None:
+        """Copy the parts of the target's last layer that fit."""
+
+    def initialise(self, target: TargetParts) -> None:
+        """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
+        deviation 0.02, or the target's last layer around a pass-through of the feature."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        if getattr(self.config, "start", "random") != "random":
+            D = self.llama.hidden_size
+            for fc in self.fusions:
+                fc.weight.zero_()
+                fc.weight[:, -D:] = torch.eye(D)
+            self.copy_from(target)
 
 
 def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
