@@ -101,7 +101,7 @@ def _only_of_hydra(folder: Path) -> bool:
 def start(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
     single run is first composed here, as an error is then told before anything is written."""
-    asked = Arguments.of(arguments)
+    asked = Arguments.parsed(arguments)
     folder = None
     if asked.runs:
         folder, sweeps = folder_of_hydra(asked)

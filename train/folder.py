@@ -30,8 +30,9 @@ from specdec.files import (
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
+from specdec.ranks import Ranks
 from specdec.runtime.cpu.machine_probes import native_dtype
-from specdec.targets.target_config import resolved
+from specdec.targets.target_config import TargetConfig, resolved
 from train import training_checkpoint
 from train.continued import Change, change_of
 from train.data.conversations import DataConfig
@@ -343,52 +344,58 @@ def shape_of_run(
     return shape
 
 
-def with_dtype(cfg: Config, folder: Path) -> tuple[Config, str]:
-    """The configuration with the dtype that `target.dtype=auto` stands for, and the reason for this
-    dtype. A run keeps the dtype that it began with, even on another kind of machine."""
-    if cfg.target.dtype != "auto":
-        return cfg, ""
+def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:
+    """The dtype that `target.dtype` stands for, and the reason for it where it is auto. A run keeps
+    the dtype that it began with, even on another kind of machine."""
+    if target.dtype != "auto":
+        return target.dtype, ""
     dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
-    reason = "as this run began"
-    if dtype == "auto":
-        target = resolved(cfg.target)
-        dtype, reason = target.dtype, native_dtype(target.device).reason
-    return replace(cfg, target=replace(cfg.target, dtype=dtype)), reason
+    if dtype != "auto":
+        return str(dtype), "as this run began"
+    here = resolved(target)
+    return here.dtype, native_dtype(here.device).reason
 
 
-def with_date(cfg: Config, folder: Path) -> Config:
-    """The configuration with the time at which the run began, for chat templates that write a date:
-    otherwise a run that goes on tomorrow would have other prompts, and need all answers again.
-    `note_date` keeps it for a run that is interrupted before it has a config.json."""
-    if cfg.data.date is not None:
-        return cfg
+def date_of_run(date: str | None, folder: Path) -> str:
+    """`data.date` or, if it is null, the time at which the run began, for chat templates that write
+    a date: otherwise a run that goes on tomorrow would have other prompts, and need all responses
+    again. `note_date` keeps it for a run that is interrupted before it has a config.json."""
+    if date is not None:
+        return date
     date = (config_of(folder).get("data") or {}).get("date")
     if date is None and (folder / BEGAN).exists():
         date, *sums = (folder / BEGAN).read_text(errors="replace", encoding="utf-8").split() or [""]
         with located(f"{folder / BEGAN} is damaged: delete it"):
-            replace(cfg.data, date=date)
+            DataConfig(date=date)
             # an earlier version wrote no checksum
             require(sums in ([], [of_value(date, BEGAN)]), "its checksum differs")
     (date, *_) = gather_object([date or _text(datetime.now())])  # the same in all processes
-    return replace(cfg, data=replace(cfg.data, date=date))
+    return str(date)
 
 
-def with_share(cfg: Config, folder: Path) -> Config:
-    """The configuration with the shares of the data that the run in this folder holds out and
-    selects on, if it began with any and none are given now."""
-    if (data := config_of(folder).get("data")) is None:
-        return cfg
-    began = {"held_out": SHARE} | WITHOUT_VALIDATION | data
-    kept = {
-        name: began[name] for name in ("held_out", "validation") if getattr(cfg.data, name) is None
-    }
-    return replace(cfg, data=replace(cfg.data, **kept))
+def as_begun(
+    cfg: Config, folder: Path, dtype: str, ranks: Ranks
+) -> tuple[Config, RowsPerStep, str]:
+    """The configuration with what the run in this folder keeps since it began: the `dtype` of the
+    target, the date, the parts of the data that it holds out and selects on, and the rows that a
+    step reads, on however many processes. Also these rows, and what to tell the user about them.
+    Raises UserError if the folder holds a run of other settings."""
+    data = replace(cfg.data, date=date_of_run(cfg.data.date, folder))
+    if (known := config_of(folder).get("data")) is not None:
+        began = {"held_out": SHARE} | WITHOUT_VALIDATION | known
+        names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
+        data = replace(data, **{name: began[name] for name in names})
+    cfg = replace(cfg, target=replace(cfg.target, dtype=dtype), data=data)
+    ranks.first(lambda: require_same_run(folder, cfg))
+    rows = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
+    loop, told = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
+    return replace(cfg, loop=loop), rows, told
 
 
-def note_date(cfg: Config, folder: Path) -> None:
+def note_date(date: str | None, folder: Path) -> None:
     """Write down when the run in this folder began, unless it is known."""
-    if cfg.data.date is not None and not (folder / BEGAN).exists():
-        write_whole(folder / BEGAN, line_of_beginning(cfg.data.date, BEGAN))
+    if date is not None and not (folder / BEGAN).exists():
+        write_whole(folder / BEGAN, line_of_beginning(date, BEGAN))
 
 
 def digest(documents: Sequence[Document]) -> str:

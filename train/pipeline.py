@@ -27,22 +27,20 @@ from train.data.response_files import ResponsesRead, cut_responses
 from train.data.trained_on import TrainedOn, before_this_stage
 from train.folder import (
     BEGAN,
+    as_begun,
     config_of,
     describe,
     digest_of_settings,
+    dtype_of_run,
     locked,
     note_date,
-    portion_of,
-    with_date,
-    with_dtype,
-    with_share,
 )
 from train.hidden_states.filling import RunHiddenStates
 from train.initialisation import earlier_drafts, initial_drafter, regress
 from train.measurement import finished
 from train.planning.outlook import say
-from train.run_checks import check, check_target, check_texts
-from train.run_config import Config
+from train.run_checks import check_files, check_target, check_texts
+from train.run_config import Config, checked
 from train.run_documents import RunDocuments, documents_of_run, respond_to_shard, split_of_run
 from train.shards import AFTERWARDS, note_beginning, shard_of
 from train.tracking import Tracker
@@ -63,6 +61,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     and export are always written again. Raises UserError for the user's mistakes, and `Diverged` if
     the loss or the gradient is not finite.
     """
+    cfg = checked(cfg)
     if cfg.plan:
         say(cfg)
         return 0.0
@@ -70,18 +69,15 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     sharing = cfg.share
     if sharing is not None and cfg.data.date is None:
         note_beginning(folder / BEGAN)
-    cfg, reason = with_dtype(cfg, folder)
-    accelerator = accelerator_of(cfg.target, cfg.loop.precision)
+    dtype, reason = dtype_of_run(cfg.target, folder)
+    accelerator = accelerator_of(replace(cfg.target, dtype=dtype), cfg.loop.precision)
     ranks, main = ranks_of(accelerator), accelerator.is_main_process
     console.quiet = not main
 
-    # Check: the settings, the run's folder and the data, before the target is loaded.
-    cfg = with_share(with_date(cfg, folder), folder)
-    cfg = replace(cfg, objective=cfg.objective.for_tree(cfg.decode.paths))
-    ranks.first(lambda: check(cfg, folder))
-    portion = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
-    shared, spread = ranks.first(lambda: portion.shared(cfg.loop, ranks.world))
-    cfg = replace(cfg, loop=shared)
+    # Settle: what this run keeps since it began; then check its files, before the target is loaded.
+    cfg, rows, spread = as_begun(cfg, folder, dtype, ranks)
+    drafts = [cfg.objective.reference, cfg.stage.draft]
+    ranks.first(lambda: check_files(cfg.data, cfg.track, drafts))
 
     with ExitStack() as held:
         # several processes may do shares of the same run at once
@@ -122,27 +118,40 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         )
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
-        features = RunHiddenStates.of(cfg, target, accelerator, progress)
-        if cfg.data.answers == "target":
-            ranks.first(lambda: note_date(cfg, folder))
-        if cfg.answers.shard is not None:
-            respond_to_shard(cfg, split, target, features.store, accelerator, progress)
-            return 0.0
-        responses_read = ResponsesRead(folder)
-        texts = documents_of_run(
-            *(cfg, split, measured, target, features.store),
-            *(accelerator, progress, responses_read),
+        hidden_states = RunHiddenStates.of_run(
+            stored=cfg.features if cfg.stores_features else None,
+            drafter=cfg.drafter,
+            sampler=cfg.sampler,
+            length=cfg.data.max_length,
+            keeps_layers=cfg.needs_layers,
+            target=target,
+            accelerator=accelerator,
+            progress=progress,
         )
-
-        if (share := shard_of("features.shard", cfg.features.shard)) is not None:
-            features.fill_share(share, [texts.train, texts.validation])
-            console.print(f"features: {share} is done; {AFTERWARDS} features.shard")
+        if cfg.data.answers == "target":
+            ranks.first(lambda: note_date(cfg.data.date, folder))
+        if cfg.answers.shard is not None:
+            respond_to_shard(cfg, split, target, hidden_states.store, accelerator, progress)
+            return 0.0
+        texts = documents_of_run(
+            cfg=cfg,
+            split=split,
+            measured=measured,
+            target=target,
+            store=hidden_states.store,
+            accelerator=accelerator,
+            progress=progress,
+            responses_read=ResponsesRead(folder),
+        )
+        if (shard := shard_of("features.shard", cfg.features.shard)) is not None:
+            hidden_states.fill_shard(shard, [texts.train, texts.validation])
+            console.print(f"features: {shard} is done; {AFTERWARDS} features.shard")
             return 0.0
 
-        # Start: fresh weights, or those of an earlier draft. Now the folder is this run's.
+        # Initialise: fresh weights, or those of an earlier draft. Now the folder is this run's.
         drafter = initial_drafter(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
         ranks.first(lambda: check_texts(cfg, drafter, target.parts, texts))
-        ranks.first(lambda: describe(cfg, folder, identity, portion, fingerprint, texts))
+        ranks.first(lambda: describe(cfg, folder, identity, rows, fingerprint, texts))
         earlier = before_this_stage(starts_from)
         ranks.first(lambda: TrainedOn.of_texts(texts.train).after(earlier).write(folder))
 
@@ -151,8 +160,16 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         if cfg.trains:
             with memory_for("training", LESS_AT_ONCE):
                 training = _trained(
-                    *(cfg, folder, identity, drafter, target, texts, features),
-                    *(accelerator, tracker, progress),
+                    cfg=cfg,
+                    folder=folder,
+                    identity=identity,
+                    drafter=drafter,
+                    target=target,
+                    texts=texts,
+                    hidden_states=hidden_states,
+                    accelerator=accelerator,
+                    tracker=tracker,
+                    progress=progress,
                 )
         elif main:
             draft_checkpoint.write_draft(
@@ -175,7 +192,7 @@ def _trained(
     drafter: Drafter,
     target: TargetLoader,
     texts: RunDocuments,
-    features: RunHiddenStates,
+    hidden_states: RunHiddenStates,
     accelerator: Accelerator,
     tracker: Tracker,
     progress: Progress,
@@ -187,7 +204,7 @@ def _trained(
         f"drafter {cfg.drafter.name}: {count:,} trainable parameters\nobjective: {cfg.objective}"
     )
     on_policy = rounds.data == "on_policy"  # then every round, the first too, writes its own texts
-    source, validation = features.sources(
+    source, validation = hidden_states.sources(
         drafter, [[] if on_policy else texts.train, texts.validation]
     )
     parts, reference = target.parts, None  # not earlier: the target's layers may be freed now
@@ -202,11 +219,19 @@ def _trained(
     trained = ranks_of(accelerator).first(lambda: training_checkpoint.steps(folder / "checkpoints"))
     assert isinstance(drafter, Trainable)
     if cfg.stage.draft is None and not trained and drafter.regresses:
-        (known,) = features.sources(drafter, [texts.train]) if on_policy else (source,)
+        (known,) = hidden_states.sources(drafter, [texts.train]) if on_policy else (source,)
         regress(drafter, known, cfg.data.max_length, accelerator, progress)
     gamma = min(cfg.decode.deepest(drafter.depth), drafter.limits.depth or DEEPEST)
     learner = loop.prepare_learner(
-        *(forcing, parts, cfg.loop, cfg.optim, folder, identity, accelerator, tracker, gamma)
+        forcing=forcing,
+        parts=parts,
+        cfg=cfg.loop,
+        schedule=cfg.optim,
+        folder=folder,
+        run=identity,
+        accelerator=accelerator,
+        tracker=tracker,
+        gamma=gamma,
     )
     whole = replace(cfg.loop, epochs=cfg.loop.epochs * rounds.count)
     for number in range(rounds.count):
@@ -216,12 +241,20 @@ def _trained(
             if (draft := draft_of_round(rounds, folder, number)) is not None:
                 learner.write_round_draft(draft)
             documents = written(
-                *(rounds, cfg.answering, number, texts.train, texts.asked, draft),
-                *(target, accelerator, progress, ResponsesRead(folder)),
+                cfg=rounds,
+                answers=cfg.answering,
+                number=number,
+                documents=texts.train,
+                asked=texts.asked,
+                draft=draft,
+                target=target,
+                accelerator=accelerator,
+                progress=progress,
+                responses_read=ResponsesRead(folder),
             )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             console.print(str(cut_responses(documents, parts.eos, cfg.answers)))
-            (source,) = features.sources(drafter, [documents])
+            (source,) = hidden_states.sources(drafter, [documents])
         epochs = range(number * cfg.loop.epochs, (number + 1) * cfg.loop.epochs)
         loop.train(learner, source, validation, whole, cfg.optim, epochs, tracker, progress)
     loop.finish(learner, validation, whole, tracker)

@@ -3,6 +3,7 @@ what they ask of the target, and of what the texts ask of target and draft. A ch
 and raises UserError if something is wrong."""
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,23 +19,22 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.targets.parts import TargetParts
 from train import training_checkpoint
+from train.data.conversations import DataConfig
 from train.data.reader import require_readable
-from train.folder import require_same_run
 from train.hidden_states.store import megabytes
 from train.initialisation import require_starts
 from train.run_config import Config
 from train.run_documents import RunDocuments
+from train.tracked_run import TrackConfig
 from train.tracking import require_tracker
 
 
-def check(cfg: Config, folder: Path) -> None:
-    """Everything that can be checked before the target is loaded, by one process: the settings, the
-    run's folder and the data. Raises UserError."""
-    require_same_run(folder, cfg)
-    cfg.check()
-    require_readable(cfg.data)
-    require_tracker(cfg.track)
-    for named in (cfg.objective.reference, cfg.stage.draft):
+def check_files(data: DataConfig, track: TrackConfig, drafts: Sequence[str | None]) -> None:
+    """Everything that can be checked before the target is loaded, by one process: the data, the
+    tracker and the drafts that the run reads. Raises UserError."""
+    require_readable(data)
+    require_tracker(track)
+    for named in drafts:
         if named is not None:
             draft_checkpoint.read_card(named)
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from hydra import compose
@@ -48,8 +49,10 @@ PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.roun
 PATHS += ("answers.root", "features.path", "features.root", "objective.reference")
 PATHS += ("drafter.source", "drafter.head")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
-# what Hydra and OmegaConf raise for a user's mistake; the last three are not meant for users
+# What Hydra and OmegaConf raise for a user's mistake. The last three are not meant for users: where
+# this project's own code raises them, they are bugs, and `of_hydra` lets them through.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
+PACKAGES = {CONF.parent / "specdec", CONF.parent / "train"}
 
 # Hydra's own words for a mistake in choosing a group's settings, and ours
 HYDRA_SAYS = {
@@ -369,7 +372,7 @@ class Arguments:
     runs: bool = True
 
     @classmethod
-    def of(cls, arguments: Sequence[str]) -> "Arguments":
+    def parsed(cls, arguments: Sequence[str]) -> "Arguments":
         parsed = hydra_arguments(arguments)
         pages = [parsed.help, parsed.hydra_help, parsed.cfg, parsed.info]
         pages += [parsed.shell_completion, parsed.experimental_rerun]
@@ -397,7 +400,7 @@ class Arguments:
 
 def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config:
     """The configuration that `python train.py OVERRIDES` runs; nothing is written. The schema must
-    be registered. Raises UserError for whatever Hydra refuses, and as `resolve` does."""
+    be registered. Raises UserError for whatever Hydra rejects, as `resolve` and as `checked`."""
     asked = asked or Arguments()
     if asked.beside is None and asked.folder == CONF:
         _require_group_names(overrides)
@@ -408,7 +411,7 @@ def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config
             del cfg["hydra"]
     except REFUSALS as error:
         raise of_hydra(error) from error
-    return resolve(cfg)
+    return checked(resolve(cfg))
 
 
 def folder_of_hydra(asked: Arguments) -> tuple[Path, bool]:
@@ -457,8 +460,8 @@ def expand_home(config: Config) -> None:
 
 def resolve(cfg: DictConfig) -> Config:
     """Hydra's composition as a `Config`, with `optim.lr` filled in. Raises UserError for an unknown
-    key (even one added with `+`), for a value that is missing, of the wrong type or too large a
-    number, and for settings that cannot go together."""
+    key (even one added with `+`), and for a value that is missing, of the wrong type or too large a
+    number. Settings that do not go together are found by `checked`."""
     try:
         _require_moderate(OmegaConf.to_container(cfg), "")
         config = OmegaConf.to_object(cfg)
@@ -483,14 +486,23 @@ def resolve(cfg: DictConfig) -> Config:
     require_within("drafter", drafter, depth=(1, DEEPEST))
     if config.optim.lr is None:
         config.optim.lr = learning_rate(drafter)
-    config.objective = config.objective.for_tree(config.decode.paths)
+    return config
+
+
+def checked(config: Config) -> Config:
+    """The configuration with an objective that fits the draft topology. Raises UserError for
+    settings that do not go together; nothing is loaded."""
+    config = replace(config, objective=config.objective.for_tree(config.decode.paths))
     config.check()
     return config
 
 
 def of_hydra(error: Exception) -> UserError:
     """An error of Hydra or OmegaConf as a UserError of one line. If it is about an unknown key, the
-    message suggests the nearest key of the same owner."""
+    message suggests the nearest key of the same owner. Raises the error itself if it is a bug: a
+    ValueError or the like from this project's code."""
+    if (bug := _bug_behind(error)) is not None:
+        raise bug
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
         cause = cause.__cause__
@@ -518,6 +530,18 @@ def of_hydra(error: Exception) -> UserError:
     keys = [line.removeprefix("full_key: ") for line in lines if line.startswith("full_key: ")]
     where = f"{keys[0]}: " if keys and keys[0] not in said else ""
     return UserError(f"configuration: {where}{_shortened(said, 600)}")
+
+
+def _bug_behind(error: BaseException | None) -> BaseException | None:
+    """The error, or the one that led to it, that this project's code (but for this module) raised
+    and that is not meant for users."""
+    while error is not None:
+        if not isinstance(error, UserError | HydraException | OmegaConfBaseException):
+            frames = [Path(frame.filename) for frame in extract_tb(error.__traceback__)]
+            if any(PACKAGES & {*path.parents} for path in frames if path != Path(__file__)):
+                return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _unknown_file(path: str, known: Sequence[str] | None) -> UserError:

@@ -93,7 +93,10 @@ def written(
         )
     drafter = draft_checkpoint.load_draft(draft, target.whole())
     author = Author(
-        *(drafter, cfg.gamma or drafter.depth, cfg.rule, draft.parent / "answers"),
+        drafter=drafter,
+        gamma=cfg.gamma or drafter.depth,
+        rule=cfg.rule,
+        folder=draft.parent / "answers",
         key=draft_checkpoint.digest_of_draft(draft),
     )
     if cfg.data == "on_policy":

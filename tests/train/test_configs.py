@@ -465,3 +465,17 @@ def test_online_in_an_environment_that_is_offline(
 def test_a_run_folder_that_cannot_be_made(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("/proc/run", "/dev/null/run", "a\0b"):
         require_one_line(told(capsys, tiny.overrides("medusa"), Path(folder)), "cannot be made")
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, OverflowError])
+def test_a_bug_in_a_check_is_not_told_as_a_mistake_of_the_user(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Hydra raises such errors, too, for what a user gave; this one is from a check of ours."""
+
+    def broken(*_: object, **__: object) -> None:
+        raise kind("a bug")
+
+    monkeypatch.setattr("train.optim.require_between", broken)
+    with pytest.raises(kind, match="a bug"):
+        composed(tiny.overrides("eagle3", "optim.rates={a:0.5}"))

@@ -60,18 +60,18 @@ def serve(target: Target, tmp_path: Path) -> Iterator[Serve]:
 @pytest.fixture
 def layers_go_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often the target's layers were loaded. Once it trains, they must be gone."""
-    loads, load, begin = list[int](), loading.load_target, loop.prepare_learner
+    loads, load, prepare = list[int](), loading.load_target, loop.prepare_learner
 
     def counted(cfg: TargetConfig) -> Target:
         loads.append(1)
         return load(cfg)
 
-    def checked(forcing: Any, parts: Any, *args: Any) -> Any:
+    def checked(parts: Any, **others: Any) -> Any:
         assert len(parts.layers) == 0, "the target's layers are still in memory"
-        return begin(forcing, parts, *args)
+        return prepare(parts=parts, **others)
 
     monkeypatch.setattr(loading, "load_target", counted)
-    monkeypatch.setattr(loop, "begin", checked)
+    monkeypatch.setattr(loop, "prepare_learner", checked)
     return loads
 
 

@@ -304,7 +304,17 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
     def share(rank: int) -> BatchSource:
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
-            return filling.RunHiddenStates.of(cfg, target, everyone, bar).sources(drafter, texts)[0]
+            states = filling.RunHiddenStates.of_run(
+                stored=cfg.features,
+                drafter=cfg.drafter,
+                sampler=cfg.sampler,
+                length=cfg.data.max_length,
+                keeps_layers=cfg.needs_layers,
+                target=target,
+                accelerator=everyone,
+                progress=bar,
+            )
+            return states.sources(drafter, texts)[0]
 
     texts: list[list[Document]] = [[]]
     monkeypatch.setattr(filling, "pack_rows", lambda *_: rows)

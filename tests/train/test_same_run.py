@@ -21,11 +21,11 @@ from train.continued import CHANGES, Change, change_of
 from train.folder import (
     BEGAN,
     data_of_run,
+    date_of_run,
     known_data_of_run,
     note_date,
     require_same_run,
     shape_of_run,
-    with_date,
 )
 from train.plan import Plan
 from train.run_config import Config
@@ -107,7 +107,7 @@ def test_a_plan_that_was_left_does_not_rule_the_next_run(
     """Ctrl-C before the run has begun. The same command keeps the plan; one with other settings
     plans again."""
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     def planned(*more: str) -> Plan:
@@ -135,23 +135,23 @@ def test_no_damaged_bit_changes_the_day_of_a_run(
         note_beginning(tmp_path / BEGAN)
         date = (tmp_path / BEGAN).read_text().split()[0]
     else:
-        note_date(dated, tmp_path)
+        note_date(dated.data.date, tmp_path)
         date = DATE
     written = (tmp_path / BEGAN).read_bytes()
-    assert with_date(cfg, tmp_path).data.date == date
+    assert date_of_run(cfg.data.date, tmp_path) == date
     rejected = 0
     for bit in range(8 * len(written)):
         damaged = bytearray(written)
         damaged[bit // 8] ^= 1 << bit % 8
         (tmp_path / BEGAN).write_bytes(damaged)
         try:
-            assert with_date(cfg, tmp_path).data.date == date  # white space at the end
+            assert date_of_run(cfg.data.date, tmp_path) == date  # white space at the end
         except UserError as error:
             assert "is damaged: delete it" in str(error)
             rejected += 1
     assert rejected >= 8 * (len(written) - 1)
     (tmp_path / BEGAN).write_text(f"{DATE}\n")  # as an earlier version wrote it
-    assert with_date(cfg, tmp_path).data.date == DATE
+    assert date_of_run(cfg.data.date, tmp_path) == DATE
 
 
 def test_another_run_s_config_beside_a_draft_is_not_believed(

@@ -115,7 +115,7 @@ def test_a_run_of_wandb_goes_on_with_the_same_settings_only(
     monkeypatch.setattr(wandb, "init", shown.init)
     run, more = tmp_path / "run", [f"answers.root={tmp_path / 'answers'}", "track=wandb"]
 
-    def interrupted(*_: Any) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -170,21 +170,21 @@ def own(tmp_path: Path) -> Path:
 def test_flags_that_name_a_configuration_are_read_as_hydra_reads_them(own: Path) -> None:
     beside = ["--config-dir", str(own)]
     for sweeps in ([], ["-m"]):
-        asked = Arguments.of([*sweeps, *beside, "experiment=mine", "name=x", "drafter=medusa"])
+        asked = Arguments.parsed([*sweeps, *beside, "experiment=mine", "name=x", "drafter=medusa"])
         kind = "x-sweep" if sweeps else "x"
         assert folder_of_hydra(asked) == (Path("runs") / kind, bool(sweeps))
         assert composed(asked.overrides, asked).loop.rows == 3
-    named = Arguments.of([f"--config-dir={own}", "--config-name", "whole", "loop.rows=2"])
+    named = Arguments.parsed([f"--config-dir={own}", "--config-name", "whole", "loop.rows=2"])
     assert folder_of_hydra(named) == (Path("runs/whole"), False)
     assert composed(named.overrides, named).name == "whole"
-    assert Arguments.of(["--config-path", str(CONF)]).folder == CONF
-    assert folder_of_hydra(Arguments.of(["search=lr"]))[1]  # its file says so
+    assert Arguments.parsed(["--config-path", str(CONF)]).folder == CONF
+    assert folder_of_hydra(Arguments.parsed(["search=lr"]))[1]  # its file says so
     for page in (["--help"], ["--cfg", "job"], ["--info", "defaults"], ["--hydra-help"]):
-        assert not Arguments.of(page).runs
+        assert not Arguments.parsed(page).runs
     with pytest.raises(UserError, match="there is no such folder"):
-        folder_of_hydra(Arguments.of(["--config-dir", str(own / "none")]))
+        folder_of_hydra(Arguments.parsed(["--config-dir", str(own / "none")]))
     with pytest.raises(UserError, match="experiment=other is unknown"):
-        folder_of_hydra(Arguments.of([*beside, "experiment=other"]))
+        folder_of_hydra(Arguments.parsed([*beside, "experiment=other"]))
 
 
 @pytest.mark.slow

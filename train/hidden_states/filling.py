@@ -35,6 +35,7 @@ from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatche
 from train.hidden_states.store import (
     AFTER,
     SHARD,
+    FeaturesConfig,
     HiddenStateStore,
     HiddenStateTensors,
     documents,
@@ -42,7 +43,6 @@ from train.hidden_states.store import (
     name_of_rounds,
     parts_of,
 )
-from train.run_config import Config
 from train.shards import Shard
 
 # the least share of a chat's tokens that must be shared: one forward pass reads one text
@@ -75,21 +75,35 @@ class RunHiddenStates:
     progress: Progress
 
     @classmethod
-    def of(
+    def of_run(
         cls,
-        cfg: Config,
+        stored: FeaturesConfig | None,
+        drafter: Any,
+        sampler: Sampler,
+        length: int,
+        keeps_layers: bool,
         target: TargetLoader,
         accelerator: Accelerator,
         progress: Progress,
     ) -> "RunHiddenStates":
-        """Raises UserError if the store holds features of another kind."""
+        """Those that a drafter of this configuration reads, kept where `stored` says (None: not at
+        all). Raises UserError if the store holds hidden states of another kind."""
         needs, store = None, None
-        if cfg.stores_features:
-            needs = needs_of(cfg.drafter, target.parts)
-            store = HiddenStateStore(cfg.features, target.parts, needs, cfg.sampler)
-        where = target, needs, cfg.sampler, cfg.data.max_length, store, cfg.needs_layers
-        more = cfg.features.engines, cfg.features.ahead
-        return cls(*where, *more, accelerator, progress)
+        if stored is not None:
+            needs = needs_of(drafter, target.parts)
+            store = HiddenStateStore(stored, target.parts, needs, sampler)
+        return cls(
+            target=target,
+            needs=needs,
+            sampler=sampler,
+            length=length,
+            store=store,
+            keeps_layers=keeps_layers,
+            engines=stored.engines if stored is not None else [],
+            ahead=stored.ahead if stored is not None else 0,
+            accelerator=accelerator,
+            progress=progress,
+        )
 
     def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[BatchSource]:
         """A source of packed rows for each list of documents. If there is a store, the missing
@@ -115,13 +129,13 @@ class RunHiddenStates:
         again = partial(self._again, needs)
         return [StoredBatches(store, needs, rows, device, again, self.ahead) for rows in sides]
 
-    def fill_share(self, share: Shard, texts: Sequence[Sequence[Document]]) -> None:
-        """Store the features of a share of the rows. Each process of a launch does a part of it."""
+    def fill_shard(self, shard: Shard, texts: Sequence[Sequence[Document]]) -> None:
+        """Store the features of a shard of the rows. Each process of a launch does a part of it."""
         store, needs = self.store, self.needs
         assert store is not None and needs is not None
         rows = [row for side in texts for row in pack_rows(side, self.length)]
         store.refresh()
-        missing = store.missing(share.part(rows))
+        missing = store.missing(shard.part(rows))
         console.print(store.announced(sum(len(row.ids) for row in missing)))
         self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
         self._fill_parts(needs, missing)
