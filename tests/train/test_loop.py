@@ -298,8 +298,8 @@ def test_drawn_anchors_and_a_changing_objective_resume_exactly(
     drawn: list[tuple[int, ...]] = []
     anchors = TeacherForcing.anchors
 
-    def seen(self: TeacherForcing, *given: Any) -> Any:
-        found = anchors(self, *given)
+    def seen(self: TeacherForcing, *given: Any, **named: Any) -> Any:
+        found = anchors(self, *given, **named)
         drawn.append(tuple(found.position_N.tolist()))
         return found
 

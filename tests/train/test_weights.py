@@ -16,7 +16,7 @@ from tests.processes import process
 from tests.runs import final_state, require_equal, require_same_run
 from tests.tiny import Tiny, conversations, losses, write_jsonl
 from tests.train.test_resume import SEVERAL, TORCHRUN
-from tests.train.test_rounds import ON_POLICY
+from tests.train.test_training_rounds import ON_POLICY
 from train import folder, optim
 from train.data.sequences import Document
 
