@@ -109,15 +109,15 @@ class Eagle(Solved):
         """
         return hidden.detach() if self.config.detach else hidden
 
-    def noisy(self, ctx: Context, moment: TrainingMoment, noise: float) -> Context:
+    def noisy(self, ctx: Context, moment: TrainingMoment) -> Context:
         """The context with uniform noise of width `noise` · 512/n on the features of each
         document of n tokens. The features that the objective compares with get no noise."""
-        if not noise:
+        if not self.config.noise:
             return ctx
         position_BT, document_BT = ctx.documents()
         which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
-        width_BT1 = noise * 512 / count_BT.clamp_min(1)[..., None]
+        width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
         final_BTD = ctx.features(self.needs)
         draws = [
             torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
@@ -129,4 +129,4 @@ class Eagle(Solved):
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The states of the layer, unrolled to `train_depth` depths over noisy features."""
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
-        return self.hidden(self.noisy(ctx, moment, self.config.noise), anchors_BA, drafted_BAk)
+        return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAk)

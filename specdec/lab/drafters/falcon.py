@@ -154,7 +154,7 @@ class Falcon(Eagle):
         is replaced by the pair k later, with the state that they should forecast there. So the rest
         of a block learns to depend on its beginning.
         """
-        noisy, T = self.noisy(ctx, moment, self.config.noise), ctx.ids_BT.shape[1]
+        noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
         drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         share, true_BTD = self.config.glance * (1 - moment.progress), ctx.features(self.needs)
         if share > 0:
