@@ -204,7 +204,7 @@ def test_buffers_that_a_graph_writes_are_marked_as_staying(target: Target) -> No
         cache = target.new_cache(capacity)
         with torch.inference_mode():
             target.features(ids.expand(2, -1), make_drafter("eagle3", target).needs, cache=cache)
-            cache.keep([ids.shape[1]] * 2)
+            cache.commit([ids.shape[1]] * 2)
             marks.append([_marked(layer.keys) for layer in cache.slot_layers])
             cache.select([1])
             marks.append([_marked(layer.values) for layer in cache.slot_layers])

@@ -181,13 +181,13 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     def of_ours(_: list[int]) -> TimedAnswer:
         cache = target.new_cache()
         target.features(ids, FeatureSpec(), cache=cache)
-        cache.keep([len(prompt)])
+        cache.commit([len(prompt)])
 
         def call() -> None:
             inputs = model_inputs(target.config, cache.place(token), target.dtype)
             taken = cache_argument(target.model)
             target.model(input_ids=token, use_cache=True, **inputs, **{taken: cache})
-            cache.keep([1])
+            cache.commit([1])
 
         return steps(call)
 

@@ -155,7 +155,7 @@ def decode(
         # The kept tokens are committed to the cache, the texts and the answers.
         rounds, new = outcome(proposal, verdict, rows.texts)
         counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
-        cache.keep(counts, kept_BM)
+        cache.commit(counts, kept_BM)
         rows.extend(new, features, counts, kept_BM)
         if length is not None:
             length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
@@ -172,7 +172,7 @@ def prefill(
     rows, counts = Rows(distinct, target.device), [len(p) for p in distinct]
     features, final_BTD = target.features(rows.ids(), needs, cache=cache)
     logits_BV = target.logits(last_of(final_BTD, counts))
-    cache.keep(counts)
+    cache.commit(counts)
     rows.extend([[] for _ in distinct], features, counts)
     if len(distinct) < len(prompts):
         origin = [distinct.index(tuple(p)) for p in prompts]

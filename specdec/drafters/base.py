@@ -526,7 +526,7 @@ def growth_over(
     new = unread(cache, ctx.counts())
     ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
     first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
-    cache.keep(new)
+    cache.commit(new)
     return Growth(first_B1S[:, 0], lambda ids, above: read(ids, above, None))
 
 

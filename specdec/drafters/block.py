@@ -216,7 +216,7 @@ class Block(Trainable):
         outputs = self.compiled(
             cache, features=features, embedding=embedding, cos=cos, sin=sin, mask=mask
         )
-        cache.keep(new)
+        cache.commit(new)
         return outputs
 
     def run(

@@ -128,7 +128,7 @@ class LM(Pretrained):
 
         try:
             read(ids[:, :5])
-            cache.keep([5, 3])
+            cache.commit([5, 3])
             tree = read(ids[:, 5:], torch.tensor(2 * [[-1, 0, -1]], device=device))
             for b, n in enumerate([5, 3]):
                 for path in ([0, 1], [2]):
@@ -207,7 +207,7 @@ class LM(Pretrained):
                 for some in ids.split([5, 3], 1):
                     inputs = lean.inputs(cache.place(some), cache)
                     ours.append(lean(cache, input_ids=some, wanted=(), **inputs)[0])
-                    cache.keep([some.shape[1]])
+                    cache.commit([some.shape[1]])
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # parts with the usual names may take other arguments

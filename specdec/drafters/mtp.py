@@ -254,7 +254,7 @@ class MTP(Solved):
         attend, below = self._over_slots(cache, tokens, None)
         state = self.fuse(features)
         state_BWD = self.step(self.embed(tokens), state, attend, below=below)[:, :, 0]
-        cache.keep(new)
+        cache.commit(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:

@@ -113,5 +113,5 @@ class PEagle(Eagle3):
             features = torch.where(unknown_BT[..., None], self.mask_hidden, features)
             tokens = tokens.masked_fill(unknown_BT, self.mask_token)
             _, logits_BKS = self._cached(cache, features, None, tokens, None, new, masked)
-            cache.keep(new)
+            cache.commit(new)
         return reading_no_draft(lambda k: logits_BKS[:, k])

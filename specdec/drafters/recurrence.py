@@ -188,7 +188,7 @@ class Recurrent(Trainable):
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         # the output at the anchor, then at every node
         nodes_BWD, logits = self._cached(cache, features, None, tokens, None, new)
-        cache.keep(new)
+        cache.commit(new)
 
         def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
             nonlocal nodes_BWD

@@ -153,7 +153,7 @@ def _after_branches(
     for i, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
         if more := ids[read : parents[i] + 1]:
             _read(target, more, cache)
-            cache.keep([len(more)])
+            cache.commit([len(more)])
             read += len(more)
         yield _read(target, tokens[i:end], cache)
         cache.drop()

@@ -1,7 +1,7 @@
 """A KV cache in slots, which keeps the accepted tokens of chains, trees and ragged batches.
 
 Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
-slots that `keep` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
+slots that `commit` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
 copied except an accepted path whose slots are not consecutive.
 """
 
@@ -317,7 +317,7 @@ class SlotCache(Cache):
         """How many tokens of each row's text are committed."""
         return self.lengths
 
-    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         """Commit the first `counts[b]` scratch slots of each row, or those that `path_BK` lists
         first, and forget the rest."""
         if path_BK is not None:

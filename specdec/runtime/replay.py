@@ -111,10 +111,10 @@ class RecomputeCache(SlotCache):
         T = self._scratch[-1].shape[1]
         return pad_sequence(rows, True), end_B1 + torch.arange(-T, 0, device=end_B1.device)
 
-    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         both = zip(self._committed, torch.cat(self._scratch, 1), counts, strict=True)
         self._committed = [torch.cat([known, ids[:count]]) for known, ids, count in both]
-        super().keep(counts)
+        super().commit(counts)
 
     def drop(self) -> None:
         super().drop()
@@ -200,9 +200,9 @@ class ReplayCache(RecomputeCache):
         known = self._read[rows[0]] > 0
         return self._memory.joined([self._kept[b] for b in rows]) if known else None
 
-    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         after, tokens = self._after, self.scratch
-        super().keep(counts, path_BK)
+        super().commit(counts, path_BK)
         for b, count in enumerate(counts):
             if count == tokens and b in after:
                 self._kept[b], self._read[b] = after[b], self.lengths[b]

@@ -204,6 +204,10 @@ class CausalTarget(Target):
         return super().only_chains if self.reading is Reading.SLOTS else self.reading.value
 
     @property
+    def restricted(self) -> bool:
+        return self.reading is not Reading.SLOTS
+
+    @property
     def takes_positions(self) -> bool:
         """Whether transformers' `generate` tells the model the positions of its tokens."""
         return "position_ids" in inspect.signature(type(self.model).forward).parameters

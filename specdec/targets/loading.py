@@ -19,7 +19,7 @@ from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.runtime.device import free_bytes
 from specdec.runtime.quantised import method
 from specdec.targets import transformers_model
-from specdec.targets.causal import CausalTarget, Reading
+from specdec.targets.causal import CausalTarget
 from specdec.targets.parts import TargetParts, config_of_layers
 from specdec.targets.self_check import check_head
 from specdec.targets.spread import AUTO, in_words, is_spread
@@ -218,7 +218,7 @@ def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
             "; runs only with transformers' modules and attention, since no small model of its "
             f"classes could be made to check ours ({target.without_twin})"
         )
-    alone = isinstance(target, CausalTarget) and target.reading is not Reading.SLOTS
+    alone = isinstance(target, Target) and target.restricted
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"

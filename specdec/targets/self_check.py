@@ -245,24 +245,24 @@ def _cache_error(target: Target) -> float:
         return distance(logits_TV, theirs[-len(logits_TV) :])
 
     logits(ids[:, :9])
-    cache.keep(lengths)
+    cache.commit(lengths)
     tree = logits(ids[:, 9:12], torch.tensor(2 * [parents], device=target.device))
     for b, n in enumerate(lengths):
         for path in paths:
             text = torch.cat([ids[b, :n], ids[b, 9:12][path]])
             worst = max(worst, error(tree[b, path], b, text))
     kept = [path + [-1] * (2 - len(path)) for path in paths]
-    cache.keep([2, 1], torch.tensor(kept, device=target.device))
+    cache.commit([2, 1], torch.tensor(kept, device=target.device))
     cache.select([1, 0])
     after = logits(ids[[1, 0], 12:])
     worst = max(worst, error(after[0], 1, texts[1]), error(after[1], 0, texts[0]))
     if isinstance(cache, ReplayCache):  # rows of one length are put together
-        cache.keep([2, 2])
+        cache.commit([2, 2])
         cache.select([0, 0])
         for begin, end in (0, 2), (2, 3):  # a model may read single tokens in another way
             for ours_TV, some in zip(logits(ids[:, begin:end]), ids[:, :end], strict=True):
                 worst = max(worst, error(ours_TV, 1, torch.cat([texts[1], some])))
-            cache.keep([end - begin] * 2)
+            cache.commit([end - begin] * 2)
     return worst if target.reads_trees or steps else max(worst, _step_error(target))
 
 
@@ -285,7 +285,7 @@ def _by_steps(target: Target, ids_1T: Tensor, first: int) -> Tensor:
     cache, read = target.new_cache(), list[Tensor]()
     for part in (ids_1T[:, :first], *ids_1T[:, first:].split(1, 1)):
         read.append(target.features(part, FeatureSpec(), cache=cache)[1])
-        cache.keep([part.shape[1]])
+        cache.commit([part.shape[1]])
     return target.logits(torch.cat(read, 1))
 
 

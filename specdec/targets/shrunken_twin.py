@@ -225,7 +225,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
         for text, ours in zip(texts, target.logits(final), strict=True):
             theirs = _theirs(target, twin, text, len(text))
             yield distance(ours[: len(text)][-len(theirs) :], theirs)
-        cache.keep(prompts)
+        cache.commit(prompts)
         for seed, (tokens, kept) in enumerate(ROUNDS):
             room = target.room(min(map(len, texts))) - max(map(len, texts))
             if tokens > room:
@@ -247,7 +247,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
                     yield distance(ours[list(path)], theirs[-len(path) :])
             some = [kept[b] if trees else tuple(range(len(kept[b]))) for b in range(len(texts))]
             padded_path = [[*path, *[-1] * (tokens - len(path))] for path in some]
-            cache.keep(list(map(len, some)), torch.tensor(padded_path) if trees else None)
+            cache.commit(list(map(len, some)), torch.tensor(padded_path) if trees else None)
             texts = [texts[b] + [ids[b][i] for i in some[b]] for b in range(len(texts))]
 
 

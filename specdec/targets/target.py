@@ -33,6 +33,11 @@ class Target(TargetParts, ABC):
     holders: Sequence[nn.Module] = ()  # the modules with recurrent states
 
     @property
+    def restricted(self) -> bool:
+        """Whether passes over its caches are right only in a slower way (see `only_chains`)."""
+        return False
+
+    @property
     def lean(self) -> Any:
         """A pass over a cache without the model's modules (a `LeanPass`); None if there is none."""
         return None

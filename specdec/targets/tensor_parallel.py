@@ -142,7 +142,7 @@ class TensorParallelTeam:
         if what == CONTINUE:
             target.follow_on(cache, *_moved(others, target.device))
         elif what == KEEP:
-            cache.keep(*_moved(others, target.device))
+            cache.commit(*_moved(others, target.device))
         elif what == SELECT:
             cache.select(*others)
         elif what == REPLACE:
@@ -182,9 +182,9 @@ class _Mirrored(SlotCache):
         finally:
             self.within = False
 
-    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+    def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         with self._told(KEEP, list(counts), path_BK):
-            super().keep(counts, path_BK)
+            super().commit(counts, path_BK)
 
     def drop(self) -> None:
         with self._told(DROP):

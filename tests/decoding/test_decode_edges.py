@@ -288,7 +288,7 @@ def test_a_tree_deeper_than_the_window_sees_by_positions(lengths: list[int]) -> 
     prompts = [text(b, n)[0].tolist() for b, n in enumerate(lengths)]
     rows, cache = Rows(prompts, windowed.device), windowed.new_cache()
     windowed.features(rows.ids(), FeatureSpec(), cache=cache)
-    cache.keep(lengths)
+    cache.commit(lengths)
     nodes_BM = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]]).expand(len(lengths), -1)
     parents_BM = torch.tensor([[-1, 0, 0, 1, 1, 3, 3, 5]]).expand(len(lengths), -1)
     _, logits = windowed.step(nodes_BM, FeatureSpec(), cache, parents_BM)

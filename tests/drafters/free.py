@@ -54,7 +54,7 @@ def decoding(target: Target, rows: list[list[int]], steps: list[list[int]]) -> I
         done = cache.lengths if any(cache.lengths) else [0] * len(rows)
         new = [end - 1 - n for end, n in zip(ends, done, strict=True)]
         target.features(pieces(ids, done, max(new)), FeatureSpec(), cache=cache)
-        cache.keep(new)
+        cache.commit(new)
         yield Context(ids[:, : max(ends)], lengths=list(ends), cache=cache)
 
 

@@ -164,7 +164,7 @@ def test_streaming_is_the_target_with_a_mask(target: Target) -> None:
     drafter, ids = build(config, target), text(10, 30)
     cache = target.new_cache()
     target.features(torch.tensor([ids[:26]]), FeatureSpec(), cache=cache)
-    cache.keep([26])
+    cache.commit([26])
     seen = [0, 1, 18, 19, 20, *range(21, 26)]
     mask = torch.zeros(1, 2, 28, dtype=torch.bool)
     mask[0, :, [*seen, 26]] = True

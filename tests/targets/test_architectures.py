@@ -167,12 +167,12 @@ def cache_errors(target: Target) -> list[float]:
         worst.append(float((ours - theirs).abs().max()))
 
     logits(ids[:, :9])
-    cache.keep([9, 5])
+    cache.commit([9, 5])
     tree = logits(ids[:, 9:12], [-1, 0, -1])
     for b, n in enumerate((9, 5)):
         for path in ([0, 1], [2]):
             compare(tree[b, path], torch.cat([ids[b, :n], ids[b, 9:12][path]]))
-    cache.keep([2, 1], torch.tensor([[0, 1], [2, -1]]))
+    cache.commit([2, 1], torch.tensor([[0, 1], [2, -1]]))
     cache.select([1, 0])
     texts = [torch.cat([ids[1, :5], ids[1, 11:12]]), torch.cat([ids[0, :9], ids[0, 9:11]])]
     first, second = logits(ids[[1, 0], 12:15]), logits(ids[[1, 0], 15:18])

@@ -200,10 +200,10 @@ def test_in_16_bits_states_are_kept_and_moved_as_well(kind: str) -> None:
     cache = target.new_cache()
     needs = FeatureSpec((2,), final_hidden=True)
     target.features(torch.tensor([prompt]), needs, cache=cache)
-    cache.keep([7])
+    cache.commit([7])
     ctx, _ = target.features(torch.tensor([[5, 9, 11]]), needs, cache=cache)
     assert ctx.layers_BTF.dtype == ctx.final_BTD.dtype == torch.bfloat16
-    cache.keep([2])
+    cache.commit([2])
     ours = target.step(torch.tensor([[8]]), needs, cache)[1][0, -1].float()
     theirs = by_transformers(target, prompt, torch.tensor([[5, 9, 8]]))[0, -1].float()
     assert (ours - theirs).norm() < 0.05 * theirs.norm()  # 8 bits, through four layers
@@ -236,11 +236,11 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     a, b, n = (torch.tensor(column) for column in zip(*chains, strict=True))
     cache, rows = target.new_cache(), torch.arange(len(chains))
     target.features(torch.tensor([prompt[:-1]]), FeatureSpec(), cache=cache)
-    cache.keep([len(prompt) - 1])
+    cache.commit([len(prompt) - 1])
     cache.select([0] * len(chains))
     ids = torch.stack([torch.full_like(a, prompt[-1]), a, b], 1)
     p_BMV = p_of(target.step(ids, FeatureSpec(), cache)[1])
-    cache.keep((n + 1).tolist())
+    cache.commit((n + 1).tolist())
     q_BGV = torch.stack([first_V.expand(len(a), -1), then_VV[a]], 1)
     rule = law(RULES["rejection"], Proposal(ids[:, 1:], q_BGV), p_BMV)
     mass_B = first_V[a] * then_VV[a, b] * rule.stop_BM[rows, n]
@@ -254,7 +254,7 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     x, every = torch.arange(V).repeat(len(some) // V), torch.arange(len(some))
     cache.select(some.tolist())
     p_RV = p_of(target.step(x[:, None], FeatureSpec(), cache)[1][:, -1])
-    cache.keep([1] * len(some))
+    cache.commit([1] * len(some))
     mass_R = mass_B[some] * next_BV[some, x]
     one = n[some] == 1
     joint.index_put_((a[some[one]], x[one]), mass_R[one, None] * p_RV[one], accumulate=True)
@@ -277,7 +277,7 @@ def test_what_is_dropped_leaves_no_trace(target: Target) -> None:
     prompt = texts(1, 7)[0]
     cache = target.new_cache()
     target.features(torch.tensor([prompt]), FeatureSpec(), cache=cache)
-    cache.keep([7])
+    cache.commit([7])
     read = [5, 9, 11, 4]
     expected = target.step(torch.tensor([read]), FeatureSpec(), cache)[1]
     cache.drop()
@@ -285,7 +285,7 @@ def test_what_is_dropped_leaves_no_trace(target: Target) -> None:
     cache.drop()
     parts = [target.step(torch.tensor([x]), FeatureSpec(), cache)[1] for x in (read[:1], read[1:])]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
-    cache.keep([2])  # of the tokens of two passes
+    cache.commit([2])  # of the tokens of two passes
     ours = target.step(torch.tensor([[6, 3]]), FeatureSpec(), cache)[1]
     theirs = by_transformers(target, prompt, torch.tensor([[*read[:2], 6, 3]]))[:, -2:]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -372,7 +372,7 @@ def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> N
         for row, n, ours in zip(rows, ends, logits, strict=True):
             whole = target.model(row[None, : n + tokens], use_cache=False).logits[0, n:]
             torch.testing.assert_close(ours, whole, atol=1e-4, rtol=1e-4)
-        cache.keep(kept)
+        cache.commit(kept)
         ends = [n + count for n, count in zip(ends, kept, strict=True)]
     assert cache.nbytes > 2 * 4 * 4 * 16 * 32 * 4  # 2 rows, 4 layers, 4 heads, in 4 bytes
 

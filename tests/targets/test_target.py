@@ -77,7 +77,7 @@ def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, atte
         cache, ours = target.new_cache(), []
         for part in ids.split([14, 1, 5], 1):
             ours.append(target.step(part, FeatureSpec(), cache)[1])
-            cache.keep([part.shape[1]])
+            cache.commit([part.shape[1]])
     assert torch.allclose(torch.cat(ours, 1), theirs, atol=1e-4)
     draft = LM.build(LM.Config(), target)
     assert draft.model.config._attn_implementation == attention

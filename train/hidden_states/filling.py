@@ -292,7 +292,7 @@ def fill_chats(
             if start < committed:
                 cache, committed, whole = target.new_cache(), 0, None
             elif whole is not None:
-                cache.keep([start - committed])
+                cache.commit([start - committed])
                 committed = start
             ids_1T = torch.from_numpy(document.ids[start:]).long()[None].to(target.device)
             ctx, final_1TD = target.features(ids_1T, needs, cache=cache)

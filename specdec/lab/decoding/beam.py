@@ -157,7 +157,7 @@ class LiveTree:
         self.reread = 0  # number of nodes in the last pass that reread forgotten tokens
         ids_1T = torch.tensor([list(prompt)], device=target.device)
         self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
-        self.cache.keep([len(prompt)])
+        self.cache.commit([len(prompt)])
         self.log_p_GV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
@@ -188,7 +188,7 @@ class LiveTree:
         paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
         shared = [nodes[0] for nodes in zip(*paths, strict=True) if len(set(nodes)) == 1]
         path_1K = torch.tensor([[n.slot for n in shared]], device=self.target.device).long()
-        self.cache.keep([len(shared)], path_1K)
+        self.cache.commit([len(shared)], path_1K)
         for node in itertools.chain(*paths):
             node.slot = COMMITTED if node in shared else None
 

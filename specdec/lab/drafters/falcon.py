@@ -219,7 +219,7 @@ class Falcon(Eagle):
         seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
         seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
         blocks = [windows[:, -1:], *passed(self.fc.after(windows), max(new), places, seen_BkP)]
-        cache.keep(new)
+        cache.commit(new)
         depths, block_BM = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
         tokens_BMk = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
 

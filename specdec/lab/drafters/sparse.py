@@ -188,7 +188,7 @@ class Sparse(View):
         """Hidden states [A, K, D] of blocks; block i follows the first `ends[i]` tokens."""
         full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
         self.target.features(ids_T[None, :longest], FeatureSpec(), cache=full)
-        full.keep([longest])
+        full.commit([longest])
         choice = cache(partial(self._choice, full, [text], 0))
         states = []
         for start in range(0, len(ends), ROWS):

@@ -34,7 +34,6 @@ from specdec.lab.drafters.bridge import Bridge
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Growth, Shape
-from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import load_target
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
@@ -135,7 +134,7 @@ class Translated(Predictor):
         longest = max(new)
         tails = [own[len(own) - n :] + [0] * (longest - n) for own, n in zip(owns, new)]
         hidden_BTD = self.continued(torch.tensor(tails, device=self.lm.device), cache)
-        cache.keep(new)
+        cache.commit(new)
         cache.tokens = owns
         return last_of(hidden_BTD, new)
 
@@ -267,7 +266,7 @@ def _load(source: str, dtype: str, device: str) -> Target:
     except UserError as error:
         raise UserError(str(error).replace("target.path", "drafter.source")) from error
     require(
-        isinstance(lm, CausalTarget),
+        not lm.model.config.is_encoder_decoder,
         f"drafter.source={source!r} is an encoder-decoder: give a decoder-only LM",
     )
     lm.new_cache()  # raises UserError if rejected tokens could not be dropped

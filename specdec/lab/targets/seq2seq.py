@@ -55,13 +55,13 @@ class Seq2SeqCache(SlotCache):
         starts = self.starts or [0] * len(self.lengths)
         return [s + n for s, n in zip(starts, self.lengths, strict=True)]
 
-    def keep(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
-        """Like `SlotCache.keep`, but the first call's `counts` cover whole prompts."""
+    def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
+        """Like `SlotCache.commit`, but the first call's `counts` cover whole prompts."""
         if not self._prefilled:
             counts = [n - start for n, start in zip(counts, self.starts, strict=True)]
             require(min(counts) > 0, NO_START)
             self._prefilled = True
-        super().keep(counts, path_BK)
+        super().commit(counts, path_BK)
 
     def select(self, rows: Sequence[int]) -> None:
         if self.memory is None:  # nothing was read yet

@@ -115,7 +115,7 @@ def test_a_compiled_pass_is_the_pass_and_leaves_the_settings_of_torch(
             torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)
             layers = found[0].layers_BTF, expected[0].layers_BTF
             torch.testing.assert_close(*layers, atol=1e-4, rtol=1e-4)
-            fixed.keep([len(ids[0])]), growing.keep([len(ids[0])])
+            fixed.commit([len(ids[0])]), growing.commit([len(ids[0])])
     (passes,) = target._compiled.values()  # type: ignore[attr-defined]
     assert isinstance(passes, Compiled) and len(passes.ways) == 1
     assert set(passes.ways.values()) == {passes.graph}

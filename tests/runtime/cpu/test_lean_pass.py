@@ -79,7 +79,7 @@ def passes(target: CausalTarget, lean: bool) -> list[Tensor]:
         ctx, logits = target.step(some, needs, cache, parents)
         assert ctx.layers_BTF is not None and ctx.final_BTD is not None
         read.extend((ctx.layers_BTF, ctx.final_BTD, logits))
-        cache.keep(counts)
+        cache.commit(counts)
 
     with torch.inference_mode():
         step(ids[:, :9], [9, 9])
@@ -216,7 +216,7 @@ def test_it_makes_fewer_calls() -> None:
         target.lean_allowed, cache = lean, target.new_cache()
         with torch.inference_mode():
             target.step(torch.tensor([[3, 4, 5]]), FeatureSpec(), cache)
-            cache.keep([3])
+            cache.commit([3])
             with Calls() as calls:
                 target.step(torch.tensor([[6, 7]]), FeatureSpec(), cache)
         counts.append(calls.count)
