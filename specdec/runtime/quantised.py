@@ -81,20 +81,20 @@ def require_packages(path: str, config: Any) -> None:
 
 
 @torch.no_grad()
-def unpack_weights(model: Any, path: str, dtype: str) -> None:
+def unpack_weights(model: Any, config: Any, path: str, dtype: str) -> None:
     """Run the whole model once: some libraries unpack weights in its first pass, but not if only a
     part of the model runs. Raises UserError if the layers of a library compute in no other type
-    than that in which they were quantised."""
+    than that in which they were quantised, which is the dtype in `config`, that of the files."""
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
-    own = str(getattr(model.config.get_text_config(decoder=True), "dtype", None)).split(".")[-1]
+    own = str(getattr(config.get_text_config(decoder=True), "dtype", None)).split(".")[-1]
     try:
         model.eval()(input_ids=ids_BT, **decoder)
     except RuntimeError as error:
         if own == dtype or own not in ("float32", "bfloat16", "float16"):
             raise
         raise UserError(
-            f"target.path={path!r} is stored quantised ({method(model.config)}), and its layers do "
+            f"target.path={path!r} is stored quantised ({method(config)}), and its layers do "
             f"not compute in {dtype} ({first_line(error)}): give target.dtype={own}"
         ) from error
 

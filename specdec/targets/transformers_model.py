@@ -134,7 +134,7 @@ def load_model(
         if offloaded is not None:
             weakref.finalize(model, offloaded.cleanup)
         if quantised:
-            unpack_weights(model, cfg.path, cfg.dtype)
+            unpack_weights(model, config, cfg.path, cfg.dtype)
         elif places is None and rules is None:
             model.to(torch.device(cfg.device))
     if missing := sorted(loading["missing_keys"]):
