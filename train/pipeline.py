@@ -22,7 +22,7 @@ from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetLoader, opening
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
-from train.budget import planned
+from train.budget_timing import planned
 from train.data.response_files import ResponsesRead, cut_responses
 from train.data.trained_on import TrainedOn, before_this_stage
 from train.folder import (

@@ -31,6 +31,7 @@ from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.target_config import TargetConfig
+from train.budget_plan import BudgetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
 from train.hidden_states.store import FeaturesConfig
@@ -38,7 +39,6 @@ from train.initialisation import StageConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
-from train.plan import BudgetConfig
 from train.planning.devices import PlanningConfig
 from train.tracked_run import TrackConfig
 from train.training_rounds import RoundsConfig

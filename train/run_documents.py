@@ -17,6 +17,7 @@ from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
+from train.budget_plan import FEWEST
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
@@ -24,7 +25,6 @@ from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.sequences import Document, Prompt, even_weights
 from train.data.split import SHARE, DataSplit
 from train.hidden_states.store import HiddenStateStore
-from train.plan import FEWEST
 from train.run_config import Config
 from train.shards import AFTERWARDS, shard_of
 

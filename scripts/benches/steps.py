@@ -83,7 +83,7 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     from specdec.targets.loading import load_target
     from specdec.targets.target_config import resolved
     from train.accelerated import accelerator_of
-    from train.budget import rehearsal
+    from train.budget_timing import rehearsal
     from train.data.run_data import read_run_data
     from train.run_config import composed, register
 

@@ -28,7 +28,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.target_config import resolved
 from specdec.theory.alpha import acceptance
 from train.accelerated import accelerator_of
-from train.budget import rehearsal
+from train.budget_timing import rehearsal
 from train.data.run_data import read_run_data
 from train.run_config import composed, register
 

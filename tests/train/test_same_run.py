@@ -17,6 +17,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
+from train.budget_plan import Plan
 from train.continued import CHANGES, Change, change_of
 from train.folder import (
     BEGAN,
@@ -27,7 +28,6 @@ from train.folder import (
     require_same_run,
     shape_of_run,
 )
-from train.plan import Plan
 from train.run_config import Config
 from train.shards import note_beginning
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from specdec.decoding.fitting import ACTIVATIONS, GROWTH, LOGITS, SHARE
 from specdec.sampling.trees import DEEPEST
+from train.budget_plan import Speeds
 from train.hidden_states.store import SCALE, block_size
-from train.plan import Speeds
 from train.planning.devices import GIB, Device
 from train.planning.gain import RoundCosts
 from train.planning.outline import FULL, DraftOutline, Outline

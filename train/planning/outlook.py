@@ -27,13 +27,13 @@ from specdec.targets.target_config import resolved
 from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import pass_cost
 from train.accelerated import accelerator_of
-from train.budget import rehearsal, timed, work_of
+from train.budget_plan import SAID, Plan, Speeds, fitted, minutes, of_size
+from train.budget_timing import rehearsal, timed, work_of
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
 from train.data.sequences import Document, Prompt
 from train.data.split import SHARE, DataSplit, parts_of
 from train.initialisation import StageConfig, earlier_drafts, initial_drafter
-from train.plan import SAID, Plan, Speeds, fitted, minutes, of_size
 from train.planning.demand import (
     Stage,
     disk_bytes,

@@ -1,7 +1,7 @@
 """How much of a run's data fits `budget.minutes` on this machine.
 
 `timed` times the target's passes and the drafter's training steps for a few seconds, and
-`plan.fitted` makes a plan from these speeds. The plan is kept in the run's folder, so that a
+`budget_plan.fitted` makes a plan from these speeds. The plan is kept in the run's folder, so that a
 resumed run keeps its size.
 """
 
@@ -29,13 +29,13 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
 from train import optim
 from train.accelerated import from_main, ranks_of
+from train.budget_plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
 from train.data.sequences import Document, Prompt, pack_rows
 from train.data.split import DataSplit
 from train.folder import PLAN, config_of, digest_of_settings
 from train.forecast import SHARES
 from train.hidden_states.batches import OnlineBatches
 from train.initialisation import StageConfig, initial_drafter
-from train.plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
 from train.run_config import Config
 
 # tokens of each timed text if the target answers none, and new tokens timed after a batch of them

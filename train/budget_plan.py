@@ -1,7 +1,7 @@
 """How much of the data fits a budget of minutes: the arithmetic of a plan.
 
 `fitted` sets time aside for the final evaluation and takes as many training conversations as fit
-into the rest of the budget. `train.budget` measures the speeds that it reckons with.
+into the rest of the budget. `train.budget_timing` measures the speeds that it reckons with.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """How much of the data fits a budget of minutes.
 
-Run alone: python -m pytest tests/train/test_plan.py
+Run alone: python -m pytest tests/train/test_budget_plan.py
 """
 
 import dataclasses
@@ -19,10 +19,8 @@ from specdec.files import read_record
 from specdec.targets.target import Target
 from tests.runs import as_before
 from tests.tiny import Tiny, architectures, compose, random_target
-from train import budget
-from train.budget import timed
-from train.data.split import split_documents, split_prompts
-from train.plan import (
+from train import budget_timing
+from train.budget_plan import (
     AFTER,
     ALONG,
     BESIDE,
@@ -39,6 +37,8 @@ from train.plan import (
     Work,
     fitted,
 )
+from train.budget_timing import timed
+from train.data.split import split_documents, split_prompts
 
 SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
 WORK = Work(
@@ -177,7 +177,7 @@ def test_a_moment_of_another_process_does_not_spoil_a_plan(monkeypatch: pytest.M
         calls.append(len(rows))
         return answers
 
-    monkeypatch.setattr(budget, "decode", hindered)
+    monkeypatch.setattr(budget_timing, "decode", hindered)
     speeds = timed(target, [[3, 4, 5], [6, 7]], 2, lambda: 10, context=60)
     assert speeds.answered == pytest.approx(1 / 2 / 4) and speeds.step == pytest.approx(1 / 24)
     assert speeds.read == pytest.approx(1 / 2 / 60)
