@@ -145,8 +145,9 @@ def _overrides(place: Path, run: KilledRun, name: str) -> list[str]:
     more += [f"loop.epochs={1 + len(run.deaths) // 2}"]
     more += ["loop.accumulate=1", "loop.save_every=2", "loop.eval_every=3", "decode.prompts=1"]
     tiny = "Tiny(place, place / 'target', place / 'chats.jsonl')"
-    code = "from tests.tiny import Tiny; from train import config; import json; config.register(); "
-    code += f"place = Path({str(place)!r}); usual = config.composed([]).drafter.name; "
+    code = "import json; from tests.tiny import Tiny; from train import run_config; "
+    code += "run_config.register(); "
+    code += f"place = Path({str(place)!r}); usual = run_config.composed([]).drafter.name; "
     code += f"print(json.dumps({tiny}.overrides(usual, *{more})))"
     return [*json.loads(_python(code)), f"hydra.run.dir={folder}"]
 
