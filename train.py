@@ -98,7 +98,7 @@ def _only_of_hydra(folder: Path) -> bool:
     return files <= {"multirun.yaml", "train.log"}
 
 
-def start(arguments: list[str]) -> None:
+def run_command(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
     single run is first composed here, as an error is then told before anything is written."""
     asked = Arguments.parsed(arguments)
@@ -122,4 +122,4 @@ if __name__ == "__main__":
     register()
     console.outlives_reader = True
     with last_work(), quiet_libraries():
-        command(lambda: start(sys.argv[1:]), INTERRUPTED)
+        command(lambda: run_command(sys.argv[1:]), INTERRUPTED)

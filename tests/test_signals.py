@@ -60,7 +60,7 @@ def whole(tiny: Tiny) -> Path:
         ("train.optim.learning_rate", 2, 2),  # between two records
         ("train.optim.learning_rate", 6, 6),  # an evaluation is due, and done by the next life
         ("train.optim.learning_rate", 12, 12),  # after the last step
-        ("train.held_out.answers", 1, 3),  # in the middle of an evaluation
+        ("train.held_out.acceptance_by_response", 1, 3),  # in the middle of an evaluation
     ],
 )
 def test_sigterm_saves_a_checkpoint_and_the_continued_run_is_bit_identical(
@@ -288,12 +288,12 @@ TERMINATED_WITHIN = """
 import os, runpy, signal
 import train.held_out
 
-def answers(*given, before=train.held_out.answers, sent=[]):
+def answers(*given, before=train.held_out.acceptance_by_response, sent=[]):
     if os.environ["RANK"] == "1" and not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
     return before(*given)
 
-train.held_out.answers = answers
+train.held_out.acceptance_by_response = answers
 runpy.run_path("train.py", run_name="__main__")
 """
 

@@ -113,7 +113,12 @@ def documents_of_run(
             store.prepare(0)
         train, validation = (
             documents_with_responses(
-                *(target, some, cfg.answering, accelerator, progress, store),
+                target,
+                some,
+                cfg.answering,
+                accelerator,
+                progress,
+                store,
                 responses_read=responses_read,
             )
             for some in (train if cfg.reads_plain_answers else [], validation)

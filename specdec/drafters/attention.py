@@ -130,7 +130,7 @@ class Sight(NamedTuple):
     sink: int = 0
 
     @classmethod
-    def of(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
+    def of_anchors(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
         """The sight of anchors with these pairs, by each key's place in its document."""
         first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
         return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
@@ -357,7 +357,7 @@ def _probed(
     ]
     query, pairs = drawn[0], tuple(zip(drawn[1::2], drawn[2::2], strict=True))
     position_BA = torch.arange(A, device=device)[None]
-    sight = Sight.of(position_BA, position_BA, torch.zeros_like(position_BA))
+    sight = Sight.of_anchors(position_BA, position_BA, torch.zeros_like(position_BA))
 
     def gradient(read: Callable[..., Tensor]) -> Tensor:
         out = read(query, pairs[0], sight, pairs[1:])

@@ -46,7 +46,7 @@ class Sizes:
     draft_vocab: int | None = None
 
     @classmethod
-    def of(cls, config: Any, target: TargetParts, **more: Any) -> Self:
+    def of_config(cls, config: Any, target: TargetParts, **more: Any) -> Self:
         """The sizes for this config and target, with the values `more` of a family's own fields.
         `draft_vocab` is None unless it is smaller than the target's vocabulary."""
         V, asked = target.vocab_size, getattr(config, "draft_vocab", None)
@@ -122,7 +122,7 @@ class Drafter(nn.Module, ABC):
     @classmethod
     def plan(cls, config: Any, target: TargetParts) -> Any:
         """The `Sizes` of a drafter with this config for this target."""
-        return cls.Sizes.of(config, target)
+        return cls.Sizes.of_config(config, target)
 
     @classmethod
     def build(

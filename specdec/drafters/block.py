@@ -117,7 +117,7 @@ class Block(Trainable):
         layers = chosen_layers(config.layers, spread, target)
         llama = llama_of(target, config.intermediate_size)
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
-        return cls.Sizes.of(config, target, layers=layers, llama=llama, mask_token=mask)
+        return cls.Sizes.of_config(config, target, layers=layers, llama=llama, mask_token=mask)
 
     def attach(self, target: TargetParts) -> None:
         self.target, self._head = target, target.unembedding(self.vocab_S)
@@ -162,7 +162,7 @@ class Block(Trainable):
         T = context_BTD.shape[1]
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
-        keys = Keys(Sight.of(pair_BA, position_BT, document_BT), M, self.causal)
+        keys = Keys(Sight.of_anchors(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
         position_BX = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # X = A · M
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BX))

@@ -45,7 +45,7 @@ class Heads(Trainable):
 
     @classmethod
     def plan(cls, config: Any, target: TargetParts) -> Any:
-        return cls.Sizes.of(config, target, width=target.width)
+        return cls.Sizes.of_config(config, target, width=target.width)
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""

@@ -107,7 +107,7 @@ class Eagle3(Solved):
         )
         layers = chosen_layers(config.layers, [2, L // 2, L - 3], target)
         llama = llama_of(target, config.intermediate_size)
-        return cls.Sizes.of(config, target, llama=llama, layers=layers)
+        return cls.Sizes.of_config(config, target, llama=llama, layers=layers)
 
     @property
     def layer(self) -> Layer:

@@ -84,7 +84,7 @@ class LM(Pretrained):
             "keep a state, and its rejected tokens could not be dropped from it: give a "
             "drafter.source with attention layers only, or a family with a head of its own",
         )
-        return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
+        return cls.Sizes.of_config(config, target, model=model, draft_vocab=rows)
 
     @classmethod
     def build(

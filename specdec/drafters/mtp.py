@@ -222,7 +222,7 @@ class MTP(Solved):
         place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
         position_BP = (place_BP - 1).clamp_min(0)
         every_BP = torch.arange(T - 1, device=device).expand(B, T - 1)
-        every = Sight.of(every_BP, position_BP, document_BP)
+        every = Sight.of_anchors(every_BP, position_BP, document_BP)
 
         def sight(k: int) -> Sight:
             early = place_BP <= k  # module k - 1 has no state for the token before these

@@ -87,7 +87,7 @@ class Recurrent(Trainable):
 
     @classmethod
     def plan(cls, config: Any, target: TargetParts) -> Any:
-        return cls.Sizes.of(config, target, llama=llama_of(target, config.intermediate_size))
+        return cls.Sizes.of_config(config, target, llama=llama_of(target, config.intermediate_size))
 
     @property
     def layer(self) -> Layer:
@@ -285,7 +285,7 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # its feature is of another document
 
     def sight(pair_BA: Tensor) -> Sight:
-        return Sight.of(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
+        return Sight.of_anchors(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
 
     return position_BP, sight
 

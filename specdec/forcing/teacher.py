@@ -156,7 +156,10 @@ class TeacherForcing(nn.Module):
             torch.as_tensor(x)[None] for x in (mask_T, document_T, position_T)
         )
         return anchors_of(
-            *(mask, document, position, self.depth),
+            mask,
+            document,
+            position,
+            self.depth,
             lambda valid_TK: drafter.anchors(valid_TK, generator),
             self.objective.per,
             None if drafted_TK is None else torch.from_numpy(drafted_TK)[None],

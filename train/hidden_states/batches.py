@@ -221,12 +221,12 @@ class StoredBatches:
         """The batch before it is moved to the device, in pinned memory if that is a GPU. Raises
         Damaged, and mends nothing."""
         rows, host = [self.rows[i] for i in indices], torch.device("cpu")
-        batch = assembled(rows, host, self.needs, self.store.read)
+        batch = assembled(rows, host, self.needs, self.store.read_document)
         return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
 
     def _document(self, row: Row, x: slice) -> HiddenStateTensors:
         try:
-            return self.store.read(row, x)
+            return self.store.read_document(row, x)
         except Damaged as error:
             if self._again is None:
                 raise
@@ -234,7 +234,7 @@ class StoredBatches:
         with self.store.lock:
             self.store.discard(row, x)
             self._again(part_of(row, np.r_[x]))
-            return self.store.read(row, x)
+            return self.store.read_document(row, x)
 
 
 def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:

@@ -337,7 +337,7 @@ class HiddenStateStore:
             self._parts |= {n: list(f) for n, f in by_name.items()}
             self._sums |= sums
 
-    def read(self, row: Row, x: slice) -> HiddenStateTensors:
+    def read_document(self, row: Row, x: slice) -> HiddenStateTensors:
         """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
         not as they were written."""
         of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))

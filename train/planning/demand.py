@@ -169,7 +169,7 @@ def pass_seconds(
     """Seconds of a pass over so many tokens of so many rows, on devices that hold the target
     `together`: the longer of reading weights and caches, and of the products."""
     speed = 1 + SEVERAL * (together - 1)
-    moved = target.read(rows * tokens) + rows * context * target.cached
+    moved = target.bytes_read(rows * tokens) + rows * context * target.cached
     moving = moved / (device.streamed * device.bandwidth * speed)
     computing = 2 * target.active * rows * tokens / (device.achieved * device.rate * speed)
     return max(moving, computing) + launch * target.layers

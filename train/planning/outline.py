@@ -70,7 +70,7 @@ class Outline:
         """The weights that one token is multiplied by."""
         return self.weights - self.embedding - self.experts * (1 - self.share)
 
-    def read(self, tokens: int) -> float:
+    def bytes_read(self, tokens: int) -> float:
         """The bytes of the weights that a pass over so many tokens reads: of experts, those that at
         least one token is expected to choose."""
         unread = self.experts * (1 - self.share) ** tokens

@@ -77,7 +77,7 @@ class EarlyExit(View, Trainable):
         kept = (L + 1) // 2 if config.layers is None else config.layers
         require(1 <= kept <= L, f"drafter.layers={kept}: give 1 to {L}, the layers of this target")
         adapted = adapted_layers(target, kept, config.lora)
-        return cls.Sizes.of(config, target, layers=kept, adapted=adapted)
+        return cls.Sizes.of_config(config, target, layers=kept, adapted=adapted)
 
     @property
     def train_depth(self) -> int:

@@ -86,7 +86,7 @@ class MTPHeads(Trainable):
         trunk = target.depth - 1
         llama = llama_of(target, config.intermediate_size)
         require(trunk > 0, f"{target.name} has 1 layer, but mtp_heads needs 2: give another target")
-        return MTPHeadsSizes.of(config, target, llama=llama, trunk=trunk)
+        return MTPHeadsSizes.of_config(config, target, llama=llama, trunk=trunk)
 
     def initialise(self, target: TargetParts) -> None:
         for head in self.heads:

@@ -51,14 +51,14 @@ class Seq2SeqLM(Pretrained):
             f"drafter.source={config.source!r} has decoder_start_token_id={ours}, but the target "
             f"has {theirs}: give a model with the target's tokenizer",
         )
-        return cls.Sizes.of(config, target, model=model, draft_vocab=rows)
+        return cls.Sizes.of_config(config, target, model=model, draft_vocab=rows)
 
     def attach(self, target: TargetParts) -> None:
         self.seq2seq = Seq2SeqModel(self.model)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         """Like `Pretrained.over_text`, with 0 at the encoder's tokens."""
-        out, split = self.seq2seq.read(ids, position, document)
+        out, split = self.seq2seq.head_input(ids, position, document)
         return split.spread(out)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
@@ -75,6 +75,6 @@ class Seq2SeqLM(Pretrained):
         if cache.starts:
             hidden = self.seq2seq.continued(ids_BT, cache, parents_BT)
         else:
-            out, split = self.seq2seq.read(ids_BT, cache=cache)
+            out, split = self.seq2seq.head_input(ids_BT, cache=cache)
             hidden = split.spread(out)
         return self.unembed(hidden if last_B1 is None else entries(hidden, last_B1), 0)

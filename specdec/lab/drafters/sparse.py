@@ -96,7 +96,7 @@ class Sparse(View):
 
     @classmethod
     def plan(cls, config: SparseConfig, target: TargetParts) -> ViewSizes:
-        return cls.Sizes.of(config, target, layers=viewed_layers(target, config.name))
+        return cls.Sizes.of_config(config, target, layers=viewed_layers(target, config.name))
 
     def attach(self, target: TargetParts) -> None:
         super().attach(target)

@@ -146,7 +146,7 @@ class Spire(Trainable):
             f"drafter.num_layers={n}: give at most {L - 1}, since the draft reads what enters the "
             f"last layers of this target, which has {L}",
         )
-        return cls.Sizes.of(
+        return cls.Sizes.of_config(
             config,
             target,
             llama=llama_of(target),
@@ -205,7 +205,7 @@ class Spire(Trainable):
         T = features_BTF.shape[1]
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last token whose stream is read
-        sight = Sight.of(pair_BA, position_BT, document_BT)
+        sight = Sight.of_anchors(pair_BA, position_BT, document_BT)
         keys = Keys(sight._replace(window=self.config.window, sink=self.config.sink))
         end = T + K + 1
         rope, position_BA = self.rope(position_BT, end), position_BT.gather(1, pair_BA) + 1

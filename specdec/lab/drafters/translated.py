@@ -107,7 +107,7 @@ class Translated(Predictor):
                 "vocabulary: give drafter.method=slem",
             )
         own = {"draft_vocab": common, "draft_fingerprint": lm.fingerprint()}
-        return cls.Sizes.of(config, target, **own)
+        return cls.Sizes.of_config(config, target, **own)
 
     def attach(self, target: TargetParts) -> None:
         self.lm = _loaded(self.config, target)

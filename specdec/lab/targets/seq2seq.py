@@ -168,7 +168,7 @@ class Seq2SeqModel:
         lengths = list(map(len, encoders))
         return Split(encoder_NTe, mask_NTe, decoder_NTd, real_NTd, where_BT, lengths)
 
-    def read(
+    def head_input(
         self,
         ids_BT: Tensor,
         position_BT: Tensor | None = None,
@@ -399,7 +399,7 @@ class Seq2SeqTarget(Target):
         cache: Seq2SeqCache | None = None,
     ) -> PassStates:
         with self._watched(needs) as seen:
-            out, split = self.seq2seq.read(ids_BT, position_BT, document_BT, cache)
+            out, split = self.seq2seq.head_input(ids_BT, position_BT, document_BT, cache)
         layers = concatenated(seen, needs)
         return None if layers is None else split.spread(layers), split.spread(out)
 

@@ -160,7 +160,7 @@ def test_every_way_to_attend_sees_the_same_window(computed: Any) -> None:
     keys, values, *own = (x[:, :, 0] for x in drawn)
     place = torch.cat([torch.arange(100), torch.arange(200)])[None]
     document, every = torch.arange(A)[None].ge(100).long(), torch.arange(A)[None]
-    sight = attention.Sight.of(every, place, document)._replace(window=7, sink=2)
+    sight = attention.Sight.of_anchors(every, place, document)._replace(window=7, sink=2)
     pairs = ((own[0], own[1]),)
     found = computed(query, (keys, values), sight, pairs)
     torch.testing.assert_close(found, attention._whole(query, (keys, values), sight, pairs))
