@@ -55,22 +55,15 @@ class Learned:
     figures: FiguresFile | None = None
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A way of decoding with its shape and length, and what was measured to choose them."""
-
-    way: Way
-    learned: Learned = field(default_factory=Learned)
-
-
 def chosen(
     setup: Setup,
     cfg: DecodeConfig,
     drafter: Drafter,
     temperature: float,
     prompts: Sequence[Sequence[int]],
-) -> Choice:
-    """The way of decoding that `cfg` describes, for a drafter at a temperature. If a choice needs
+) -> tuple[Way, Learned]:
+    """The way of decoding that `cfg` describes, for a drafter at a temperature, and what was
+    measured to choose its topology and length. If a choice needs
     measurements, they are taken on the first of `prompts`, which should not be those of the
     evaluation. Raises UserError as `require_fitting` does."""
     fastest = cfg.tree == "static" and cfg.paths is None and cfg.nodes is None
@@ -84,11 +77,11 @@ def chosen(
     if drafter.weighs_choices:
         weigh(setup, drafter, chains, learning)
     if cfg.tree == "dynamic":
-        return Choice(chains.drafting(Dynamic(gamma, cfg.nodes or NODES, cfg.branches)))
+        return chains.drafting(Dynamic(gamma, cfg.nodes or NODES, cfg.branches)), Learned()
     if cfg.tree == "best_first":
-        return Choice(chains.drafting(BestFirst(gamma, cfg.nodes or NODES)))
+        return chains.drafting(BestFirst(gamma, cfg.nodes or NODES)), Learned()
     if cfg.tree == "static" and cfg.paths:
-        return Choice(chains.drafting(Static(cfg.paths)))
+        return chains.drafting(Static(cfg.paths)), Learned()
     if cfg.tree == "static":
         acceptance_KC = acceptance_by_rank(setup, chains, learning, WIDTH if trees else 1)
         if cfg.nodes is None:
@@ -96,10 +89,10 @@ def chosen(
         else:
             shape = best_static(acceptance_KC, cfg.nodes)
         learned = Learned(paths_of(shape), acceptance_KC.tolist())
-        return Choice(chains.drafting(shape), learned)
+        return chains.drafting(shape), learned
     settings = {"limit": gamma} | dict(cfg.settings)
     if cfg.length == "fixed":
-        return Choice(chains.drafting(Chain(length("fixed", settings).limit)))
+        return chains.drafting(Chain(length("fixed", settings).limit)), Learned()
     trials, figures = TrialsOfChains(setup, chains, learning), None
     if is_measured(cfg):
         more, figures = LENGTHS.named(cfg.length).learn(trials, gamma)
@@ -107,7 +100,7 @@ def chosen(
         if figures is not None:
             trials.learned.figures = file_of(figures)
     policy = length(cfg.length, settings, figures)
-    return Choice(replace(chains, length=policy), trials.learned)
+    return replace(chains, length=policy), trials.learned
 
 
 @dataclass

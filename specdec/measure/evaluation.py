@@ -32,7 +32,7 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.answering import Answered, answers_in_turn, counting
 from specdec.measure.calibration import believed, reliability
-from specdec.measure.choosing import LEARNING, Choice, chosen, paths_of
+from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.forced import (
     ForcedText,
@@ -134,19 +134,21 @@ def evaluate(
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
         repeated = {
             n
-            for n, choice in enumerate(choices)
-            if any(same_way(choice.way, earlier.way) for earlier in choices[:n])
+            for n, (way, _) in enumerate(choices)
+            if any(same_way(way, before) for before, _ in choices[:n])
         }
         at_this = [x for n, x in enumerate(zip(ways, choices, strict=True)) if n not in repeated]
         tell = partial(progress.update, task)
-        answers = answers_in_turn(setup, cfg, [c.way for _, c in at_this], asked, together, tell)
-        for ((title, each, own), choice), answered in zip(at_this, answers, strict=True):
-            key = each, repr(choice.way.shape)
-            cost = known[key] = known.get(key) or costs(setup, choice.way, asked[0])
-            one = _figures(setup, described(title, own, choice.way), choice, answered, cost)
+        answers = answers_in_turn(
+            setup, cfg, [way for _, (way, _) in at_this], asked, together, tell
+        )
+        for ((title, each, own), (way, learned)), answered in zip(at_this, answers, strict=True):
+            key = each, repr(way.shape)
+            cost = known[key] = known.get(key) or costs(setup, way, asked[0])
+            one = _figures(setup, described(title, own, way), learned, answered, cost)
             if title == ways[0][0]:
-                _by_forcing(setup, one, choice.way, answered)
-                one.oracle = _oracle(setup, choice.way, cost, learning, answered.rounds)
+                _by_forcing(setup, one, way, answered)
+                one.oracle = _oracle(setup, way, cost, learning, answered.rounds)
                 one.samples = _samples(target, answered, words, earlier)
                 one.slices = slices(one.prompts, kinds)
                 one.fastest = bool(repeated)
@@ -221,7 +223,7 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
 
 
 def _figures(
-    setup: Setup, way: Described, choice: Choice, answered: Answered, cost: Costs
+    setup: Setup, way: Described, learned: Learned, answered: Answered, cost: Costs
 ) -> Measured:
     """What was counted and timed in one way of decoding."""
     gamma, depths, rounds = way.gamma, range(way.gamma), answered.rounds
@@ -266,7 +268,7 @@ def _figures(
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
         identical=same if way.temperature == 0 else None,
-        learned=choice.learned,
+        learned=learned,
         seconds_spent={phase: sum(s[phase] for s in answered.spent) for phase in answered.spent[0]},
     )
 

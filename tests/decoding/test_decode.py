@@ -205,7 +205,7 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
     cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
-    way = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS).way
+    way, _ = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
     plain = decode(target, PROMPTS, max_new_tokens=24)
     made = decode(target, PROMPTS, way, max_new_tokens=24)
     assert [g.ids for g in made] == [g.ids for g in plain]
@@ -319,11 +319,11 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     # of equally fast shapes the shortest is taken, so a chain of 3 must be accepted
     drafter = near(target) if dear == "trees" else make_drafter("lm", target, noise=0.3)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
-    choice = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
-    shape = choice.way.shape
+    way, learned = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
+    shape = way.shape
     assert shape is not None
     if dear == "trees":
-        assert shape == Chain(3) and choice.learned.paths == [[0], [0, 0], [0, 0, 0]]
+        assert shape == Chain(3) and learned.paths == [[0], [0, 0], [0, 0, 0]]
     else:
         assert shape.depth == 1 and (shape.nodes > 1) == (dear == "drafting")
 
@@ -332,7 +332,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
 def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) -> None:
     drafter = make_drafter("lm", target, noise=0.1)
     cfg = DecodeConfig(tree=tree, nodes=14, gamma=3)
-    way = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS).way
+    way, _ = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
     chain = decode(target, PROMPTS, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
     made = decode(target, PROMPTS, way, max_new_tokens=40, eos=())
     assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)

@@ -103,10 +103,10 @@ def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target
             cfg = DecodeConfig(**options)
             chosen(Setup(target), cfg, make_drafter(name, target), 1.0, PROMPTS)
     cfg = DecodeConfig(tree="static", nodes=4, gamma=2, max_new_tokens=8)
-    choice = chosen(
+    way, _ = chosen(
         Setup.from_config(target, cfg), cfg, make_drafter("early_exit", target), 1.0, PROMPTS
     )
-    assert choice.way.shape is not None and choice.way.shape.nodes == 4
+    assert way.shape is not None and way.shape.nodes == 4
 
 
 @pytest.mark.parametrize("shape", [Chain(3), Static([[0], [1], [0, 0]])], ids=["chain", "tree"])
