@@ -80,9 +80,9 @@ def test_a_token_reads_some_experts_and_a_pass_those_that_any_of_its_tokens_chos
     assert of.experts == of_experts and of.share == 1 / 4
     rest = of.weights - of_experts - 64 * 32
     assert of.active == rest + of_experts / 4
-    assert of.read(1) == 4 * of.active
-    assert of.read(2) == pytest.approx(4 * (rest + of_experts * (1 - (3 / 4) ** 2)))
-    assert of.read(10_000) == pytest.approx(4 * (rest + of_experts))
+    assert of.bytes_read(1) == 4 * of.active
+    assert of.bytes_read(2) == pytest.approx(4 * (rest + of_experts * (1 - (3 / 4) ** 2)))
+    assert of.bytes_read(10_000) == pytest.approx(4 * (rest + of_experts))
 
 
 @pytest.mark.parametrize(
