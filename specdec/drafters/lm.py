@@ -160,9 +160,9 @@ class LM(Pretrained):
         """One pass reads the text and then, as its branches, the tokens drafted at all anchors."""
         if drafted_BAk is None:
             return super().hidden(ctx, anchors_BA, None)
-        ids_BTx, place = with_branches(ctx, anchors_BA, drafted_BAk)
+        whole_ids_BT, place = with_branches(ctx, anchors_BA, drafted_BAk)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
-        states_BTxD = self.step(ids_BTx, use_cache=False, **inputs)
+        states_BTxD = self.step(whole_ids_BT, use_cache=False, **inputs)
         of_text, of_drafts = states_BTxD.tensor_split([ctx.ids_BT.shape[1]], 1)
         first_BA1D = entries(of_text, anchors_BA)[:, :, None]
         return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
@@ -232,16 +232,16 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tupl
     step_X = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
     round_X = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
     position_BX = position_BT.gather(1, anchor_BX) + 1 + step_X
-    position_BTx = torch.cat([position_BT, position_BX], 1)
-    document_BTx = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
+    whole_position_BT = torch.cat([position_BT, position_BX], 1)
+    whole_document_BT = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
     last_BTx = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # last text token that each sees
-    alike_BTxT = document_BTx[:, :, None] == document_BT[:, None]
+    alike_BTxT = whole_document_BT[:, :, None] == document_BT[:, None]
     of_text_BTxT = alike_BTxT & (last_BTx[:, :, None] >= step_T)
     own_XX = (round_X[:, None] == round_X) & (step_X[:, None] >= step_X)
     own_TxX = torch.cat([own_XX.new_zeros(T, len(step_X)), own_XX])
     mask_BTxTx = torch.cat([of_text_BTxT, own_TxX.expand(B, -1, -1)], 2)
-    ids_BTx = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
-    return ids_BTx, Place(position_BTx, mask_BTxTx, position_BTx)
+    whole_ids_BT = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
+    return whole_ids_BT, Place(whole_position_BT, mask_BTxTx, whole_position_BT)
 
 
 def _cut(config: LMConfig, target: TargetParts) -> list[int]:

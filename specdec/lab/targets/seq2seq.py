@@ -80,14 +80,14 @@ class Split(NamedTuple):
     encoder_NTe: Tensor
     mask_NTe: Tensor | None  # which of the encoder's tokens are real; None: all
     decoder_NTd: Tensor
-    real_NTd: Tensor
+    real_decoder_NT: Tensor
     where_BT: Tensor
     starts: list[int]
 
     def spread(self, x_NTdD: Tensor) -> Tensor:
         """Put states back in the batch [B, T, D], with 0 at the encoder's tokens."""
         whole = x_NTdD.new_zeros(*self.where_BT.shape, x_NTdD.shape[-1])
-        return whole.index_put((self.where_BT,), x_NTdD[self.real_NTd])
+        return whole.index_put((self.where_BT,), x_NTdD[self.real_decoder_NT])
 
 
 class Seq2SeqModel:
@@ -159,14 +159,14 @@ class Seq2SeqModel:
                     where_BT[b, begin + start : end] = True
                     encoders.append(ids_T[begin : begin + start])
                     decoders.append(ids_T[begin + start : end])
-        real_NTe, real_NTd = (
+        real_encoder_NT, real_decoder_NT = (
             pad_sequence([torch.ones_like(x) for x in parts], batch_first=True) > 0
             for parts in (encoders, decoders)
         )
         encoder_NTe, decoder_NTd = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
-        mask_NTe = None if bool(real_NTe.all()) else real_NTe
+        mask_NTe = None if bool(real_encoder_NT.all()) else real_encoder_NT
         lengths = list(map(len, encoders))
-        return Split(encoder_NTe, mask_NTe, decoder_NTd, real_NTd, where_BT, lengths)
+        return Split(encoder_NTe, mask_NTe, decoder_NTd, real_decoder_NT, where_BT, lengths)
 
     def head_input(
         self,
