@@ -37,8 +37,8 @@ class LastToken(Trainable):
         self.embedding = nn.Embedding(sizes.target_vocab, config.rank)
         self.head = nn.Linear(config.rank, sizes.target_vocab, bias=False)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        return self.embedding(tokens_from(ctx, anchors_BA, drafted_BAk, self.depth))
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        return self.embedding(tokens_from(ctx, anchors_BA, drafted_BAK, self.depth))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.head(hidden)

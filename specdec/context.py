@@ -103,8 +103,8 @@ class Scouts:
     show the drafter what the target predicts after them (`Drafter.hear`). Scouts are numbered
     from 0, a parent before its children; the parent -1 is the anchor."""
 
-    tokens_BQ: Tensor
-    parents_BQ: Tensor
+    tokens_BN: Tensor
+    parents_BN: Tensor
 
 
 @dataclass
@@ -148,8 +148,8 @@ class Proposal:
         rank_BG = kin_BGG.tril(-1).sum(-1)
         C = int(torch.where(there_BG, rank_BG, 0).max()) + 1 if B * G else 1
         children_BMC = self.tokens_BG.new_zeros(B, G + 1, C)
-        row_R, node_R = there_BG.nonzero(as_tuple=True)
-        children_BMC[row_R, above_BG[row_R, node_R], rank_BG[row_R, node_R]] = node_R + 1
+        row_N, node_N = there_BG.nonzero(as_tuple=True)
+        children_BMC[row_N, above_BG[row_N, node_N], rank_BG[row_N, node_N]] = node_N + 1
         return children_BMC
 
     def tokens_at(self, row: Tensor, place: Tensor) -> Tensor:
@@ -173,14 +173,14 @@ class Proposal:
         return path_BK.gather(1, (path_BK < 0).long().argsort(dim=1, stable=True))
 
     def block(self, anchor_B1: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the target reads: ids by place, [B, M] or with scouts [B, M + Q], and the place
+        """What the target reads: ids by place, [B, M] or with scouts [B, M + N], and the place
         that each follows (-1: the last committed token), or None if each follows the previous."""
         ids = [anchor_B1, self.tokens_BG.clamp_min(0)]
         above = [torch.full_like(anchor_B1, -1), self.above_BG]
         if self.scouts is not None:
-            first, parents_BQ = self.tokens_BG.shape[1] + 1, self.scouts.parents_BQ
-            ids.append(self.scouts.tokens_BQ)
-            above.append(torch.where(parents_BQ < 0, 0, parents_BQ + first))
+            first, parents_BN = self.tokens_BG.shape[1] + 1, self.scouts.parents_BN
+            ids.append(self.scouts.tokens_BN)
+            above.append(torch.where(parents_BN < 0, 0, parents_BN + first))
         elif self.parents_BG is None:
             return torch.cat(ids, 1), None
         return torch.cat(ids, 1), torch.cat(above, 1)

@@ -72,17 +72,17 @@ def law(rule: Rule, proposal: Proposal, p_BMV: Tensor) -> Law:
         return rule.whole(proposal, p_BMV)
     children_BMC = proposal.children_BMC()
     (B, M, V), C = p_BMV.shape, children_BMC.shape[-1]
-    child_RC = children_BMC.reshape(B * M, C)
-    row_R = torch.arange(B, device=p_BMV.device).repeat_interleave(M)
-    tokens_RC = proposal.tokens_at(row_R[:, None], child_RC)
-    q_RV = proposal.q_at(row_R, child_RC[:, 0])
-    take_RC, next_RV = rule.node(tokens_RC, q_RV, p_BMV.reshape(B * M, V))
-    none_BMC = (1 - take_RC).cumprod(-1).reshape(B, M, C)
+    child_NC = children_BMC.reshape(B * M, C)
+    row_N = torch.arange(B, device=p_BMV.device).repeat_interleave(M)
+    tokens_NC = proposal.tokens_at(row_N[:, None], child_NC)
+    q_NV = proposal.q_at(row_N, child_NC[:, 0])
+    take_NC, next_NV = rule.node(tokens_NC, q_NV, p_BMV.reshape(B * M, V))
+    none_BMC = (1 - take_NC).cumprod(-1).reshape(B, M, C)
     before_BMC = torch.cat([torch.ones_like(none_BMC[..., :1]), none_BMC[..., :-1]], -1)
-    go_BMC = take_RC.reshape(B, M, C) * before_BMC
+    go_BMC = take_NC.reshape(B, M, C) * before_BMC
     reach = torch.zeros_like(p_BMV[:, 0, :1]).repeat(1, M + 1)  # the last column: no child
     reach[:, 0] = 1
     to_BMC = torch.where(children_BMC > 0, children_BMC, M)
     for m in range(M):  # a parent comes before its children
         reach.scatter_add_(1, to_BMC[:, m], reach[:, m, None] * go_BMC[:, m])
-    return Law(reach[:, :M] * none_BMC[..., -1], next_RV.reshape(B, M, V))
+    return Law(reach[:, :M] * none_BMC[..., -1], next_NV.reshape(B, M, V))

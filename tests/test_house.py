@@ -467,9 +467,13 @@ def test_shapes_have_one_alphabet() -> None:
 
 
 def test_letters_of_shapes_are_told() -> None:
-    source = 'def f(x_BHkvTxDh):\n    """[B, J]"""\n    Y = x_BHkvTxDh.seen_1P(int_Tensor)'
-    letters = ["Y", *["B", "Hkv", "Tx", "Dh"] * 2, "P", "B", "J"]
+    source = 'def f(x_BHTxD):\n    """[B, J]"""\n    Y = x_BHTxD.seen_1P(int_Tensor)'
+    letters = ["Y", *["B", "H", "T", "x", "D"] * 2, "P", "B", "J"]
     assert sorted(letter for letter, _ in shapes_in(source)) == sorted(letters)
+
+
+def test_the_alphabet_is_short() -> None:
+    assert len(LETTERS) <= 14 and all(len(letter) == 1 for letter in LETTERS)
 
 
 def test_the_alphabet_is_in_the_documents() -> None:

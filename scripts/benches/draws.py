@@ -73,19 +73,19 @@ class RowByRow:
         return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
     def drawn(
-        self, choose: Choose, q_BWS: Tensor, count: int, going_B: Tensor | None
+        self, choose: Choose, q_BTS: Tensor, count: int, going_B: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        index_BWC = q_BWS.new_zeros(*q_BWS.shape[:2], count, dtype=torch.long)
-        none_BWC = torch.ones_like(index_BWC, dtype=torch.bool)
-        for b, (q_WS, row) in enumerate(zip(q_BWS, self.draws, strict=False)):
+        index_BTC = q_BTS.new_zeros(*q_BTS.shape[:2], count, dtype=torch.long)
+        none_BTC = torch.ones_like(index_BTC, dtype=torch.bool)
+        for b, (q_TS, row) in enumerate(zip(q_BTS, self.draws, strict=False)):
             if count == 1:
-                at_WC = row.uniform(len(q_WS))[0, :, None]
-                drawn_WC = sampler.draws(q_WS, at_WC)
+                at_TC = row.uniform(len(q_TS))[0, :, None]
+                drawn_TC = sampler.draws(q_TS, at_TC)
             else:
-                race_WS = torch.empty_like(q_WS).exponential_(generator=row.generator)
-                drawn_WC = (q_WS / race_WS).topk(count, -1).indices
-            index_BWC[b], none_BWC[b] = drawn_WC, q_WS.gather(-1, drawn_WC) <= 0
-        return index_BWC, none_BWC
+                race_TS = torch.empty_like(q_TS).exponential_(generator=row.generator)
+                drawn_TC = (q_TS / race_TS).topk(count, -1).indices
+            index_BTC[b], none_BTC[b] = drawn_TC, q_TS.gather(-1, drawn_TC) <= 0
+        return index_BTC, none_BTC
 
 
 def draws(

@@ -28,25 +28,25 @@ def states(
     over_text: Callable[[Tensor, Tensor | None, Tensor | None], Tensor],
     ctx: Context,
     anchors_BA: Tensor,
-    drafted_BAk: Tensor | None,
+    drafted_BAK: Tensor | None,
     depth: int,
 ) -> Tensor:
     """`Predictor.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
     a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
-    if drafted_BAk is None:
+    if drafted_BAK is None:
         return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
-    each = truncated_contexts(ctx, anchors_BA, drafted_BAk)
+    each = truncated_contexts(ctx, anchors_BA, drafted_BAK)
     of_anchors = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
-    return of_anchors.view(*drafted_BAk.shape[:2], drafted_BAk.shape[2] + 1, -1)
+    return of_anchors.view(*drafted_BAK.shape[:2], drafted_BAK.shape[2] + 1, -1)
 
 
 def truncated_contexts(
-    ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor
+    ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor
 ) -> Iterator[tuple[int, Context]]:
     """For each anchor, its place in its document, and a context: the document up to the anchor,
     then the tokens drafted there, with the target's final states before the anchor."""
     for b, (anchors, firsts) in enumerate(zip(anchors_BA.tolist(), first_tokens(ctx, anchors_BA))):
-        for a, first, drafted_k in zip(anchors, firsts, drafted_BAk[b], strict=True):
+        for a, first, drafted_k in zip(anchors, firsts, drafted_BAK[b], strict=True):
             ids_1T = torch.cat([ctx.ids_BT[b, first : a + 1], drafted_k])[None]
             one, lacking = Context(ids_1T), 1 + len(drafted_k)
             if ctx.final_BTD is not None:
@@ -59,12 +59,12 @@ def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
     return (anchors_BA - ctx.documents()[0].gather(1, anchors_BA)).tolist()
 
 
-def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None, depth: int) -> Tensor:
+def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None, depth: int) -> Tensor:
     """The last token that each depth reads [B, A, K]: the anchor at depth 0, then the drafted
     tokens or, if they are None, the text's own, with K = `depth`."""
-    if drafted_BAk is None:
+    if drafted_BAK is None:
         return text_after(ctx.ids_BT, anchors_BA - 1, depth)
-    return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAk], -1)
+    return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAK], -1)
 
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
@@ -115,7 +115,7 @@ BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys
 
 compiled = cache(torch.compile)  # each function once
 
-Rotation = tuple[Tensor, Tensor]  # cos and sin [B, W, Dr], as `Rope` gives them
+Rotation = tuple[Tensor, Tensor]  # cos and sin [B, T, D], as `Rope` gives them
 
 
 class Sight(NamedTuple):
@@ -182,7 +182,7 @@ class Keys:
         self.sight = self.sight.first(anchors)
 
     def heads(self, i: int, query: Tensor) -> Tensor:
-        """The heads of layer i [B, Hkv, Hg, X, Dh] for queries of all slots."""
+        """The heads of layer i [B, H, H, N, D] for queries of all slots."""
         shared, own, size = self.shared[i], self.own[i], self.size
         if not self.causal:
             return over_blocks(query, size, shared, self.sight, own)
@@ -194,9 +194,9 @@ class Keys:
 
 
 class At(NamedTuple):
-    """The places [B, X] of blocks among the pairs of a text, and their rotation."""
+    """The places [B, N] of blocks among the pairs of a text, and their rotation."""
 
-    place_BX: Tensor
+    place_BN: Tensor
     rope: Rotation
 
 
@@ -225,7 +225,7 @@ class OverSequence:
         self.last, self.at, self.text = last, at, text
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        return x if self.at is None or i < self.last else entries(x, self.at.place_BX)
+        return x if self.at is None or i < self.last else entries(x, self.at.place_BN)
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
         keys = self.keys
@@ -250,24 +250,25 @@ class OverSequence:
 def over_blocks(
     query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
 ) -> Tensor:
-    """Attention [B, Hkv, Hg, X, Dh] of the X = A · `size` slots of all anchors' blocks. A block's
+    """Attention [B, H, H, N, D] of the N = A · `size` slots of all anchors' blocks. A block's
     slots see the same keys, so they count as further query heads of their anchor."""
-    query = query.unflatten(3, (-1, size)).transpose(3, 4)  # [B, Hkv, Hg, size, A, Dh]
+    # [B, H, H, size, A, D]: key heads, then their query heads
+    query = query.unflatten(3, (-1, size)).transpose(3, 4)
     out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
     heads: Tensor = out.transpose(3, 4).flatten(3, 4)
     return heads
 
 
 def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
-    """A key and a value [B, Hkv, A, Dh] for each slot of blocks, from those of all slots
-    [B, Hkv, A · size, Dh]."""
+    """A key and a value [B, H, A, D] for each slot of blocks, from those of all slots
+    [B, H, A · size, D]."""
     keys, values = (x.unflatten(2, (-1, size)).unbind(3) for x in keys_values)
     return tuple(zip(keys, values, strict=True))
 
 
 def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """Attention [B, Hkv, Hg, A, Dh] of all anchors of a text, as training needs it. `own` holds a
-    key and a value [B, Hkv, A, Dh] for each drafted token, of which anchor i sees entry i. The
+    """Attention [B, H, H, A, D] of all anchors of a text, as training needs it. `own` holds a
+    key and a value [B, H, A, D] for each drafted token, of which anchor i sees entry i. The
     scores of a long text are never held at once and are computed again in the backward pass, so
     memory grows with the text's length, not with its square."""
     if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
@@ -277,18 +278,18 @@ def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue,
 
 def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
     """`attended` with all scores at once."""
-    (keys, values), (Hg, A, Dh) = shared, query.shape[2:]
+    (keys, values), (heads_per_key, A, head_dim) = shared, query.shape[2:]
     P = keys.shape[2]
     mask_BAP = sight.mask(slice(0, A), slice(0, P))
     if not own:
         return fused(query, keys, values, mask_BAP)
-    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (Hg, A))
+    scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (heads_per_key, A))
     scores = scores.masked_fill(~mask_BAP[:, None, None], -torch.inf)
     diagonal = torch.stack([(query * k[:, :, None]).sum(-1) for k, _ in own], -1)
     precise = torch.promote_types(scores.dtype, torch.float32)
-    scores = torch.cat([scores, diagonal], -1).to(precise) * Dh**-0.5
+    scores = torch.cat([scores, diagonal], -1).to(precise) * head_dim**-0.5
     weights = scores.softmax(-1).to(values.dtype)
-    out: Tensor = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (Hg, A))
+    out: Tensor = (weights[..., :P].flatten(2, 3) @ values).unflatten(2, (heads_per_key, A))
     for j, (_, v) in enumerate(own):
         out = out + weights[..., P + j, None] * v[:, :, None]
     return out
@@ -372,9 +373,9 @@ def _probed(
 class OverSlots:
     """The attention (`Attend`) of a forward pass of drafting, over the slots of a cache.
 
-    `rope` holds cos and sin [B, W, Dr] of its places, and `mask(i)` [B, W, P] says which slots each
+    `rope` holds cos and sin [B, T, D] of its places, and `mask(i)` [B, T, P] says which slots each
     of them sees in layer i; None: all. The last of the `layers` is asked for its output only at
-    `last` [B, Wo], unless that is None.
+    `last` [B, T], unless that is None.
 
     Other keys can be written than those of the places: with a `text` [B, T, D], its keys before
     theirs; with `written` [B, T, D], its keys in place of theirs. `rope` then holds those of the T
@@ -400,9 +401,9 @@ class OverSlots:
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
         if self.written is not None:
-            (cos, sin), T, W = self.rope, self.written.shape[1], read.shape[1]
+            (cos, sin), T, num_read = self.rope, self.written.shape[1], read.shape[1]
             keys, values = attention.keys_values(self.written, (cos[:, :T], sin[:, :T]))
-            query = attention.query(read, (cos[:, -W:], sin[:, -W:]))
+            query = attention.query(read, (cos[:, -num_read:], sin[:, -num_read:]))
         elif self.text is not None:
             both, T = torch.cat([self.text, read], 1), self.text.shape[1]
             query, keys, values = projected(attention, both, self.rope, lambda x: x[:, T:])
@@ -410,7 +411,7 @@ class OverSlots:
             query, keys, values = projected(attention, read, self.rope, partial(self.asked, i))
         keys, values = self.cache.update(keys, values, i)
         mask = self.mask(i)
-        seen = None if mask is None else self.asked(i, mask)  # [B, Wo, P]
+        seen = None if mask is None else self.asked(i, mask)  # [B, T, P]
         return attention.joined(fused(query, keys, values, seen))
 
 
@@ -420,8 +421,8 @@ def projected(
     rope: tuple[Tensor, Tensor],
     asked: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, Hkv, Hg, Wo, Dh] of the places that `asked` takes from a tensor [B, W, …], and
-    keys and values [B, Hkv, W, Dh] of all places [B, W, …] that attention reads."""
+    """Queries [B, H, H, T, D] of the places that `asked` takes from a tensor [B, T, …], and
+    keys and values [B, H, T, D] of all places [B, T, …] that attention reads."""
     if (all_three := attention.at_once(read, rope)) is None:
         keys, values = attention.keys_values(read, rope)
         cos, sin = map(asked, rope)
@@ -431,12 +432,12 @@ def projected(
 
 
 def fused(query: Tensor, keys: Tensor, values: Tensor, mask_BAP: Tensor | None) -> Tensor:
-    """Attention [B, Hkv, Hg, A, Dh]. The heads of a group become extra rows of the query, so keys
+    """Attention [B, H, H, A, D]. The heads of a group become extra rows of the query, so keys
     and values are not copied."""
-    Hg, A = query.shape[2:4]
-    mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, Hg, 1)
+    heads_per_key, A = query.shape[2:4]
+    mask = None if mask_BAP is None else mask_BAP[:, None].repeat(1, 1, heads_per_key, 1)
     out = nn.functional.scaled_dot_product_attention(
         query.flatten(2, 3), keys, values, attn_mask=mask
     )
-    by_anchor: Tensor = out.unflatten(2, (Hg, A))
+    by_anchor: Tensor = out.unflatten(2, (heads_per_key, A))
     return by_anchor

@@ -203,7 +203,7 @@ class Drafter(nn.Module, ABC):
         `variant` names the variant of α (see `variant_of`)."""
         raise NotImplementedError
 
-    def hear(self, logits_BQV: Tensor, cache: Any) -> None:
+    def hear(self, logits_BNV: Tensor, cache: Any) -> None:
         """Learn from the target's logits after each scout of the last proposal. `cache` is the one
         that drafted it."""
         raise NotImplementedError
@@ -239,11 +239,11 @@ def chosen_layers(
 ) -> list[int]:
     """The target's layers that a drafter reads: those that its config gives, or the default.
     Raises UserError for a layer that the target lacks."""
-    layers, L = configured or sorted(set(default)), target.depth
+    layers, num_layers = configured or sorted(set(default)), target.depth
     few = "" if configured else "; the default needs more, so give drafter.layers"
     require(
-        all(0 < k <= L for k in layers),
-        f"drafter.layers={list(layers)}: layers of this target run from 1 to {L}{few}",
+        all(0 < k <= num_layers for k in layers),
+        f"drafter.layers={list(layers)}: layers of this target run from 1 to {num_layers}{few}",
     )
     return list(layers)
 
@@ -273,10 +273,10 @@ class Predictor(Drafter):
             self.vocab_S = torch.arange(sizes.draft_vocab)
 
     @abstractmethod
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D] of every depth at every anchor.
 
-        `drafted_BAk` holds the k = K - 1 tokens drafted so far after each anchor. None means the
+        `drafted_BAK` holds the k = K - 1 tokens drafted so far after each anchor. None means the
         text's own next tokens (teacher forcing), with K = `depth`.
         """
 
@@ -308,9 +308,9 @@ class Predictor(Drafter):
         """This default reads every node's path again from the start. Families that use a cache
         replace it, and must give the same logits."""
 
-        def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
-            k = drafted_BWk.shape[2]
-            return self.unembed(self.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k], k)
+        def logits(anchor_BT: Tensor, drafted_BTK: Tensor) -> Tensor:
+            k = drafted_BTK.shape[2]
+            return self.unembed(self.hidden(ctx, anchor_BT, drafted_BTK)[:, :, k], k)
 
         return rereading(ctx, logits)
 
@@ -508,10 +508,10 @@ def with_depth(
     """`Growth.grow` from a function that also takes the depth of the new nodes."""
     depths = [0]  # the depth of the anchor, then of every node
 
-    def grow_at_depth(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        depth = 1 + depths[-1 if parents_BW is None else int(parents_BW[0, 0]) + 1]
-        depths.extend([depth] * tokens_BW.shape[1])
-        return grow(tokens_BW, parents_BW, depth)
+    def grow_at_depth(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        depth = 1 + depths[-1 if parents_BT is None else int(parents_BT[0, 0]) + 1]
+        depths.extend([depth] * tokens_BT.shape[1])
+        return grow(tokens_BT, parents_BT, depth)
 
     return grow_at_depth
 
@@ -520,8 +520,8 @@ def growth_over(
     cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 ) -> Growth:
     """The growth of a model with a cache of its own, which first reads the tokens committed since
-    the last round. `read(ids, slots, last)` gives the logits [B, W, S] after ids [B, W]. Each id
-    follows its slot in `slots` [B, W]; if that is None, the ids form a chain. With indices `last`
+    the last round. `read(ids, slots, last)` gives the logits [B, T, S] after ids [B, T]. Each id
+    follows its slot in `slots` [B, T]; if that is None, the ids form a chain. With indices `last`
     [B, 1], only the logits there [B, 1, S] are given."""
     new = unread(cache, ctx.counts())
     ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
@@ -532,20 +532,20 @@ def growth_over(
 
 def rereading(ctx: Context, logits: Callable[[Tensor, Tensor], Tensor]) -> Growth:
     """The growth of a drafter without a cache, which reads every node's path again from the start.
-    `logits(anchor_BW, drafted_BWk)` gives those [B, W, S] after k tokens drafted at an anchor."""
+    `logits(anchor_BT, drafted_BTK)` gives those [B, T, S] after k tokens drafted at an anchor."""
     anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
     paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 
-    def after(W: int) -> Tensor:
-        last = [known[-W:] for known in paths]
-        drafted_BWk = torch.tensor(last, dtype=torch.long, device=anchor_B1.device)
-        return logits(anchor_B1.expand(-1, W), drafted_BWk)
+    def after(num_read: int) -> Tensor:
+        last = [known[-num_read:] for known in paths]
+        drafted_BTK = torch.tensor(last, dtype=torch.long, device=anchor_B1.device)
+        return logits(anchor_B1.expand(-1, num_read), drafted_BTK)
 
-    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        above = [[-1]] * len(paths) if parents_BW is None else (parents_BW + 1).tolist()
-        for known, places, tokens in zip(paths, above, tokens_BW.tolist(), strict=True):
+    def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        above = [[-1]] * len(paths) if parents_BT is None else (parents_BT + 1).tolist()
+        for known, places, tokens in zip(paths, above, tokens_BT.tolist(), strict=True):
             known += [[*known[at], token] for at, token in zip(places, tokens, strict=True)]
-        return after(tokens_BW.shape[1])
+        return after(tokens_BT.shape[1])
 
     return Growth(after(1)[:, 0], grow)
 
@@ -553,8 +553,8 @@ def rereading(ctx: Context, logits: Callable[[Tensor, Tensor], Tensor]) -> Growt
 def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
     """The growth of a drafter that reads no drafted tokens, given its logits [B, S] by depth."""
 
-    def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-        return logits(depth)[:, None].expand(-1, tokens_BW.shape[1], -1)
+    def grow(tokens_BT: Tensor, parents_BT: Tensor | None, depth: int) -> Tensor:
+        return logits(depth)[:, None].expand(-1, tokens_BT.shape[1], -1)
 
     return Growth(
         logits(0), with_depth(grow), lambda depth: torch.stack([*map(logits, range(depth))], 1)

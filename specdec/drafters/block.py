@@ -112,8 +112,12 @@ class Block(Trainable):
 
     @classmethod
     def plan(cls, config: BlockConfig, target: TargetParts) -> BlockSizes:
-        L, n = target.depth, config.num_layers
-        spread = [2 + round(i * (L - 4) / (n - 1)) for i in range(n)] if n > 1 else [L // 2 + 1]
+        num_layers, n = target.depth, config.num_layers
+        spread = (
+            [2 + round(i * (num_layers - 4) / (n - 1)) for i in range(n)]
+            if n > 1
+            else [num_layers // 2 + 1]
+        )
         layers = chosen_layers(config.layers, spread, target)
         llama = llama_of(target, config.intermediate_size)
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
@@ -143,16 +147,16 @@ class Block(Trainable):
 
     def step(self, embedding: Tensor, attend: Attend) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
-        [B, X, D] of its block's slots. Both training and drafting take this step, each with its
+        [B, N, D] of its block's slots. Both training and drafting take this step, each with its
         own attention."""
         x, many = embedding, embedding.shape[:2].numel() >= MANY and torch.is_grad_enabled()
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
         for i, layer in enumerate(self.layers):
-            read, kept = self.layer_input(layer, x)  # normed [B, X, D]
-            attended = attend(i, layer.self_attn, read)  # over the text's c and the block [B, X, D]
+            read, kept = self.layer_input(layer, x)  # normed [B, N, D]
+            attended = attend(i, layer.self_attn, read)  # over the text's c and the block [B, N, D]
             finish = partial(self.finish, layer, kept=kept)
             x = checkpoint(finish, x, attended, **again) if many else finish(x, attended)
-        blocks: Tensor = self.norm(x).unflatten(1, (-1, self.slots))  # [B, X, D] -> [B, A, M, D]
+        blocks: Tensor = self.norm(x).unflatten(1, (-1, self.slots))  # [B, N, D] -> [B, A, M, D]
         drafted = blocks[:, :, self.first :]  # [B, A, K, D]
         return drafted
 
@@ -164,15 +168,15 @@ class Block(Trainable):
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         keys = Keys(Sight.of_anchors(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
-        position_BX = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # X = A · M
-        of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BX))
-        embedding_BXD = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
+        position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # X = A · M
+        of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
+        embedding_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
         attend = OverSequence(keys, of_slots, text=lambda _: (context_BTD, of_text))
-        return self.step(embedding_BXD, attend)
+        return self.step(embedding_BND, attend)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """Always computed for whole blocks, since earlier slots may read those of later depths."""
-        depths = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        depths = self.depth if drafted_BAK is None else drafted_BAK.shape[-1] + 1
         return self.blocks(ctx, anchors_BA)[:, :, :depths]
 
     def head(self, states: Tensor) -> Tensor:
@@ -202,15 +206,15 @@ class Block(Trainable):
 
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
         new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
-        W = max(new)
-        features = pieces(ctx.features(self.needs), cache.lengths, W)
+        num_read = max(new)
+        features = pieces(ctx.features(self.needs), cache.lengths, num_read)
         known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
-        cache.place(anchor_B.new_zeros(len(new), W + M))
-        steps = torch.arange(W + M, device=device)
-        positions = torch.cat([known_B1 + steps[:W], known_B1 + new_B1 + steps[:M]], 1)
+        cache.place(anchor_B.new_zeros(len(new), num_read + M))
+        steps = torch.arange(num_read + M, device=device)
+        positions = torch.cat([known_B1 + steps[:num_read], known_B1 + new_B1 + steps[:M]], 1)
         inner_B1P = (torch.arange(cache.shown, device=device) - known_B1)[:, None]
-        end_M1 = W + (steps[:M, None] + 1 if self.causal else M)
-        mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= W) & (inner_B1P < end_M1)
+        end_M1 = num_read + (steps[:M, None] + 1 if self.causal else M)
+        mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= num_read) & (inner_B1P < end_M1)
         mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
         cos, sin = self.rope(positions, cache.shown + 1)
         outputs = self.compiled(
@@ -229,7 +233,7 @@ class Block(Trainable):
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
-        [B, M, D] follow the new features [B, W, F]; both get keys in the cache, with `mask`
+        [B, M, D] follow the new features [B, T, F]; both get keys in the cache, with `mask`
         [B, M, P] over all of them."""
         over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(features))
         states = self.step(embedding, over_slots)[:, 0]
@@ -252,10 +256,10 @@ class Block(Trainable):
         copy_fitting(self.norm.weight, target.norm_weight)
         for k, layer in enumerate(self.layers, depth - len(self.layers)):
             theirs, attention = target.as_llama(max(0, k)), layer.self_attn
-            gain_Dh = theirs.pop("self_attn.k_norm.weight", None)
+            gain_D = theirs.pop("self_attn.k_norm.weight", None)
             copy_alike(theirs, dict(layer.named_parameters()), D)
-            if gain_Dh is None or gain_Dh.shape != attention.q_norm.weight.shape:
+            if gain_D is None or gain_D.shape != attention.q_norm.weight.shape:
                 read_D, projections = layer.input_layernorm.weight, ("q_proj", "k_proj")
                 sizes = [getattr(attention, name).weight * read_D for name in projections]
-                gain_Dh = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
-            attention.q_norm.weight.mul_(gain_Dh)
+                gain_D = torch.stack([x.square().sum(1).mean().sqrt() for x in sizes]).prod()
+            attention.q_norm.weight.mul_(gain_D)

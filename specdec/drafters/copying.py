@@ -58,9 +58,9 @@ def copied_growth(
 ) -> Growth:
     """The growth of a drafter that copies, whatever was drafted before (see `Drafter.copied`)."""
 
-    def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
-        k = drafted_BWk.shape[2]
-        return point_mass(copied(ctx, anchor_BW, k + 1)[..., k], vocab_size)
+    def logits(anchor_BT: Tensor, drafted_BTK: Tensor) -> Tensor:
+        k = drafted_BTK.shape[2]
+        return point_mass(copied(ctx, anchor_BT, k + 1)[..., k], vocab_size)
 
     return rereading(ctx, logits)
 

@@ -68,11 +68,11 @@ class Heads(Trainable):
         self,
         ctx: Context,
         anchors_BA: Tensor,
-        drafted_BAk: Tensor | None,
+        drafted_BAK: Tensor | None,
         output: Callable[[Tensor, int], Tensor] | None = None,
     ) -> Tensor:
         """`Predictor.hidden`; training may give an `output` of its own."""
-        tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+        tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
         state, outputs = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
             state = self.step(state, tokens_BAK[..., k], k)  # [B, A, F]
@@ -84,10 +84,10 @@ class Heads(Trainable):
         before = self.first(ctx, anchor_B1, cache)
         nodes_BMF = self.step(before, ctx.ids_BT.gather(1, anchor_B1), 0)  # the anchor is the first
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, k: int) -> Tensor:
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None, k: int) -> Tensor:
             nonlocal nodes_BMF
-            above = nodes_BMF[:, -1:] if parents_BW is None else entries(nodes_BMF, parents_BW + 1)
-            state = self.step(above, tokens_BW, k)
+            above = nodes_BMF[:, -1:] if parents_BT is None else entries(nodes_BMF, parents_BT + 1)
+            state = self.step(above, tokens_BT, k)
             nodes_BMF = torch.cat([nodes_BMF, state], 1)
             return self.unembed(self.output(state, k), k)
 

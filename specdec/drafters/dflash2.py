@@ -48,13 +48,13 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
 
     def entered(self, read: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """A sub-layer's input [B, X, D], convolved, and the corrections of both its sides."""
+        """A sub-layer's input [B, N, D], convolved, and the corrections of both its sides."""
         corrections = self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
         return self(read, corrections, 0, slots), corrections
 
     def forward(self, x: Tensor, corrections: Tensor, side: int, slots: int) -> Tensor:
-        """x [B, X, D], convolved within each block of `slots` slots; `corrections`
-        [B, X, 2, taps, G] are added to the kernel of each side."""
+        """x [B, N, D], convolved within each block of `slots` slots; `corrections`
+        [B, N, 2, taps, G] are added to the kernel of each side."""
         grouped = x.unflatten(1, (-1, slots)).unflatten(-1, (-1, self.group))
         kernel = self.base_kernel[side].unflatten(-1, (-1, self.group))
         kernel = kernel + corrections[..., side, :, :, None].unflatten(1, (-1, slots))
@@ -73,7 +73,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, gate: Tensor) -> Tensor:
-        """What is added to the logits [..., S], given A[x] * P h [..., Lr]."""
+        """What is added to the logits [..., S], given A[x] * P h [..., N]."""
         return gate @ self.successor_codebook.T
 
 
@@ -114,10 +114,10 @@ class DFlash2(Block):
         output: Tensor = stream + layer.mlp_conv(layer.mlp(read), kept, 1, self.slots)
         return output
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + Lr]."""
-        states, chosen = super().hidden(ctx, anchors_BA, drafted_BAk), self.candidate_selector
-        before = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        """The block's states, and A[x] * P h of the token x before each depth [B, A, K, D + N]."""
+        states, chosen = super().hidden(ctx, anchors_BA, drafted_BAK), self.candidate_selector
+        before = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
         gate = chosen.predecessor_codebook[before] * chosen.hidden_projection(states)
         return torch.cat([states, gate], -1)
 
@@ -128,11 +128,11 @@ class DFlash2(Block):
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         chosen = self.candidate_selector
-        states_BKLr = chosen.hidden_projection(states_BKD)
+        states_BKN = chosen.hidden_projection(states_BKD)
 
-        def after(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            gate_BWLr = chosen.predecessor_codebook[tokens_BW] * states_BKLr[:, depth, None]
-            logits: Tensor = logits_BKS[:, depth, None] + chosen(gate_BWLr)
+        def after(tokens_BT: Tensor, parents_BT: Tensor | None, depth: int) -> Tensor:
+            gate_BTN = chosen.predecessor_codebook[tokens_BT] * states_BKN[:, depth, None]
+            logits: Tensor = logits_BKS[:, depth, None] + chosen(gate_BTN)
             return logits
 
         return Growth(after(anchor_B[:, None], None, 0)[:, 0], with_depth(after))

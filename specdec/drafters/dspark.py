@@ -43,10 +43,10 @@ class DSpark(Block):
         self.markov_w2 = nn.Linear(config.rank, size, bias=False)
         self.confidence_head = nn.Linear(self.llama.hidden_size + config.rank, 1)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        """The block's states and W1 of the token before each depth [B, A, K, D + Lr]."""
-        previous = self.markov_w1(tokens_from(ctx, anchors_BA, drafted_BAk, self.depth))
-        return torch.cat([super().hidden(ctx, anchors_BA, drafted_BAk), previous], -1)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        """The block's states and W1 of the token before each depth [B, A, K, D + N]."""
+        previous = self.markov_w1(tokens_from(ctx, anchors_BA, drafted_BAK, self.depth))
+        return torch.cat([super().hidden(ctx, anchors_BA, drafted_BAK), previous], -1)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         D = self.llama.hidden_size
@@ -56,18 +56,18 @@ class DSpark(Block):
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         """Each depth's logits after the token before it, and the acceptance that they expect."""
 
-        def after(tokens_BW: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-            previous_BWLr = self.markov_w1(tokens_BW)
-            state_BWD = states_BKD[:, depth, None].expand(-1, tokens_BW.shape[1], -1)
-            own_BW = self.confidence(torch.cat([state_BWD, previous_BWLr], -1))
-            return logits_BKS[:, depth, None] + self.markov_w2(previous_BWLr), own_BW
+        def after(tokens_BT: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+            previous_BTN = self.markov_w1(tokens_BT)
+            state_BTD = states_BKD[:, depth, None].expand(-1, tokens_BT.shape[1], -1)
+            own_BT = self.confidence(torch.cat([state_BTD, previous_BTN], -1))
+            return logits_BKS[:, depth, None] + self.markov_w2(previous_BTN), own_BT
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            logits_BWS, state.own_BW = after(tokens_BW, depth)
-            return logits_BWS
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None, depth: int) -> Tensor:
+            logits_BTS, state.own_BT = after(tokens_BT, depth)
+            return logits_BTS
 
         first_B1S, own_B1 = after(anchor_B[:, None], 0)
-        state = Growth(first_B1S[:, 0], with_depth(grow), own_BW=own_B1)
+        state = Growth(first_B1S[:, 0], with_depth(grow), own_BT=own_B1)
         return state
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:

@@ -128,5 +128,5 @@ class Eagle(Solved):
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The states of the layer, unrolled to `train_depth` depths over noisy features."""
-        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
-        return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAk)
+        drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
+        return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAK)

@@ -99,13 +99,13 @@ class Eagle3(Solved):
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: TargetParts) -> Eagle3Sizes:
-        L = target.depth
+        num_layers = target.depth
         require(
-            config.start == "random" or config.num_layers <= L,
-            f"drafter.num_layers={config.num_layers}: this target has only {L} layers to start "
-            "from; give drafter.start=random",
+            config.start == "random" or config.num_layers <= num_layers,
+            f"drafter.num_layers={config.num_layers}: this target has only {num_layers} layers to "
+            "start from; give drafter.start=random",
         )
-        layers = chosen_layers(config.layers, [2, L // 2, L - 3], target)
+        layers = chosen_layers(config.layers, [2, num_layers // 2, num_layers - 3], target)
         llama = llama_of(target, config.intermediate_size)
         return cls.Sizes.of_config(config, target, llama=llama, layers=layers)
 

@@ -106,8 +106,8 @@ class Hybrid(Drafter):
     sizes: HybridSizes
     copier: Copying
     head: Predictor
-    tried_EK: Tensor
-    right_EK: Tensor
+    tried_NK: Tensor
+    right_NK: Tensor
 
     def __init__(self, config: HybridConfig, sizes: HybridSizes) -> None:
         super().__init__(config, sizes)
@@ -118,9 +118,9 @@ class Hybrid(Drafter):
         self.depth = self.longest  # what teacher forcing covers: an evaluation may ask for less
         # a copied branch joins the nodes of a tree
         self.limits = replace(theirs, slots=theirs.slots + self.longest)
-        counts_EK = torch.zeros(2 * len(LENGTHS), config.depth, dtype=torch.long)
-        self.register_buffer("tried_EK", counts_EK)
-        self.register_buffer("right_EK", counts_EK.clone())
+        counts_NK = torch.zeros(2 * len(LENGTHS), config.depth, dtype=torch.long)
+        self.register_buffer("tried_NK", counts_NK)
+        self.register_buffer("right_NK", counts_NK.clone())
         (self.c, self.v), self.trust = COSTS, 1.0  # `trust`: the factor that scales the shares
         self.alpha = config.alpha or [0.4]
         self._rates: tuple[list[list[float]], list[float]] | None = None
@@ -201,11 +201,11 @@ class Hybrid(Drafter):
         first = int(UNSEEN * len(texts))
         if self.copier.fits_texts:
             self.copier.fit(texts[:first], masks[:first])
-        self.tried_EK.zero_()
-        self.right_EK.zero_()
+        self.tried_NK.zero_()
+        self.right_NK.zero_()
         for e, k, right in islice(self._trials(texts[first:], masks[first:]), COUNTED):
-            self.tried_EK[e, k] += 1
-            self.right_EK[e, k] += right
+            self.tried_NK[e, k] += 1
+            self.right_NK[e, k] += right
         self._rates = None
         for member in (self.copier, self.head):
             if member.fits_texts:
@@ -233,8 +233,8 @@ class Hybrid(Drafter):
     def require_sound(self) -> None:
         for member in (self.copier, self.head):
             member.require_sound()
-        sound = (self.right_EK >= 0) & (self.right_EK <= self.tried_EK)
-        require(bool(sound.all()), "tensors 'tried_EK' and 'right_EK' hold impossible counts")
+        sound = (self.right_NK >= 0) & (self.right_NK <= self.tried_NK)
+        require(bool(sound.all()), "tensors 'tried_NK' and 'right_NK' hold impossible counts")
 
     def weigh(
         self,
@@ -255,9 +255,9 @@ class Hybrid(Drafter):
         self.trust, self._rates = right / expected, None
 
     def shares(self) -> Tensor:
-        """The share [E, K] of copied tokens that is right in texts like those of `fit`."""
-        tried_EK, right_EK = self.tried_EK.cpu(), self.right_EK.cpu()
-        return (WEIGHT * prior(tried_EK.shape[1]) + right_EK) / (WEIGHT + tried_EK)
+        """The share [N, K] of copied tokens that is right in texts like those of `fit`."""
+        tried_NK, right_NK = self.tried_NK.cpu(), self.right_NK.cpu()
+        return (WEIGHT * prior(tried_NK.shape[1]) + right_NK) / (WEIGHT + tried_NK)
 
     def rates(self) -> tuple[list[list[float]], list[float]]:
         """Tokens committed in the time of a plain step, by rounds of 0, 1, 2, … copied tokens in
@@ -289,14 +289,14 @@ class Hybrid(Drafter):
         )
 
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
-        def logits(anchor_BW: Tensor, drafted_BWk: Tensor) -> Tensor:
-            k = drafted_BWk.shape[2]
-            ids_BW = self.copied(ctx, anchor_BW, k + 1)[..., k]
-            logits_BWV, own_BW = point_mass(ids_BW, self.sizes.target_vocab), ids_BW == OWN
-            if own_BW.any():
-                hidden_BWD = self.head.hidden(ctx, anchor_BW, drafted_BWk)[:, :, k]
-                logits_BWV[own_BW] = whole(self.head, self.head.unembed(hidden_BWD[own_BW], k))
-            return logits_BWV
+        def logits(anchor_BT: Tensor, drafted_BTK: Tensor) -> Tensor:
+            k = drafted_BTK.shape[2]
+            ids_BT = self.copied(ctx, anchor_BT, k + 1)[..., k]
+            logits_BTV, own_BT = point_mass(ids_BT, self.sizes.target_vocab), ids_BT == OWN
+            if own_BT.any():
+                hidden_BTD = self.head.hidden(ctx, anchor_BT, drafted_BTK)[:, :, k]
+                logits_BTV[own_BT] = whole(self.head, self.head.unembed(hidden_BTD[own_BT], k))
+            return logits_BTV
 
         return rereading(ctx, logits)
 
@@ -351,7 +351,7 @@ def of_length(n: int) -> int:
 
 
 def prior(depths: int) -> Tensor:
-    """The share [E, K] of copied tokens that should be right. A token at depth k counts as the one
+    """The share [N, K] of copied tokens that should be right. A token at depth k counts as the one
     that follows a match longer by k, since the k copied tokens before it were right."""
     sure = [[PRIOR[of_length(n + k)] for k in range(depths)] for n in LENGTHS]
     return torch.tensor([[UNSURE * first, *others] for first, *others in sure] + sure)

@@ -155,7 +155,7 @@ class Rope(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
 
     def forward(self, position: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [..., Dr] at positions below `end`; the first half of sin is negated."""
+        """cos and sin [..., D] at positions below `end`; the first half of sin is negated."""
         device, table = position.device, self._table
         if table is None or len(table[0]) < end or table[0].device != device:
             with torch.inference_mode(False), torch.no_grad():  # it may be trained with later
@@ -166,20 +166,20 @@ class Rope(nn.Module):
         return table[0][position], table[1][position]
 
 
-def rotated(x_BHADh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, Dr] from `Rope`, for their first
+def rotated(x_BHAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotary position embedding of heads, given cos and sin [B, A, D] from `Rope`, for their first
     Dr numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
     are the halves of x; here sin has the sign."""
     width = rope[0].shape[-1]
-    if width < x_BHADh.shape[-1]:
-        return torch.cat([rotated(x_BHADh[..., :width], rope), x_BHADh[..., width:]], -1)
-    cos, sin = (t[:, None].to(x_BHADh.dtype) for t in rope)
-    return torch.addcmul(x_BHADh * cos, x_BHADh.roll(width // 2, -1), sin)
+    if width < x_BHAD.shape[-1]:
+        return torch.cat([rotated(x_BHAD[..., :width], rope), x_BHAD[..., width:]], -1)
+    cos, sin = (t[:, None].to(x_BHAD.dtype) for t in rope)
+    return torch.addcmul(x_BHAD * cos, x_BHAD.roll(width // 2, -1), sin)
 
 
 SHARP = 16.0  # about the score that an input gives its own key, so that it sees little else
 
-KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, Hkv, …, Dh]
+KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, H, …, D]
 
 
 class Attention(nn.Module):
@@ -208,22 +208,22 @@ class Attention(nn.Module):
         return rotated(keys, rope), self._heads(self.v_proj(x_BPD))
 
     def query(self, x_BAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Queries [B, Hkv, Hg, A, Dh]."""
+        """Queries [B, H, H, A, D]."""
         query = rotated(self.q_norm(self._heads(self.q_proj(x_BAD))), rope)
         grouped: Tensor = query.unflatten(1, (self.kv_heads, -1))
         return grouped
 
     def at_once(
-        self, x_BWD: Tensor, rope: tuple[Tensor, Tensor]
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """`query` and `keys_values` of the same places by one product with a packed weight; None
         where this is not possible, or not faster."""
-        if not multiplies(x_BWD, self.q_proj.weight):
+        if not multiplies(x_BTD, self.q_proj.weight):
             return None
         self._joint = joint(self._joint, self.q_proj, self.k_proj, self.v_proj)
-        if self._joint is None or not self._joint.faster(x_BWD):
+        if self._joint is None or not self._joint.faster(x_BTD):
             return None
-        heads, turning = self._heads(self._joint(x_BWD)), self.heads + self.kv_heads
+        heads, turning = self._heads(self._joint(x_BTD)), self.heads + self.kv_heads
         turned, values = heads[:, :turning], heads[:, turning:]
         if not isinstance(self.q_norm, nn.Identity):
             query, keys = turned.split([self.heads, self.kv_heads], 1)
@@ -233,12 +233,12 @@ class Attention(nn.Module):
         return query.unflatten(1, (self.kv_heads, -1)), keys, values
 
     def _heads(self, x: Tensor) -> Tensor:
-        """[B, A, H·Dh] -> [B, H, A, Dh]"""
+        """[B, A, H·D] -> [B, H, A, D]"""
         heads: Tensor = x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         return heads
 
     def joined(self, heads: Tensor) -> Tensor:
-        """The heads' outputs [B, Hkv, Hg, A, Dh] -> [B, A, D]"""
+        """The heads' outputs [B, H, H, A, D] -> [B, A, D]"""
         output: Tensor = self.o_proj(heads.flatten(1, 2).transpose(1, 2).flatten(2))
         return output
 
@@ -249,14 +249,14 @@ class Attention(nn.Module):
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
 
-    def see_oneself(self, inner_FLr: Tensor, outer_LrD: Tensor) -> None:
+    def see_oneself(self, inner_FN: Tensor, outer_ND: Tensor) -> None:
         """Set the weights so that every input x [F] sees little but itself and the output is
-        `x @ inner_FLr @ outer_LrD`. Queries and keys are the same random map of x's first D
+        `x @ inner_FN @ outer_ND`. Queries and keys are the same random map of x's first D
         numbers."""
-        (Lr, D), groups = outer_LrD.shape, self.heads // self.kv_heads
-        self.v_proj.weight[:Lr] = inner_FLr.T.to(self.v_proj.weight)
+        (rank, D), groups = outer_ND.shape, self.heads // self.kv_heads
+        self.v_proj.weight[:rank] = inner_FN.T.to(self.v_proj.weight)
         outputs = self.o_proj.weight.new_zeros(D, self.kv_heads * self.head_dim)
-        outputs[:, :Lr] = outer_LrD.T
+        outputs[:, :rank] = outer_ND.T
         of_heads = outputs.unflatten(1, (self.kv_heads, -1)).repeat_interleave(groups, 1)
         self.o_proj.weight.copy_(of_heads.flatten(1) / groups)
         drawn = torch.randn(
@@ -273,11 +273,11 @@ class Attend(Protocol):
     output of the last layer may be asked for at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """What layer i adds to the residual stream, [B, Wo, D] at the places where its output is
-        asked for. Its attention reads `read` [B, W, …]."""
+        """What layer i adds to the residual stream, [B, T, D] at the places where its output is
+        asked for. Its attention reads `read` [B, T, …]."""
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        """The entries [B, Wo, …] of x [B, W, …] where the output of layer i is asked for."""
+        """The entries [B, T, …] of x [B, T, …] where the output of layer i is asked for."""
 
 
 UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
@@ -344,7 +344,7 @@ class Layer(nn.Module):
         return stream
 
     def forward(self, read: Tensor, residual: Tensor, attend: Attend, i: int = 0) -> Tensor:
-        """The output [B, Wo, D] of this layer, the i-th of a draft, where it is asked for it, from
+        """The output [B, T, D] of this layer, the i-th of a draft, where it is asked for it, from
         what attention reads at all places and the residual there."""
         added = attend(i, self.self_attn, read)
         return self.finish(attend.asked(i, residual), added)

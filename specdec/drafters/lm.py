@@ -156,16 +156,16 @@ class LM(Pretrained):
                 "drafter.source=random, a hub name or a folder"
             ) from error
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """One pass reads the text and then, as its branches, the tokens drafted at all anchors."""
-        if drafted_BAk is None:
+        if drafted_BAK is None:
             return super().hidden(ctx, anchors_BA, None)
-        whole_ids_BT, place = with_branches(ctx, anchors_BA, drafted_BAk)
+        whole_ids_BT, place = with_branches(ctx, anchors_BA, drafted_BAK)
         inputs = model_inputs(self.model.config, place, self.model.dtype)
-        states_BTxD = self.step(whole_ids_BT, use_cache=False, **inputs)
-        of_text, of_drafts = states_BTxD.tensor_split([ctx.ids_BT.shape[1]], 1)
+        states_BTD = self.step(whole_ids_BT, use_cache=False, **inputs)
+        of_text, of_drafts = states_BTD.tensor_split([ctx.ids_BT.shape[1]], 1)
         first_BA1D = entries(of_text, anchors_BA)[:, :, None]
-        return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAk.shape[1:])], 2)
+        return torch.cat([first_BA1D, of_drafts.unflatten(1, drafted_BAK.shape[1:])], 2)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         return new_cache(self.model.config, capacity)
@@ -223,31 +223,33 @@ class LM(Pretrained):
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
 
 
-def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor) -> tuple[Tensor, Place]:
-    """The ids [B, Tx] of a text followed by the tokens drafted at each anchor, and their place.
+def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor) -> tuple[Tensor, Place]:
+    """The ids [B, T] of a text followed by the tokens drafted at each anchor, and their place.
     Each drafted token sees its document up to its anchor and the tokens drafted there before it."""
-    (B, T), k, device = ctx.ids_BT.shape, drafted_BAk.shape[2], anchors_BA.device
+    (B, T), k, device = ctx.ids_BT.shape, drafted_BAK.shape[2], anchors_BA.device
     step_T, (position_BT, document_BT) = torch.arange(T, device=device), ctx.documents()
-    anchor_BX = anchors_BA.repeat_interleave(k, 1)
-    step_X = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
-    round_X = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
-    position_BX = position_BT.gather(1, anchor_BX) + 1 + step_X
-    whole_position_BT = torch.cat([position_BT, position_BX], 1)
-    whole_document_BT = torch.cat([document_BT, document_BT.gather(1, anchor_BX)], 1)
-    last_BTx = torch.cat([step_T.expand(B, T), anchor_BX], 1)  # last text token that each sees
-    alike_BTxT = whole_document_BT[:, :, None] == document_BT[:, None]
-    of_text_BTxT = alike_BTxT & (last_BTx[:, :, None] >= step_T)
-    own_XX = (round_X[:, None] == round_X) & (step_X[:, None] >= step_X)
-    own_TxX = torch.cat([own_XX.new_zeros(T, len(step_X)), own_XX])
-    mask_BTxTx = torch.cat([of_text_BTxT, own_TxX.expand(B, -1, -1)], 2)
-    whole_ids_BT = torch.cat([ctx.ids_BT, drafted_BAk.flatten(1)], 1)
-    return whole_ids_BT, Place(whole_position_BT, mask_BTxTx, whole_position_BT)
+    anchor_BN = anchors_BA.repeat_interleave(k, 1)
+    step_N = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
+    round_N = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
+    position_BN = position_BT.gather(1, anchor_BN) + 1 + step_N
+    whole_position_BT = torch.cat([position_BT, position_BN], 1)
+    whole_document_BT = torch.cat([document_BT, document_BT.gather(1, anchor_BN)], 1)
+    last_BT = torch.cat([step_T.expand(B, T), anchor_BN], 1)  # last text token that each sees
+    alike_BTT = whole_document_BT[:, :, None] == document_BT[:, None]
+    of_text_BTT = alike_BTT & (last_BT[:, :, None] >= step_T)
+    own_NN = (round_N[:, None] == round_N) & (step_N[:, None] >= step_N)
+    own_TN = torch.cat([own_NN.new_zeros(T, len(step_N)), own_NN])
+    mask_BTT = torch.cat([of_text_BTT, own_TN.expand(B, -1, -1)], 2)
+    whole_ids_BT = torch.cat([ctx.ids_BT, drafted_BAK.flatten(1)], 1)
+    return whole_ids_BT, Place(whole_position_BT, mask_BTT, whole_position_BT)
 
 
 def _cut(config: LMConfig, target: TargetParts) -> list[int]:
     """The target's layers that are kept, ascending."""
-    L = target.depth
-    kept = sorted(set(config.layers or [0, 1, L - 2, L - 1]))
-    if kept[0] < 0 or kept[-1] >= L:
-        raise UserError(f"drafter.layers={kept}: layers of this target run from 0 to {L - 1}")
+    num_layers = target.depth
+    kept = sorted(set(config.layers or [0, 1, num_layers - 2, num_layers - 1]))
+    if kept[0] < 0 or kept[-1] >= num_layers:
+        raise UserError(
+            f"drafter.layers={kept}: layers of this target run from 0 to {num_layers - 1}"
+        )
     return kept

@@ -107,8 +107,8 @@ class Medusa(Heads):
     def plan(cls, config: MedusaConfig, target: TargetParts) -> MedusaSizes:
         sizes: MedusaSizes = super().plan(config, target)
         if cls.adapts_target(config):
-            L = decoder_layers(target, config.name)
-            sizes.adapted = adapted_layers(target, L, config.adapter)
+            num_layers = decoder_layers(target, config.name)
+            sizes.adapted = adapted_layers(target, num_layers, config.adapter)
         return sizes
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:

@@ -98,19 +98,19 @@ class Mlp(Heads):
         """Start with heads that predict the target's next state by least squares.
 
         At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
-        can be the best guess of the target's next state, which `basis_DtD` rescales and rotates so
+        can be the best guess of the target's next state, which `basis_DD` rescales and rotates so
         that all its numbers have like sizes. The LM head maps it back and applies the target's.
         """
         target, D, moments = self._target.held, self.inner_dim, Squares()
         for some in known():
             moments.add(some.wanted(0).float(), some.wanted(0).float())
-        mean_DtDt = moments.xx / moments.rows
-        size_Dt = mean_DtDt.diagonal().sqrt().clamp_min(1e-9)
-        axes_DtDt = torch.linalg.eigh(mean_DtDt / size_Dt / size_Dt[:, None])[1]
-        kept = min(D, len(size_Dt))
-        drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_Dt)
-        basis_DtD = (axes_DtDt[:, -kept:] / size_Dt[:, None]) @ torch.linalg.qr(drawn)[0].T
-        basis_DtD = basis_DtD.float()
+        mean_DD = moments.xx / moments.rows
+        size_D = mean_DD.diagonal().sqrt().clamp_min(1e-9)
+        axes_DD = torch.linalg.eigh(mean_DD / size_D / size_D[:, None])[1]
+        kept = min(D, len(size_D))
+        drawn = torch.randn(D, kept, generator=torch.Generator().manual_seed(0)).to(size_D)
+        basis_DD = (axes_DD[:, -kept:] / size_D[:, None]) @ torch.linalg.qr(drawn)[0].T
+        basis_DD = basis_DD.float()
         for norm in self.ln:
             norm.weight.fill_(SMALL)
             norm.bias.fill_(UPWARD)
@@ -118,30 +118,30 @@ class Mlp(Heads):
         for k, proj in enumerate(self.proj):  # if tied, the second serves all depths from 1 on
             emb, guess, tied = self.part(self.emb, k), Squares(), k >= len(self.emb)
             for some in known():
-                state_NDt, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)
-                wanted_ND = some.wanted(k).float() @ basis_DtD
+                state_ND, tokens_N = self.entered(self.at(some, k), k), some.tokens(k)
+                wanted_ND = some.wanted(k).float() @ basis_DD
                 if tied:
-                    guess.add(state_NDt, wanted_ND - self.token_weight * emb(tokens_N))
+                    guess.add(state_ND, wanted_ND - self.token_weight * emb(tokens_N))
                 else:
-                    token_NDt = target.embedding(tokens_N).to(state_NDt)
-                    guess.add(torch.cat([state_NDt, token_NDt], -1), wanted_ND)
+                    token_ND = target.embedding(tokens_N).to(state_ND)
+                    guess.add(torch.cat([state_ND, token_ND], -1), wanted_ND)
             solved, width = ridge(guess.xx, guess.xy), proj.weight.shape[1]
             proj.weight.copy_(solved[:width].T / self.state_weight)
             if not tied:
-                of_token_DtD = (solved[width:] / self.token_weight).to(emb.weight)
+                of_token_DD = (solved[width:] / self.token_weight).to(emb.weight)
                 every_V = torch.arange(self.sizes.target_vocab, device=target.device)
                 for ids in every_V.split(AT_ONCE):
-                    emb.weight[ids] = target.embedding(ids).to(of_token_DtD) @ of_token_DtD
+                    emb.weight[ids] = target.embedding(ids).to(of_token_DD) @ of_token_DD
 
-        own_head_SDt = target.own_head(self.vocab_S)
+        own_head_SD = target.own_head(self.vocab_S)
         for i, head in enumerate(self.lm_heads):
             depths = range(self.depth) if len(self.lm_heads) == 1 else [i]
             back = Squares()
             for some in known():
                 for k in depths:
                     back.add(self.at(some, k + 1), some.wanted(k).float())
-            back_DtD = ridge(back.xx, back.xy).T.to(own_head_SDt)
-            head.weight.copy_(own_head_SDt @ back_DtD)
+            back_DD = ridge(back.xx, back.xy).T.to(own_head_SD)
+            head.weight.copy_(own_head_SD @ back_DD)
 
     def at(self, some: KnownAnchors, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""

@@ -50,7 +50,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
 
-# The state [B, W, D] of module k - 1 at the token before each one, given the state that it has just
+# The state [B, T, D] of module k - 1 at the token before each one, given the state that it has just
 # made of these tokens; None: it made none, as it cannot read them.
 Below = Callable[[int, Tensor | None], Tensor]
 
@@ -190,7 +190,7 @@ class MTP(Solved):
         first: int = 0,
         below: Below | None = None,
     ) -> Tensor:
-        """With one module, the step of all recurrent drafts. With several, the states [B, W, K, D]
+        """With one module, the step of all recurrent drafts. With several, the states [B, T, K, D]
         of the K modules from `first` on: each reads an embedding and, at the token before, the
         state of the module below, which for the first of them is `state` and for the others
         `below(k, state)`."""
@@ -203,16 +203,16 @@ class MTP(Solved):
             states.append(module(*module.enter(embedding, state), attend, k))
         return torch.stack(states, 2)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         if not self.several:
-            return super().hidden(ctx, anchors_BA, drafted_BAk)
-        if drafted_BAk is None:
+            return super().hidden(ctx, anchors_BA, drafted_BAK)
+        if drafted_BAK is None:
             states_BPKD = self.over_text(ctx)
             last = states_BPKD.shape[1] - 1
             at = [(anchors_BA - 1 + k).clamp(0, last) for k in range(self.depth)]
             return torch.stack([entries(states_BPKD[:, :, k], at[k]) for k in range(self.depth)], 2)
-        depths = torch.arange(drafted_BAk.shape[-1] + 1, device=anchors_BA.device)
-        each = truncated_contexts(ctx, anchors_BA, drafted_BAk)
+        depths = torch.arange(drafted_BAK.shape[-1] + 1, device=anchors_BA.device)
+        each = truncated_contexts(ctx, anchors_BA, drafted_BAK)
         states = [self.over_text(one)[0, a - 1 + depths, depths] for a, one in each]
         return torch.stack(states).view(*anchors_BA.shape, len(depths), -1)
 
@@ -253,41 +253,43 @@ class MTP(Solved):
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         attend, below = self._over_slots(cache, tokens, None)
         state = self.fuse(features)
-        state_BWD = self.step(self.embed(tokens), state, attend, below=below)[:, :, 0]
+        state_BTD = self.step(self.embed(tokens), state, attend, below=below)[:, :, 0]
         cache.commit(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None, depth: int) -> Tensor:
-            attend, below = self._over_slots(cache, tokens_BW, parents_BW)
-            state, embedding = below(depth, None), self.embed(tokens_BW)
-            states_BWKD = self.step(embedding, state, attend, depth, below)
-            return self.unembed(states_BWKD[:, :, 0], depth)
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None, depth: int) -> Tensor:
+            attend, below = self._over_slots(cache, tokens_BT, parents_BT)
+            state, embedding = below(depth, None), self.embed(tokens_BT)
+            states_BTKD = self.step(embedding, state, attend, depth, below)
+            return self.unembed(states_BTKD[:, :, 0], depth)
 
-        return Growth(self.unembed(entries(state_BWD, last_B1)[:, 0], 0), with_depth(grow))
+        return Growth(self.unembed(entries(state_BTD, last_B1)[:, 0], 0), with_depth(grow))
 
     def _over_slots(
-        self, cache: SlotCache, tokens_BW: Tensor, parents_BW: Tensor | None
+        self, cache: SlotCache, tokens_BT: Tensor, parents_BT: Tensor | None
     ) -> tuple[OverSlots, Below]:
         """Attention over a cache of the K modules' keys, followed by the states of all but the
         last of them, and `Below` over these states."""
-        (B, W), device, start = tokens_BW.shape, tokens_BW.device, cache.scratch
+        (B, num_read), device, start = tokens_BT.shape, tokens_BT.device, cache.scratch
         length_B1 = torch.tensor(cache.lengths, device=device)[:, None]
-        place = cache.place(tokens_BW, parents_BW)
-        if parents_BW is None:
-            parents_BW = torch.arange(start - 1, start + W - 1, device=device).expand(B, W)
-        above_BW = (length_B1 + parents_BW).clamp_min(0)  # the slot of the token before
+        place = cache.place(tokens_BT, parents_BT)
+        if parents_BT is None:
+            parents_BT = torch.arange(start - 1, start + num_read - 1, device=device).expand(
+                B, num_read
+            )
+        above_BT = (length_B1 + parents_BT).clamp_min(0)  # the slot of the token before
         rope = self.rope(place.position_BT, cache.shown + 1)
-        seen_BWP, modules = place.seen(cache.shown), len(self.layers)
+        seen_BTP, modules = place.seen(cache.shown), len(self.layers)
 
         def mask(i: int) -> Tensor:
             """Module i has no key of the first i tokens."""
-            sight = seen_BWP & (torch.arange(seen_BWP.shape[2], device=device) >= i)
+            sight = seen_BTP & (torch.arange(seen_BTP.shape[2], device=device) >= i)
             return sight | ~sight.any(-1, keepdim=True)  # else NaN for a token too early for it
 
-        def below(k: int, state_BWD: Tensor | None) -> Tensor:
+        def below(k: int, state_BTD: Tensor | None) -> Tensor:
             layer = modules + k - 1
-            if state_BWD is not None:
-                cache.update(state_BWD[:, None], state_BWD[:, None, :, :0], layer)
-            return entries(cache.slot_layers[layer].keys[:, 0], above_BW)
+            if state_BTD is not None:
+                cache.update(state_BTD[:, None], state_BTD[:, None, :, :0], layer)
+            return entries(cache.slot_layers[layer].keys[:, 0], above_BT)
 
         return OverSlots(cache, rope, mask), below

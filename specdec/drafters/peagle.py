@@ -79,8 +79,8 @@ class PEagle(Eagle3):
     def onward(self, hidden: Tensor) -> Tensor:
         return self.fuse(self.mask_hidden).expand_as(hidden)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        k = self.depth - 1 if drafted_BAk is None else drafted_BAk.shape[-1]
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        k = self.depth - 1 if drafted_BAK is None else drafted_BAK.shape[-1]
         return super().hidden(ctx, anchors_BA, self.masks(anchors_BA, k))
 
     def masks(self, anchors_BA: Tensor, k: int) -> Tensor:

@@ -268,8 +268,8 @@ class Pretrained(Trainable):
         """Logits [B, T, V] of tokens that continue what the cache holds; given `last_B1`, only
         those [B, 1, V] at that token of each row."""
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        return states(self.over_text, ctx, anchors_BA, drafted_BAK, self.depth)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """Draft logits [..., V], or those of the rows that the model had before it was padded."""

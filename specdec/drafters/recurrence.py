@@ -123,11 +123,11 @@ class Recurrent(Trainable):
         return hidden
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """The output [B, Wo, D] after pairs of an embedding and a state [B, W, D]. A state is a
+        """The output [B, T, D] after pairs of an embedding and a state [B, T, D]. A state is a
         feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
         drafting take this step, each with its own attention."""
-        read, residual = self.enter(embedding, state)  # [B, W, width], [B, W, D]
-        stream: Tensor = self.layer(read, residual, attend)  # [B, W, D]; [B, Wo, D] of the last
+        read, residual = self.enter(embedding, state)  # [B, T, width], [B, T, D]
+        stream: Tensor = self.layer(read, residual, attend)  # [B, T, D]; [B, T, D] of the last
         for i, layer in enumerate(self.upper, 1):
             stream = layer(*layer.entered(stream), attend, i)  # layer.entered: normed, residual
         return stream
@@ -136,21 +136,21 @@ class Recurrent(Trainable):
         """The target's own head, frozen, unless the family has one."""
         return self._target.held.logits(hidden.to(self._target.held.dtype))
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAk), 2)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        if drafted_BAK is None:
+            drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        return torch.stack(self.unrolled(ctx, anchors_BA, drafted_BAK), 2)
 
     def unrolled(
         self,
         ctx: Context,
         anchors_BA: Tensor,
-        drafted_BAk: Tensor,
+        drafted_BAK: Tensor,
         widths: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """The output [B, A, D] of each depth. With `widths`, depth k > 0 is computed only at the
         first `widths[k]` anchors of each row; widths must not rise with the depth."""
-        ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAk.shape[-1]  # pair p has token p + 1
+        ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAK.shape[-1]  # pair p has token p + 1
         P, count = ids_BP.shape[1], len(self.upper)
         every_BP = torch.arange(P, device=ids_BP.device).expand(len(ids_BP), P)
         pair_BA = (anchors_BA - 1).clamp_min(0)  # pair a - 1 belongs to anchor a
@@ -158,7 +158,7 @@ class Recurrent(Trainable):
         position_BA = position_BP.gather(1, pair_BA)
         # depth 0: all pairs of the text, with the target's hidden states
         keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
-        rope = self.rope(position_BP, P + k)  # cos and sin [B, P, Dr]
+        rope = self.rope(position_BP, P + k)  # cos and sin [B, P, D]
         attend = OverSequence(keys, rope, lambda i: sight(every_BP), count, at)
         state_BPD = self.fuse(ctx.features(self.needs)[:, :P])  # from [B, P, F]
         embedding_BPD = self.embed(ids_BP)
@@ -170,7 +170,7 @@ class Recurrent(Trainable):
                 output_BAD, position_BA = output_BAD[:, :width], position_BA[:, :width]
                 keys.cut(width)
             attend = OverSequence(keys, self.rope(position_BA + depth, P + k))
-            embedding_BAD = self.embed(drafted_BAk[:, :width, depth - 1])
+            embedding_BAD = self.embed(drafted_BAK[:, :width, depth - 1])
             output_BAD = self.step(embedding_BAD, self.onward(output_BAD), attend)
             steps.append(output_BAD)
         return steps
@@ -187,14 +187,14 @@ class Recurrent(Trainable):
         features = pieces(ctx.features(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         # the output at the anchor, then at every node
-        nodes_BWD, logits = self._cached(cache, features, None, tokens, None, new)
+        nodes_BTD, logits = self._cached(cache, features, None, tokens, None, new)
         cache.commit(new)
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            nonlocal nodes_BWD
-            own = nodes_BWD[:, -1:] if parents_BW is None else entries(nodes_BWD, parents_BW + 1)
-            hidden_BWD, logits = self._cached(cache, None, own, tokens_BW, parents_BW, None)
-            nodes_BWD = torch.cat([nodes_BWD, hidden_BWD], 1)
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+            nonlocal nodes_BTD
+            own = nodes_BTD[:, -1:] if parents_BT is None else entries(nodes_BTD, parents_BT + 1)
+            hidden_BTD, logits = self._cached(cache, None, own, tokens_BT, parents_BT, None)
+            nodes_BTD = torch.cat([nodes_BTD, hidden_BTD], 1)
             return logits
 
         return Growth(logits[:, 0], grow)
@@ -244,9 +244,9 @@ class Recurrent(Trainable):
         mask: Tensor | None,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over new pairs: the output [B, W, D] and the logits [B, W, S]. With `last`
-        [B, Wo], they are only those of these pairs of each row. The pairs have the target's
-        `features` [B, W, F] or the layers' `own` earlier output [B, W, D]."""
+        """Run the layers over new pairs: the output [B, T, D] and the logits [B, T, S]. With `last`
+        [B, T], they are only those of these pairs of each row. The pairs have the target's
+        `features` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
         earlier = features if own is None else own
         assert earlier is not None
         state = self.fuse(earlier) if own is None else self.onward(earlier)
@@ -331,7 +331,7 @@ def ridge(xx_FF: Tensor, xy_FD: Tensor) -> Tensor:
 
 
 def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [F, Lr] and [Lr, D], of equal norm and at most rank `rank`, whose product is nearest
+    """Factors [F, N] and [N, D], of equal norm and at most rank `rank`, whose product is nearest
     to the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
     size_F, basis_FF = torch.linalg.eigh(xx_FF)
     root_F = size_F.clamp_min(float(size_F.max()) * 1e-9).sqrt()

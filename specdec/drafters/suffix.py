@@ -105,8 +105,8 @@ class CorpusPlaces:
         """Like `TextPlaces.children`; of many places, only a sample is searched for candidates."""
         text_N, order_N = self.index
         step = -(-self.count // SAMPLED)
-        at_R = order_N[self.low : self.high : step] + self.length
-        ranked = Counter(text_N[at_R[at_R < len(text_N)]].tolist()).most_common(width + 1)
+        at_N = order_N[self.low : self.high : step] + self.length
+        ranked = Counter(text_N[at_N[at_N < len(text_N)]].tolist()).most_common(width + 1)
         children = [(t, self.narrowed(t)) for t, _ in ranked if t != SEPARATOR]
         return [(t, path) for t, path in sorted(children, key=lambda x: -x[1].count)[:width]]
 

@@ -79,9 +79,9 @@ class View(Predictor):
             return super().draft_growth(ctx)
         cache = self.followed(ctx, cache)
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            slots = None if parents_BW is None else parents_BW + 1
-            return self.unembed(self.continued(cache, tokens_BW, slots), 0)
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+            slots = None if parents_BT is None else parents_BT + 1
+            return self.unembed(self.continued(cache, tokens_BT, slots), 0)
 
         anchor_B1 = torch.tensor([ids[-1:] for ids in ctx.rows()], device=ctx.ids_BT.device)
         return Growth(grow(anchor_B1, None)[:, -1], grow)

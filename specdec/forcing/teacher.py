@@ -51,9 +51,9 @@ class TargetColumns:
 
     rows: slice  # the chunk, among all anchors
     index_NK: Tensor
-    log_p_US: Tensor  # over the draft vocabulary; in training before cutoffs (see `LossInputs`)
-    served_log_p_US: Tensor | None  # after cutoffs, if `log_p_US` is before them
-    final_UD: Tensor  # the target's final hidden states
+    log_p_NS: Tensor  # over the draft vocabulary; in training before cutoffs (see `LossInputs`)
+    served_log_p_NS: Tensor | None  # after cutoffs, if `log_p_NS` is before them
+    final_ND: Tensor  # the target's final hidden states
     argmax_NK: Tensor  # argmax p
     label_NK: Tensor  # the text's own token
     valid_NK: Tensor
@@ -285,26 +285,26 @@ class TeacherForcing(nn.Module):
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
         states, accepted_NK = (batch.final_BTD, batch.summary), None
         if (visited := batch.visited) is not None:
-            round_N = torch.searchsorted(visited.place_Ro, row_N1[:, 0] * T + at_NK[:, 0])
-            accepted_NK = depths < visited.accepted_Ro[round_N, None]
-            states = visited.final_RoKD, visited.summary
+            round_N = torch.searchsorted(visited.place_N, row_N1[:, 0] * T + at_NK[:, 0])
+            accepted_NK = depths < visited.accepted_N[round_N, None]
+            states = visited.final_NKD, visited.summary
             where_NK = round_N[:, None] * len(depths) + depths
         else:
             near = anchors.nearest
             ahead = torch.arange(len(depths), device=near.row_N.device)
             column_NK = (near.position_N[rows, None] + ahead).clamp_max(T - 1)
             where_NK = near.row_N[rows, None] * T + column_NK
-        where_U, index_NK = where_NK.unique(return_inverse=True)
-        where_U = rounded(where_U).to(depths.device, non_blocking=True)
+        where_N, index_NK = where_NK.unique(return_inverse=True)
+        where_N = rounded(where_N).to(depths.device, non_blocking=True)
         index_NK = index_NK.to(depths.device, non_blocking=True)
-        summary = Summary(*(x.flatten()[where_U] for x in states[1]))
-        final_UD = states[0].flatten(0, 1)[where_U]
-        with torch.no_grad(), exactly(final_UD):
-            logits_US = self._target_logits(final_UD)
-            log_p_US, served_log_p_US = self.sampler.log_probs_of(logits_US, summary), None
+        summary = Summary(*(x.flatten()[where_N] for x in states[1]))
+        final_ND = states[0].flatten(0, 1)[where_N]
+        with torch.no_grad(), exactly(final_ND):
+            logits_NS = self._target_logits(final_ND)
+            log_p_NS, served_log_p_NS = self.sampler.log_probs_of(logits_NS, summary), None
             if cuts:
-                served_log_p_US = log_p_US
-                log_p_US = self.sampler.uncut.log_probs_of(logits_US, summary.uncut)
+                served_log_p_NS = log_p_NS
+                log_p_NS = self.sampler.uncut.log_probs_of(logits_NS, summary.uncut)
         argmax_NK = summary.argmax_N[index_NK]
         label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
         if visited is not None:  # the text does not continue what was drafted
@@ -314,9 +314,9 @@ class TeacherForcing(nn.Module):
         return TargetColumns(
             rows=rows,
             index_NK=index_NK,
-            log_p_US=log_p_US,
-            served_log_p_US=served_log_p_US,
-            final_UD=final_UD,
+            log_p_NS=log_p_NS,
+            served_log_p_NS=served_log_p_NS,
+            final_ND=final_ND,
             argmax_NK=self._draft_ids(argmax_NK),
             label_NK=self._draft_ids(label_NK),
             valid_NK=anchors.valid_NK[rows],
@@ -352,21 +352,21 @@ class TeacherForcing(nn.Module):
         the depths `k`, from what `draft_tensors` gives for them."""
         index_NK, served = columns.index_NK[at, k], None
         argmax_NK, label_NK = columns.argmax_NK[at, k], columns.label_NK[at, k]
-        if columns.served_log_p_US is not None:
+        if columns.served_log_p_NS is not None:
             served_log_q = self.sampler.log_probs(logits_NKS.detach())
-            served_log_p = columns.served_log_p_US[index_NK]
+            served_log_p = columns.served_log_p_NS[index_NK]
             served = DistributionPair(served_log_p, served_log_q, argmax_NK, label_NK)
         sampler = self.sampler if served is None else self.sampler.uncut
         accepted_NK = columns.accepted_NK
         return LossInputs(
-            log_p=columns.log_p_US[index_NK],
+            log_p=columns.log_p_NS[index_NK],
             log_q=sampler.log_probs(logits_NKS),
             target_argmax=argmax_NK,
             label=label_NK,
             valid=columns.valid_NK[at, k],
             logits=logits_NKS,
             hidden=hidden_NKD,
-            features=columns.final_UD[index_NK],
+            features=columns.final_ND[index_NK],
             confidence=confidence_NK,
             accepted=None if accepted_NK is None else accepted_NK[at, k],
             served=served,
@@ -465,8 +465,8 @@ class TeacherForcing(nn.Module):
         if (with_head := drafter.copying_head) is not None:
             head, depth = with_head[0], min(K, with_head[1])
             assert isinstance(head, Predictor)
-            own_BAk = text_after(batch.ctx.ids_BT, at_BA, depth - 1)
-            hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAk)
+            own_BAK = text_after(batch.ctx.ids_BT, at_BA, depth - 1)
+            hidden_BAKD = head.hidden(batch.ctx, at_BA, own_BAK)
             hidden_NKD = pad(hidden_BAKD[anchors.row_N, column_N], (0, 0, 0, K - depth))
         return drafter.copied(batch.ctx, at_BA, K)[anchors.row_N, column_N], hidden_NKD
 
@@ -496,10 +496,10 @@ def acceptance_by_response(table: AcceptanceTable, batch: Batch) -> list[Accepta
     0."""
     row_N, position_N = table.anchors.row_N, table.anchors.position_N
     usable_N = table.anchors.valid_NK[:, 0] & batch.mask_BT[row_N, position_N]
-    place_U = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
-    cuts = ((place_U.diff() != 1).nonzero()[:, 0] + 1).tolist()
+    place_N = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
+    cuts = ((place_N.diff() != 1).nonzero()[:, 0] + 1).tolist()
     columns = [column[usable_N].float().cpu().tensor_split(cuts) for column in table.alpha]
-    return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_U)]
+    return [Acceptance(*parts) for parts in zip(*columns, strict=True) if len(place_N)]
 
 
 def predicted_steps(alpha_TK: Tensor) -> tuple[float, float]:

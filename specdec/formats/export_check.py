@@ -74,9 +74,9 @@ def drafter_logits(drafter: Drafter, target: TargetParts, trial: CheckText) -> T
         trial.state(FINAL)[None],
     )
     anchors_BA = torch.tensor([trial.anchors], device=trial.ids_T.device)
-    drafted_BAk = torch.stack([trial.following(a) for a in trial.anchors])[None]
+    drafted_BAK = torch.stack([trial.following(a) for a in trial.anchors])[None]
     assert isinstance(drafter, Predictor)
-    hidden_AKD = drafter.hidden(ctx, anchors_BA, drafted_BAk)[0]
+    hidden_AKD = drafter.hidden(ctx, anchors_BA, drafted_BAK)[0]
     logits_NS = torch.cat(
         [drafter.unembed(hidden_AKD[:, k], k) for k in range(trial.depths)]
     ).float()

@@ -154,7 +154,7 @@ def llama(config: Description) -> LlamaConfig:
 
 
 def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [1, P, R] at these positions."""
+    """cos and sin [1, P, N] at these positions."""
     embedding: Any = Glm4MoeRotaryEmbedding  # takes the configurations of other models, too
     rope: tuple[Tensor, Tensor] = embedding(config)(torch.zeros(()), positions.cpu()[None])
     return rope

@@ -213,11 +213,11 @@ def expected_tree(
     by_rank_NKC = torch.stack(by_rank, -1)
 
     def by_depth(a_NKC: Tensor) -> Tensor:
-        reach_NW, sums = torch.ones_like(a_NKC[:, 0, :1]), []
+        reach_NT, sums = torch.ones_like(a_NKC[:, 0, :1]), []
         for k, level in enumerate(levels):
             parents, ranks = zip(*level, strict=True)
-            reach_NW = reach_NW[:, parents] * a_NKC[:, k, ranks]
-            sums.append(reach_NW.sum(-1))
+            reach_NT = reach_NT[:, parents] * a_NKC[:, k, ranks]
+            sums.append(reach_NT.sum(-1))
         return torch.stack(sums, -1)
 
     with torch.enable_grad():

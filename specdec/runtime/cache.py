@@ -74,13 +74,13 @@ def _moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [B, Hkv, P, Dh] of one layer, written where the cache says."""
+    """Keys and values [B, H, P, D] of one layer, written where the cache says."""
 
     is_sliding = False
     is_compileable = False  # if True, transformers would make its own masks
     keys: Tensor
     values: Tensor
-    index: Tensor | None = None  # [B, 1, P, Dh], by which sparse attention chooses its keys
+    index: Tensor | None = None  # [B, 1, P, D], by which sparse attention chooses its keys
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[part, :, :shown], self.values[part, :, :shown]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys [B, T, Dh] of an indexer, which come before the layer's own; returns those
+        """Write the keys [B, T, D] of an indexer, which come before the layer's own; returns those
         of all slots."""
         states = indexer_key_states[:, None]
         self.index = self._with_room(states[:, :, :0] if self.index is None else self.index)
@@ -201,7 +201,7 @@ class SlotCache(Cache):
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
-        self._sees_BPsPs: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
+        self._sees_BPP: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
         self.before_BT: Tensor | None = None  # what the current pass counts (see `TokensBefore`)
         self.states = RecurrentStates()
 
@@ -247,7 +247,7 @@ class SlotCache(Cache):
         if alike:  # rows of equal length write the same slots
             fresh_T = torch.arange(self.offset, end, device=device)
             self.slots = fresh_T if self.fixed else slice(self.offset, end)
-            if parents_BT is None and self._sees_BPsPs is None:
+            if parents_BT is None and self._sees_BPP is None:
                 mask = None
                 if self.fixed or (self.offset and T > 1):
                     seen_P = torch.arange(self.shown, device=device)
@@ -258,15 +258,15 @@ class SlotCache(Cache):
         if not alike:
             self.slots = length_B1 + torch.arange(start, self.scratch, device=device)
             self.rows_B1 = torch.arange(B, device=device)[:, None]
-        depth_BPs, sees_BTPs = self._follow(B, T, device, parents_BT)
+        depth_BP, sees_BTP = self._follow(B, T, device, parents_BT)
         slot_P = torch.arange(self.shown, device=device)
         inner_BP = slot_P - length_B1
         index_BP = inner_BP.clamp(0, self.scratch - 1)
-        mask_BTP = sees_BTPs.gather(2, index_BP[:, None].expand(-1, T, -1))
+        mask_BTP = sees_BTP.gather(2, index_BP[:, None].expand(-1, T, -1))
         mask_BTP = mask_BTP & (inner_BP < self.scratch)[:, None] | (inner_BP < 0)[:, None]
-        ahead_BP = depth_BPs.gather(1, index_BP)
+        ahead_BP = depth_BP.gather(1, index_BP)
         slot_position_BP = torch.where(inner_BP < 0, slot_P, length_B1 + ahead_BP)
-        return Place(length_B1 + depth_BPs[:, start:], mask_BTP, slot_position_BP)
+        return Place(length_B1 + depth_BP[:, start:], mask_BTP, slot_position_BP)
 
     def alike(self, ids_BT: Tensor) -> Iterator[Tensor]:
         """The rows of equal length, group by group, each as if the cache held no others. So a model
@@ -294,23 +294,23 @@ class SlotCache(Cache):
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Depths of all scratch tokens [B, Ps], and which of them the T new ones see [B, T, Ps]."""
-        Ps, start = self.scratch, self.scratch - T
-        slot_Ps = torch.arange(Ps, device=device)
-        before_PsPs = (slot_Ps <= slot_Ps[:, None]).expand(B, -1, -1)
-        if parents_BT is None and self._sees_BPsPs is None:
-            return slot_Ps.expand(B, -1), before_PsPs[:, start:]
-        sees = torch.zeros(B, Ps, Ps, device=device)
-        known = before_PsPs[:, :start, :start] if self._sees_BPsPs is None else self._sees_BPsPs
+        """Depths of all scratch tokens [B, P], and which of them the T new ones see [B, T, P]."""
+        num_scratch, start = self.scratch, self.scratch - T
+        slot_P = torch.arange(num_scratch, device=device)
+        before_PP = (slot_P <= slot_P[:, None]).expand(B, -1, -1)
+        if parents_BT is None and self._sees_BPP is None:
+            return slot_P.expand(B, -1), before_PP[:, start:]
+        sees = torch.zeros(B, num_scratch, num_scratch, device=device)
+        known = before_PP[:, :start, :start] if self._sees_BPP is None else self._sees_BPP
         sees[:, :start, :start] = known
         if parents_BT is None:
-            parents_BT = (slot_Ps[start:] - 1).expand(B, -1)
+            parents_BT = (slot_P[start:] - 1).expand(B, -1)
         known_BT1 = (parents_BT >= 0).to(sees.dtype)[..., None]
         sees[:, start:].scatter_(2, parents_BT.clamp_min(0)[..., None], known_BT1)
         sees.diagonal(0, 1, 2).fill_(1)
         for _ in range(T.bit_length()):  # ancestors: each product reaches twice as far
             sees = (sees @ sees).clamp_(max=1)
-        self._sees_BPsPs = sees
+        self._sees_BPP = sees
         return sees.sum(-1).long() - 1, sees[:, start:] > 0
 
     def known(self) -> list[int]:
@@ -336,7 +336,7 @@ class SlotCache(Cache):
 
     def drop(self) -> None:
         """Forget all uncommitted slots."""
-        self.scratch, self._sees_BPsPs = 0, None
+        self.scratch, self._sees_BPP = 0, None
         self.states.drop()
 
     def select(self, rows: Sequence[int]) -> None:

@@ -105,9 +105,9 @@ class RecomputeCache(SlotCache):
     def sequences(self) -> tuple[Tensor, Tensor]:
         """The rows' sequences as far as they are known [B, P], padded at their ends, and the places
         [B, T] in them of the tokens of the last pass."""
-        scratch_BPs = torch.cat(self._scratch, 1)
-        rows = [torch.cat(x) for x in zip(self._committed, scratch_BPs, strict=True)]
-        end_B1 = torch.tensor([[len(row)] for row in rows], device=scratch_BPs.device)
+        scratch_BP = torch.cat(self._scratch, 1)
+        rows = [torch.cat(x) for x in zip(self._committed, scratch_BP, strict=True)]
+        end_B1 = torch.tensor([[len(row)] for row in rows], device=scratch_BP.device)
         T = self._scratch[-1].shape[1]
         return pad_sequence(rows, True), end_B1 + torch.arange(-T, 0, device=end_B1.device)
 
@@ -167,7 +167,7 @@ class ReplayCache(RecomputeCache):
         """The states of the tokens of the pass that has been placed. `run` has the model read
         tokens [N, T] after a memory of so many, None at the beginning of a text, and returns their
         states and what it has kept then."""
-        scratch_BPs, T = torch.cat(self._scratch, 1), self._scratch[-1].shape[1]
+        scratch_BP, T = torch.cat(self._scratch, 1), self._scratch[-1].shape[1]
         layers, final, order = list[Tensor | None](), list[Tensor](), list[int]()
         for rows in self._groups():
             read, known = self._read[rows[0]], self.lengths[rows[0]]
@@ -175,13 +175,13 @@ class ReplayCache(RecomputeCache):
                 kept = run(self._again(rows), self._joined(rows), read)[1]
                 for b, x in zip(rows, self._memory.parted(kept, len(rows)), strict=True):
                     self._kept[b], self._read[b] = x, known
-            ids_NT = torch.cat([self._again(rows), scratch_BPs[rows]], 1)
+            ids_NT = torch.cat([self._again(rows), scratch_BP[rows]], 1)
             (some, last), kept = run(ids_NT, self._joined(rows), self._read[rows[0]])
             self._after.update(zip(rows, self._memory.parted(kept, len(rows)), strict=True))
             layers.append(some)
             final.append(last[:, -T:])
             order += rows
-        order_B = torch.tensor(order, device=scratch_BPs.device).argsort()
+        order_B = torch.tensor(order, device=scratch_BP.device).argsort()
         seen = [x[:, -T:] for x in layers if x is not None]
         return torch.cat(seen)[order_B] if seen else None, torch.cat(final)[order_B]
 

@@ -19,14 +19,14 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scor
 
 
 class Chosen(NamedTuple):
-    """The children of W nodes: `tokens_BWC` are ids in the target's vocabulary, -1 where q has no
-    mass left; `index_BWC` indexes `logits_BWS`, the logits after the processors; `q_BWS` is None if
+    """The children of W nodes: `tokens_BTC` are ids in the target's vocabulary, -1 where q has no
+    mass left; `index_BTC` indexes `logits_BTS`, the logits after the processors; `q_BTS` is None if
     the tokens were not drawn at random. S is V if there are processors."""
 
-    tokens_BWC: Tensor
-    index_BWC: Tensor
-    q_BWS: Tensor | None
-    logits_BWS: Tensor
+    tokens_BTC: Tensor
+    index_BTC: Tensor
+    q_BTS: Tensor | None
+    logits_BTS: Tensor
 
 
 @dataclass
@@ -50,15 +50,15 @@ class Choose:
 
     def __call__(
         self,
-        logits_BWS: Tensor,
+        logits_BTS: Tensor,
         count: int,
         draft: Proposal,
-        place_BW: Tensor,
+        place_BT: Tensor,
         going_B: Tensor | None = None,
     ) -> Chosen:
         """Choose `count` children at each of these places of a draft, by its logits there. Rows
         outside `going_B` get no children and use no random numbers."""
-        logits, q = self.drafted(logits_BWS, draft, place_BW), None
+        logits, q = self.drafted(logits_BTS, draft, place_BT), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
             index, none = self._draw(q, count, going_B)
@@ -72,24 +72,24 @@ class Choose:
         """The target's ids for indices into the draft's logits after the processors."""
         return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
-    def drafted(self, logits_BWS: Tensor, draft: Proposal, place_BW: Tensor) -> Tensor:
+    def drafted(self, logits_BTS: Tensor, draft: Proposal, place_BT: Tensor) -> Tensor:
         """The draft's logits after the processors, which need the target's whole vocabulary."""
         if self.processors and self.vocab_S is not None:
-            whole = logits_BWS.new_full((*logits_BWS.shape[:2], self.vocab_size), -torch.inf)
-            logits_BWS = whole.index_copy_(-1, self.vocab_S, logits_BWS)
-        return self.processed(logits_BWS, draft, place_BW)
+            whole = logits_BTS.new_full((*logits_BTS.shape[:2], self.vocab_size), -torch.inf)
+            logits_BTS = whole.index_copy_(-1, self.vocab_S, logits_BTS)
+        return self.processed(logits_BTS, draft, place_BT)
 
     def processed(
-        self, logits_BWV: Tensor, draft: Proposal, place_BW: Tensor | None = None
+        self, logits_BTV: Tensor, draft: Proposal, place_BT: Tensor | None = None
     ) -> Tensor:
         """The logits at these places of a draft (None: at every place) after the processors, each
         of which sees the row's text and the path to the place."""
         if not self.processors:
-            return logits_BWV
-        out = logits_BWV.float().clone()
+            return logits_BTV
+        out = logits_BTV.float().clone()
         for b, paths in enumerate(draft.drafted_to()):
             text_T = torch.tensor(self.texts[b], device=out.device)
-            places = range(len(paths)) if place_BW is None else place_BW[b].tolist()
+            places = range(len(paths)) if place_BT is None else place_BT[b].tolist()
             for w, place in enumerate(places):
                 ids = torch.cat([text_T, text_T.new_tensor(paths[place])])[None]
                 for processor in self.processors:
@@ -112,22 +112,22 @@ class Choose:
         """Give these rows of the batch the random numbers of another one, in order."""
         self.draws.replace(rows, other.draws)
 
-    def _draw(self, q_BWS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Indices [B, W, count] drawn from q, and which of them do not exist. Draws without
+    def _draw(self, q_BTS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Indices [B, T, count] drawn from q, and which of them do not exist. Draws without
         replacement follow one another, each from what q has left."""
-        (B, W), again = q_BWS.shape[:2], self.siblings == "with"
-        count = count if again else min(count, q_BWS.shape[-1])
-        used_B = None if going_B is None else going_B * (W * count)
-        uniform_BWC = self.draws.uniform(W * count, used_B).view(B, W, count)
+        (B, num_read), again = q_BTS.shape[:2], self.siblings == "with"
+        count = count if again else min(count, q_BTS.shape[-1])
+        used_B = None if going_B is None else going_B * (num_read * count)
+        uniform_BTC = self.draws.uniform(num_read * count, used_B).view(B, num_read, count)
         indices, missing = list[Tensor](), list[Tensor]()
-        for at in [uniform_BWC] if again else uniform_BWC.split(1, -1):
+        for at in [uniform_BTC] if again else uniform_BTC.split(1, -1):
             if indices:
-                q_BWS = q_BWS.scatter(-1, indices[-1], 0.0)
-            empty_BW1 = q_BWS.sum(-1, keepdim=True) <= 0
-            some_BWS = q_BWS.masked_fill(empty_BW1, 1) if perhaps_any(empty_BW1) else q_BWS
-            indices.append(draws(some_BWS, at))
-            missing.append(q_BWS.gather(-1, indices[-1]) <= 0)
-        none_BWC = torch.cat(missing, -1)
+                q_BTS = q_BTS.scatter(-1, indices[-1], 0.0)
+            empty_BT1 = q_BTS.sum(-1, keepdim=True) <= 0
+            some_BTS = q_BTS.masked_fill(empty_BT1, 1) if perhaps_any(empty_BT1) else q_BTS
+            indices.append(draws(some_BTS, at))
+            missing.append(q_BTS.gather(-1, indices[-1]) <= 0)
+        none_BTC = torch.cat(missing, -1)
         if going_B is not None:
-            none_BWC = none_BWC | ~going_B[:, None, None]
-        return torch.cat(indices, -1), none_BWC
+            none_BTC = none_BTC | ~going_B[:, None, None]
+        return torch.cat(indices, -1), none_BTC

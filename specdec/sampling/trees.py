@@ -31,27 +31,27 @@ Stop = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 class Growth:
     """A drafter's state in one round. Nodes are numbered in the order in which they grow.
 
-    `grow(tokens_BW, parents_BW)` gives the logits [B, W, S] after each new node. The parents are
+    `grow(tokens_BT, parents_BT)` gives the logits [B, T, S] after each new node. The parents are
     node numbers, -1 for the anchor; None continues the node that grew last (W = 1). All nodes of a
     call have the same depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose
-    depths do not read each other; for other drafters it is None. `own_BW` is the family's own
+    depths do not read each other; for other drafters it is None. `own_BT` is the family's own
     estimate of acceptance after the nodes that grew last, if it makes one.
     """
 
     logits_BS: Tensor  # of the first drafted token
     grow: Callable[[Tensor, Tensor | None], Tensor]
     marginals: Callable[[int], Tensor] | None = None
-    own_BW: Tensor | None = None
+    own_BT: Tensor | None = None
     calibration: Calibration | None = None
 
-    def log_confidence(self, depth: int, log_q_BWC: Tensor) -> Tensor:
+    def log_confidence(self, depth: int, log_q_BTC: Tensor) -> Tensor:
         """The logarithm of the confidence in children of the nodes that grew last, from their
         log q. Of several children, the likeliest comes first. The family's own estimate, if there
         is one, is for the first child; the others get it times their q over the first child's q.
         """
-        if self.own_BW is not None:
-            log_q_BWC = log_q_BWC - log_q_BWC[..., :1] + self.own_BW.log()[..., None]
-        return log_q_BWC if (c := self.calibration) is None else c.log(log_q_BWC, depth)
+        if self.own_BT is not None:
+            log_q_BTC = log_q_BTC - log_q_BTC[..., :1] + self.own_BT.log()[..., None]
+        return log_q_BTC if (c := self.calibration) is None else c.log(log_q_BTC, depth)
 
 
 class Shape(ABC):
@@ -78,26 +78,26 @@ class Chain(Shape):
         self.nodes, self.grown = self.depth, self.depth - 1
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        logits_BTS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         qs: list[Tensor] = []
-        going_B = logits_BWS.new_ones(len(logits_BWS), dtype=torch.bool)  # rows that still draft
+        going_B = logits_BTS.new_ones(len(logits_BTS), dtype=torch.bool)  # rows that still draft
         for k in range(self.depth):
             if k > 0:
-                logits_BWS = growth.grow(tokens_BG[:, -1:].clamp_min(0), None)
+                logits_BTS = growth.grow(tokens_BG[:, -1:].clamp_min(0), None)
             place_B1 = tokens_BG.new_full((len(tokens_BG), 1), k)
-            chosen = choose(logits_BWS, 1, Proposal(tokens_BG), place_B1, going_B)
-            token_B = torch.where(going_B, chosen.tokens_BWC[:, 0, 0], -1)
+            chosen = choose(logits_BTS, 1, Proposal(tokens_BG), place_B1, going_B)
+            token_B = torch.where(going_B, chosen.tokens_BTC[:, 0, 0], -1)
             going_B = token_B >= 0
             if not perhaps_any(going_B):
                 break
             tokens_BG = torch.cat([tokens_BG, token_B[:, None]], 1)
-            if chosen.q_BWS is not None:
-                qs.append(chosen.q_BWS)
+            if chosen.q_BTS is not None:
+                qs.append(chosen.q_BTS)
             if self.stop is not None:
-                q_BWS = qs[-1] if qs else chosen.logits_BWS.float().softmax(-1)
-                log_q_BWC = q_BWS.gather(-1, chosen.index_BWC).log()
-                confidence_B = growth.log_confidence(k, log_q_BWC)[:, 0, 0].exp()
-                stop_B = self.stop(k, q_BWS[:, 0], chosen.index_BWC[:, 0, 0], confidence_B)
+                q_BTS = qs[-1] if qs else chosen.logits_BTS.float().softmax(-1)
+                log_q_BTC = q_BTS.gather(-1, chosen.index_BTC).log()
+                confidence_B = growth.log_confidence(k, log_q_BTC)[:, 0, 0].exp()
+                stop_B = self.stop(k, q_BTS[:, 0], chosen.index_BTC[:, 0, 0], confidence_B)
                 going_B = going_B & ~stop_B
                 if not going_B.any():
                     break
@@ -149,7 +149,7 @@ class Static(Shape):
         ]
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        logits_BTS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         parents_BG = tokens_BG.new_tensor(self._parents).expand(len(tokens_BG), -1)
         qs: list[Tensor] = []
         front, last = [-1], -1  # the nodes that grew last; the last one's number among those grown
@@ -157,23 +157,23 @@ class Static(Shape):
             level = [i for i, parent in enumerate(self._parents) if parent in front]
             above, ranks = [self._parents[i] for i in level], [self._ranks[i] for i in level]
             draft = Proposal(tokens_BG, None, parents_BG[:, : tokens_BG.shape[1]])
-            place_BW = tokens_BG.new_tensor([i + 1 for i in front]).expand(len(tokens_BG), -1)
-            chosen = choose(logits_BWS, max(ranks) + 1, draft, place_BW)
+            place_BT = tokens_BG.new_tensor([i + 1 for i in front]).expand(len(tokens_BG), -1)
+            chosen = choose(logits_BTS, max(ranks) + 1, draft, place_BT)
             at = [front.index(parent) for parent in above]
-            missing = max(ranks) + 1 - chosen.tokens_BWC.shape[2]  # in a very small vocabulary
-            drafted = pad(chosen.tokens_BWC, (0, missing), value=-1)[:, at, ranks]
+            missing = max(ranks) + 1 - chosen.tokens_BTC.shape[2]  # in a very small vocabulary
+            drafted = pad(chosen.tokens_BTC, (0, missing), value=-1)[:, at, ranks]
             if front != [-1]:
                 drafted = torch.where(tokens_BG[:, above] < 0, -1, drafted)
             tokens_BG = torch.cat([tokens_BG, drafted], 1)
-            if chosen.q_BWS is not None:
-                qs.append(chosen.q_BWS[:, at])
+            if chosen.q_BTS is not None:
+                qs.append(chosen.q_BTS[:, at])
             front = [i for i in level if i in self._grown]
             if front:
                 numbers = [self._grown.index(self._parents[i]) - 1 for i in front]
-                at_BW = None  # None: a single node below the one that grew last
+                at_BT = None  # None: a single node below the one that grew last
                 if numbers != [last]:
-                    at_BW = tokens_BG.new_tensor(numbers).expand(len(tokens_BG), -1)
-                logits_BWS = growth.grow(tokens_BG[:, front].clamp_min(0), at_BW)
+                    at_BT = tokens_BG.new_tensor(numbers).expand(len(tokens_BG), -1)
+                logits_BTS = growth.grow(tokens_BG[:, front].clamp_min(0), at_BT)
                 last += len(front)
         return Proposal(tokens_BG, torch.cat(qs, 1) if qs else None, parents_BG)
 
@@ -194,31 +194,31 @@ class Dynamic(Shape):
         self.grown = (self.depth - 1) * self.top_k
 
     def draft(self, growth: Growth, choose: Choose) -> Proposal:
-        logits_BWS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
+        logits_BTS, tokens_BG = growth.logits_BS[:, None], growth.logits_BS[:, :0].long()
         parents_BG, scores_BG = tokens_BG, tokens_BG.float()
-        front_BW = tokens_BG.new_full((len(tokens_BG), 1), -1)  # the nodes that grew last
-        numbers_BW, score_BW = front_BW, torch.zeros_like(front_BW, dtype=torch.float32)
+        front_BT = tokens_BG.new_full((len(tokens_BG), 1), -1)  # the nodes that grew last
+        numbers_BT, score_BT = front_BT, torch.zeros_like(front_BT, dtype=torch.float32)
         count = 0  # nodes grown so far
         for d in range(self.depth):
             draft = Proposal(tokens_BG, None, parents_BG)
-            logits = choose.drafted(logits_BWS, draft, front_BW + 1).float()
+            logits = choose.drafted(logits_BTS, draft, front_BT + 1).float()
             width = min(self.top_k, logits.shape[-1])
-            best_BWC, index_BWC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
-            best_BWC = growth.log_confidence(d, best_BWC)
+            best_BTC, index_BTC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
+            best_BTC = growth.log_confidence(d, best_BTC)
             # less 1e-5, so that a parent outranks even a child of confidence 1
-            total_BC = (score_BW[..., None] + best_BWC - 1e-5).flatten(1)
+            total_BC = (score_BT[..., None] + best_BTC - 1e-5).flatten(1)
             first = tokens_BG.shape[1]
-            tokens_BG = torch.cat([tokens_BG, choose.ids(index_BWC).flatten(1)], 1)
-            parents_BG = torch.cat([parents_BG, front_BW.repeat_interleave(width, 1)], 1)
+            tokens_BG = torch.cat([tokens_BG, choose.ids(index_BTC).flatten(1)], 1)
+            parents_BG = torch.cat([parents_BG, front_BT.repeat_interleave(width, 1)], 1)
             scores_BG = torch.cat([scores_BG, total_BC], 1)
             if d + 1 == self.depth:
                 break
-            score_BW, kept_BW = total_BC.topk(min(self.top_k, total_BC.shape[1]), -1)
-            front_BW, above_BW = first + kept_BW, numbers_BW.gather(1, kept_BW // width)
-            logits_BWS = growth.grow(tokens_BG.gather(1, front_BW), above_BW)
-            numbers_BW = count + torch.arange(front_BW.shape[1], device=front_BW.device)
-            numbers_BW = numbers_BW.expand_as(front_BW)
-            count += front_BW.shape[1]
+            score_BT, kept_BT = total_BC.topk(min(self.top_k, total_BC.shape[1]), -1)
+            front_BT, above_BT = first + kept_BT, numbers_BT.gather(1, kept_BT // width)
+            logits_BTS = growth.grow(tokens_BG.gather(1, front_BT), above_BT)
+            numbers_BT = count + torch.arange(front_BT.shape[1], device=front_BT.device)
+            numbers_BT = numbers_BT.expand_as(front_BT)
+            count += front_BT.shape[1]
         kept_BG = scores_BG.topk(min(self.nodes, scores_BG.shape[1]), -1).indices.sort(-1).values
         new_BG = torch.arange(kept_BG.shape[1], device=kept_BG.device).expand_as(kept_BG)
         new_BG = torch.full_like(tokens_BG, -1).scatter_(1, kept_BG, new_BG)

@@ -314,15 +314,15 @@ class CausalTarget(Target):
         if position_BT is None:
             return self._pass(ids_BT, needs)
         read: list[Tensor | None] = [None, None]  # the layers and the final states of all tokens
-        for slots_NTd, mine_NTd in document_groups(
+        for slots_NT, mine_NT in document_groups(
             position_BT, document_BT, longrope_lines(self.config)
         ):
-            slots_NTd, mine_NTd = slots_NTd.to(ids_BT.device), mine_NTd.to(ids_BT.device)
-            for i, x_NTdD in enumerate(self._pass(ids_BT.flatten()[slots_NTd], needs)):
-                if x_NTdD is not None:
+            slots_NT, mine_NT = slots_NT.to(ids_BT.device), mine_NT.to(ids_BT.device)
+            for i, x_NTD in enumerate(self._pass(ids_BT.flatten()[slots_NT], needs)):
+                if x_NTD is not None:
                     if (whole := read[i]) is None:
-                        whole = read[i] = x_NTdD.new_zeros(ids_BT.numel(), x_NTdD.shape[-1])
-                    whole[slots_NTd[mine_NTd]] = x_NTdD[mine_NTd]
+                        whole = read[i] = x_NTD.new_zeros(ids_BT.numel(), x_NTD.shape[-1])
+                    whole[slots_NT[mine_NT]] = x_NTD[mine_NT]
         layers, final = (x if x is None else x.unflatten(0, ids_BT.shape) for x in read)
         assert final is not None
         return layers, final

@@ -336,8 +336,8 @@ class TargetParts:
     def beyond(self, k: int) -> dict[str, Tensor]:
         """The tensors that the checkpoint stores as layer L + k, beyond the model's own L layers: a
         module for multi-token prediction, which transformers does not load. Empty if absent."""
-        L = self.depth
-        tensors = self.weights.under(f"{self.prefix}.{L + k}.") if self.weights else {}
+        num_layers = self.depth
+        tensors = self.weights.under(f"{self.prefix}.{num_layers + k}.") if self.weights else {}
         for name, x in tensors.items():
             require(
                 plain(x),

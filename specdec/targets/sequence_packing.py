@@ -18,25 +18,25 @@ def by_document(
     lines: Sequence[int] = (),
 ) -> Tensor:
     """The states [B, T, D] of rows that hold documents, packed as for `Target.features`. `read`
-    gives the states [N, Td, D] of texts [N, Td]. States are 0 at padding. `lines`: see
+    gives the states [N, T, D] of texts [N, T]. States are 0 at padding. `lines`: see
     `document_groups`."""
     if position_BT is None:
         return read(ids_BT)
     slots, states, device = list[Tensor](), list[Tensor](), ids_BT.device
-    for slots_NTd, mine_NTd in document_groups(position_BT, document_BT, lines):
-        state_UD = read(ids_BT.flatten()[slots_NTd.to(device)]).flatten(0, 1)
-        states.append(state_UD[mine_NTd.flatten().nonzero()[:, 0].to(device)])
-        slots.append(slots_NTd[mine_NTd])
-    of_documents_UD = torch.cat(states)
-    whole_ND = of_documents_UD.new_zeros(ids_BT.numel(), of_documents_UD.shape[-1])
-    whole_ND = whole_ND.index_copy(0, torch.cat(slots).to(device), of_documents_UD)
+    for slots_NT, mine_NT in document_groups(position_BT, document_BT, lines):
+        state_ND = read(ids_BT.flatten()[slots_NT.to(device)]).flatten(0, 1)
+        states.append(state_ND[mine_NT.flatten().nonzero()[:, 0].to(device)])
+        slots.append(slots_NT[mine_NT])
+    of_documents_ND = torch.cat(states)
+    whole_ND = of_documents_ND.new_zeros(ids_BT.numel(), of_documents_ND.shape[-1])
+    whole_ND = whole_ND.index_copy(0, torch.cat(slots).to(device), of_documents_ND)
     return whole_ND.view(*ids_BT.shape, -1)
 
 
 def document_groups(
     position_BT: Tensor, document_BT: Tensor | None, lines: Sequence[int] = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The documents of packed rows in groups of similar length, longest first: the slots [N, Td] of
+    """The documents of packed rows in groups of similar length, longest first: the slots [N, T] of
     the batch to read for a group, and which of these each document owns (short ones read on). No
     group has lengths on both sides of one of the `lines`. Both tensors are on the CPU: a host that
     launches passes on a GPU waits for it once."""
@@ -53,7 +53,7 @@ def document_groups(
         longest = lengths[-1]
         least = max([LIKE * longest, *(line + 1 for line in lines if line < longest)])
         group = slice(sum(n < least for n in lengths), len(lengths))
-        step_Td = torch.arange(longest)
-        slots_NTd = begin_N[group, None] + step_Td
-        yield slots_NTd.clamp_max(position_BT.numel() - 1), step_Td < length_N[group, None]
+        step_T = torch.arange(longest)
+        slots_NT = begin_N[group, None] + step_T
+        yield slots_NT.clamp_max(position_BT.numel() - 1), step_T < length_N[group, None]
         del lengths[group]

@@ -150,8 +150,11 @@ class Target(TargetParts, ABC):
     def _hook(self, k: int, seen: dict[int, Tensor]) -> Any:
         """A removable hook that keeps the residual stream after k layers in `seen`: of several
         streams, their mean."""
-        L = len(self.layers)
-        require(0 < k <= L, f"drafter.layers asks for layer {k} of the target: give 1 to {L}")
+        num_layers = len(self.layers)
+        require(
+            0 < k <= num_layers,
+            f"drafter.layers asks for layer {k} of the target: give 1 to {num_layers}",
+        )
 
         def note_stream(_layer: nn.Module, _args: Any, out: Any) -> None:
             stream = out[0] if type(out) in (tuple, list) else out

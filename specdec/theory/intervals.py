@@ -121,7 +121,7 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
     counts those of the first group. Without any, all is 0."""
     sides = []
     for group in groups:
-        columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [R, 2, n]
+        columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [N, 2, n]
         sides.append(columns[:, :, (columns[:, 1] > 0).all(0)])
     sizes = [columns.shape[-1] for columns in sides]
     if 0 in sizes:
@@ -147,8 +147,8 @@ def difference_interval(
     n = columns.shape[-1]
     if n == 0:
         return Interval(0.0, 0.0, 0.0, 0)
-    ours_R, theirs_R = columns[:, 0].sum(-1) / columns[:, 1].sum(-1)
-    return _interval(float(ours_R - theirs_R), [_spread(columns, [1, -1])], n, n, PLAIN)
+    ours_N, theirs_N = columns[:, 0].sum(-1) / columns[:, 1].sum(-1)
+    return _interval(float(ours_N - theirs_N), [_spread(columns, [1, -1])], n, n, PLAIN)
 
 
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:

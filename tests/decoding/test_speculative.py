@@ -111,7 +111,7 @@ def test_a_draft_with_nothing_to_propose_passes_every_warper() -> None:
         choose.texts = [[1, 2]]
         nothing = Proposal(torch.zeros(1, 0).long())
         chosen = choose(torch.full((1, 1, 7), -torch.inf), 1, nothing, torch.zeros(1, 1).long())
-        assert chosen.tokens_BWC.tolist() == [[[-1]]]
+        assert chosen.tokens_BTC.tolist() == [[[-1]]]
 
 
 def shifted(ids: Tensor, logits: Tensor) -> Tensor:

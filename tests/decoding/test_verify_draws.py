@@ -38,10 +38,10 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     q_BGV = drawn_from_BGV if sampled else None
     exact = law(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_BMV)
     row_B = torch.arange(4 * count) % 4
-    q_RGV = None if q_BGV is None else q_BGV[row_B]
+    q_NGV = None if q_BGV is None else q_BGV[row_B]
     accepted_B, next_B, path_BG = verify(
         rule,
-        Proposal(tokens_BG[row_B], q_RGV, parents_BG[row_B]),
+        Proposal(tokens_BG[row_B], q_NGV, parents_BG[row_B]),
         lookup(p_BMV[row_B]),
         RowDraws(range(4 * count)),
     )

@@ -116,22 +116,22 @@ def text(seed: int, length: int = T, vocab: int = V) -> torch.Tensor:
 
 
 def logits_at(
-    drafter: Drafter, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None
+    drafter: Drafter, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None
 ) -> Tensor:
     """The logits [B, A, K, S] at anchors, after the text's own tokens or those drafted there, with
     -inf (nothing drafted) as a number that compares equal. Copied tokens depend on no draft."""
     if not drafter.copies:
         assert isinstance(drafter, Predictor)
-        return logits(drafter, drafter.hidden(ctx, anchors_BA, drafted_BAk))
-    k = drafter.depth - 1 if drafted_BAk is None else drafted_BAk.shape[-1]
+        return logits(drafter, drafter.hidden(ctx, anchors_BA, drafted_BAK))
+    k = drafter.depth - 1 if drafted_BAK is None else drafted_BAK.shape[-1]
     ids_BAK = drafter.copied(ctx, anchors_BA, k + 1)
-    if drafted_BAk is None:
-        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, k)
+    if drafted_BAK is None:
+        drafted_BAK = text_after(ctx.ids_BT, anchors_BA, k)
     hidden_BAKD = torch.zeros(*ids_BAK.shape, 0)
     if drafter.copying_head is not None:
         head, depth = drafter.copying_head[0], min(k + 1, drafter.copying_head[1])
         assert isinstance(head, Predictor)
-        states = head.hidden(ctx, anchors_BA, drafted_BAk[..., : depth - 1])
+        states = head.hidden(ctx, anchors_BA, drafted_BAK[..., : depth - 1])
         hidden_BAKD = torch.nn.functional.pad(states, (0, 0, 0, k + 1 - depth))
     both = (x.flatten(0, 1) for x in (hidden_BAKD, ids_BAK))
     found = logits_of(drafter, *both).unflatten(0, anchors_BA.shape)

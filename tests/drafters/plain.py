@@ -13,15 +13,15 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def rotary(x: Tensor, position: int) -> Tensor:
-    """The rotary embedding of heads [H, Dh] at one position."""
-    Dh = x.shape[-1]
-    angle = position / 10000 ** (torch.arange(0, Dh, 2, dtype=torch.float64) / Dh)
-    a, b = x[:, : Dh // 2], x[:, Dh // 2 :]
+    """The rotary embedding of heads [H, D] at one position."""
+    head_dim = x.shape[-1]
+    angle = position / 10000 ** (torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    a, b = x[:, : head_dim // 2], x[:, head_dim // 2 :]
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
 
 def key_value(w: Weights, read: Tensor, position: int, width: int) -> tuple[Tensor, Tensor]:
-    """The key and the value [H, Dh] of what attention reads at a position; heads are Dh wide."""
+    """The key and the value [H, D] of what attention reads at a position; heads are Dh wide."""
     key, value = (linear(read, w[f"self_attn.{n}_proj.weight"]).view(-1, width) for n in "kv")
     return rotary(key, position), value
 

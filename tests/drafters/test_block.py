@@ -60,12 +60,12 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight
 
 
-def turned(x_HNDh: Tensor, position_N: Tensor) -> Tensor:
+def turned(x_HND: Tensor, position_N: Tensor) -> Tensor:
     """Rotary embedding: numbers i and i + Dh/2 are a plane that turns by
     position / 10000^(2i/Dh)."""
     angle = position_N[:, None] / 10000 ** (torch.arange(0, Dh, 2).double() / Dh)
     cos, sin = angle.cos(), angle.sin()
-    one, two = x_HNDh[..., : Dh // 2], x_HNDh[..., Dh // 2 :]
+    one, two = x_HND[..., : Dh // 2], x_HND[..., Dh // 2 :]
     return torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
 
 

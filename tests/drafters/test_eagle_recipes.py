@@ -50,10 +50,10 @@ def read(target: Target, drafter: Recurrent) -> Context:
 
 
 def attend(attention: Attention, query: Tensor, keys: Tensor, sees: Tensor, rope: tuple) -> Tensor:
-    """Eager attention of `query` [W, …] over `keys` [P, …], with cos and sin of both."""
-    Dh, groups = attention.head_dim, attention.heads // attention.kv_heads
+    """Eager attention of `query` [T, …] over `keys` [P, …], with cos and sin of both."""
+    head_dim, groups = attention.head_dim, attention.heads // attention.kv_heads
     q, k, v = (
-        project(x).view(1, len(x), -1, Dh).transpose(1, 2)
+        project(x).view(1, len(x), -1, head_dim).transpose(1, 2)
         for project, x in (
             (attention.q_proj, query),
             (attention.k_proj, keys),
@@ -64,12 +64,12 @@ def attend(attention: Attention, query: Tensor, keys: Tensor, sees: Tensor, rope
     q, _ = apply_rotary_pos_emb(q, q, q_cos[None], q_sin[None])
     _, k = apply_rotary_pos_emb(k, k, k_cos[None], k_sin[None])
     k, v = repeat_kv(k, groups), repeat_kv(v, groups)
-    scores = (q @ k.transpose(2, 3) / Dh**0.5).masked_fill(~sees, -torch.inf)
+    scores = (q @ k.transpose(2, 3) / head_dim**0.5).masked_fill(~sees, -torch.inf)
     return attention.o_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(len(query), -1))
 
 
 def factors(drafter: Eagle | Eagle3, at: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [N, Dh] at these positions, by transformers."""
+    """cos and sin [N, D] at these positions, by transformers."""
     cos, sin = drafter.rope.rotary(torch.zeros(()), at[None])
     return cos[0], sin[0]
 

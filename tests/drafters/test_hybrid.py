@@ -104,9 +104,9 @@ def test_counts_by_hand(target: Target) -> None:
         memory.push(token)
     assert memory.chain(4) == [6, 7, 8, 5]
     e = cell(memory)
-    assert drafter.tried_EK[e].tolist() == [1, 1, 1, 0]
-    assert drafter.right_EK[e].tolist() == [1, 1, 0, 0]
-    assert drafter.tried_EK.sum() == 3
+    assert drafter.tried_NK[e].tolist() == [1, 1, 1, 0]
+    assert drafter.right_NK[e].tolist() == [1, 1, 0, 0]
+    assert drafter.tried_NK.sum() == 3
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -194,7 +194,7 @@ def test_a_saved_hybrid_holds_its_members(target: Target, tmp_path: Path) -> Non
         for shape in (Chain(4), Dynamic(3, 6, 2)):
             ours, theirs = (drafted(d, target, [ids], shape, 0.0)[0] for d in (drafter, loaded))
             assert ours.tokens_BG.tolist() == theirs.tokens_BG.tolist()
-    assert isinstance(loaded, Hybrid) and loaded.tried_EK.sum() > 0
+    assert isinstance(loaded, Hybrid) and loaded.tried_NK.sum() > 0
 
 
 @pytest.mark.parametrize(

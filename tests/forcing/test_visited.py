@@ -89,10 +89,10 @@ def case(request: pytest.FixtureRequest) -> Made:
     return made(request.param)
 
 
-def by_prompt(case: Made, x_R: torch.Tensor) -> dict[int, list[list[float]]]:
+def by_prompt(case: Made, x_N: torch.Tensor) -> dict[int, list[list[float]]]:
     """What is known of each round, in order, by the number of its prompt."""
     found: dict[int, list[list[float]]] = {}
-    for place, x in zip(case.batch.visited.place_Ro.tolist(), x_R.tolist(), strict=True):
+    for place, x in zip(case.batch.visited.place_N.tolist(), x_N.tolist(), strict=True):
         row, at = divmod(place, case.batch.mask_BT.shape[1])
         found.setdefault(int(case.batch.ctx.document_BT[row, at]), []).append(x)
     return found
@@ -123,18 +123,18 @@ def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> 
     case = made("lm", temperature)
     visited, ids_BT = case.batch.visited, case.batch.ctx.ids_BT
     after = 0
-    for r, place in enumerate(visited.place_Ro.tolist()):
+    for r, place in enumerate(visited.place_N.tolist()):
         row, at = divmod(place, ids_BT.shape[1])
         first = at - int(case.batch.ctx.position_BT[row, at])
-        drafted = [token for token in visited.drafted_RoK[r].tolist() if token >= 0]
+        drafted = [token for token in visited.drafted_NK[r].tolist() if token >= 0]
         ids = torch.cat([ids_BT[row, first : at + 1], torch.tensor(drafted).long()])
         _, final = case.target.features(ids[None], case.drafter.needs)
         for k in range(len(drafted)):
             expected = final[0, at - first + k]
-            torch.testing.assert_close(visited.final_RoKD[r, k], expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(visited.final_NKD[r, k], expected, atol=1e-4, rtol=1e-4)
             z = case.target.logits(expected)
             torch.testing.assert_close(visited.summary.log_z_N[r, k], z.logsumexp(-1))
-            after += k > visited.accepted_Ro[r]
+            after += k > visited.accepted_N[r]
     assert after > 5
 
 
@@ -233,10 +233,10 @@ def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> No
         range(len(rows))
     )
     ours, theirs = stored.visited, case.batch.visited
-    assert torch.equal(ours.place_Ro, theirs.place_Ro)
-    assert torch.equal(ours.drafted_RoK, theirs.drafted_RoK)
-    there = theirs.drafted_RoK >= 0
-    torch.testing.assert_close(ours.final_RoKD[there], theirs.final_RoKD[there])
+    assert torch.equal(ours.place_N, theirs.place_N)
+    assert torch.equal(ours.drafted_NK, theirs.drafted_NK)
+    there = theirs.drafted_NK >= 0
+    torch.testing.assert_close(ours.final_NKD[there], theirs.final_NKD[there])
     assert torch.equal(ours.summary.argmax_N[there], theirs.summary.argmax_N[there])
     torch.testing.assert_close(stored.final_BTD, case.batch.final_BTD, atol=1e-4, rtol=1e-4)
 

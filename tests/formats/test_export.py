@@ -135,10 +135,15 @@ def mlp_of(c: dict[str, Any]) -> dict[str, list[int]]:
     """The parameters of vLLM 0.32's mlp_speculator.py, whose tied modules have one name,
     except that every depth has a head."""
     assert len(c["top_k_tokens_per_head"]) == c["n_predict"]  # of its config's own
-    V, E, D, n = c["vocab_size"], c["emb_dim"], c["inner_dim"] or c["emb_dim"], c["n_predict"]
+    V, emb_dim, D, n = (
+        c["vocab_size"],
+        c["emb_dim"],
+        c["inner_dim"] or c["emb_dim"],
+        c["n_predict"],
+    )
     assert n > 1 or not c["tie_weights"]
     count, projections = (1, 2) if c["tie_weights"] else (n, n)
-    wanted = {f"proj.{i}.weight": [D, E if i == 0 else D] for i in range(projections)}
+    wanted = {f"proj.{i}.weight": [D, emb_dim if i == 0 else D] for i in range(projections)}
     wanted |= {f"head.{i}.weight": [V, D] for i in range(n)}
     for i in range(count):
         wanted |= {f"emb.{i}.weight": [V, D]}

@@ -167,8 +167,8 @@ def closed_form(p: Tensor, z: Tensor, paths: list[list[int]], width: int) -> tup
     for _ in range(width):
         M, dM, last, dlast = M + 1 - G, dM - dG, G, dG
         G, below = torch.minimum(p, M * q).sum(-1, keepdim=True), (p > M * q).double()
-        Q = (q * below).sum(-1, keepdim=True)
-        dG = M * q * (below - Q) + Q * dM
+        mean = (q * below).sum(-1, keepdim=True)
+        dG = M * q * (below - mean) + mean * dM
         a.append((G - last)[..., 0])
         da.append(dG - dlast)
     length, gradient = torch.zeros(len(z), dtype=z.dtype), torch.zeros_like(z)

@@ -73,12 +73,12 @@ def test_an_impossible_calibration_is_refused(change: dict, words: str) -> None:
 
 def test_an_own_estimate_is_about_the_likeliest_child() -> None:
     unread = torch.zeros(1, 3)
-    growth = Growth(unread, lambda tokens, parents: unread, own_BW=torch.tensor([[0.9, 0.2]]))
-    log_q_BWC = torch.tensor([[[0.5, 0.25], [0.4, 0.1]]]).log()
-    found = growth.log_confidence(0, log_q_BWC).exp()
+    growth = Growth(unread, lambda tokens, parents: unread, own_BT=torch.tensor([[0.9, 0.2]]))
+    log_q_BTC = torch.tensor([[[0.5, 0.25], [0.4, 0.1]]]).log()
+    found = growth.log_confidence(0, log_q_BTC).exp()
     torch.testing.assert_close(found, torch.tensor([[[0.9, 0.45], [0.2, 0.05]]]))
     growth.calibration = Calibration([1.0], [math.log(2)], [0.5])  # doubles the odds
-    found = growth.log_confidence(0, log_q_BWC).exp()
+    found = growth.log_confidence(0, log_q_BTC).exp()
     odds = torch.tensor([[[18.0, 18 / 11], [0.5, 2 / 19]]])
     torch.testing.assert_close(found, odds / (1 + odds))
 
@@ -186,8 +186,8 @@ def test_a_familys_own_estimate_is_read_in_decoding(target: Target) -> None:
             drafted = torch.tensor([[path]], dtype=torch.long)
             states = drafter.hidden(ctx, torch.tensor([[len(PROMPTS[1]) - 1]]), drafted)
             own = drafter.confidence(states)
-            assert own is not None and growth.own_BW is not None
-            torch.testing.assert_close(growth.own_BW[:, 0], own[:, 0, k], atol=1e-5, rtol=1e-4)
+            assert own is not None and growth.own_BT is not None
+            torch.testing.assert_close(growth.own_BT[:, 0], own[:, 0, k], atol=1e-5, rtol=1e-4)
             path.append(7 + k)
             if k < 2:
                 growth.grow(torch.tensor([[7 + k]]), None)

@@ -32,9 +32,9 @@ def test_parents_are_named_where_growth_is_no_chain(
 ) -> None:
     found: list[list[int] | None] = []
 
-    def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-        found.append(None if parents_BW is None else parents_BW[0].tolist())
-        return torch.arange(7.0).expand(1, tokens_BW.shape[1], -1)
+    def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+        found.append(None if parents_BT is None else parents_BT[0].tolist())
+        return torch.arange(7.0).expand(1, tokens_BT.shape[1], -1)
 
     choose = Choose(Sampler(0.0), "fixed", RowDraws([0]))
     proposal = Static(paths).draft(Growth(torch.arange(7.0)[None], grow), choose)

@@ -253,16 +253,16 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     some = (n < 2).nonzero()[:, 0].repeat_interleave(V)
     x, every = torch.arange(V).repeat(len(some) // V), torch.arange(len(some))
     cache.select(some.tolist())
-    p_RV = p_of(target.step(x[:, None], FeatureSpec(), cache)[1][:, -1])
+    p_NV = p_of(target.step(x[:, None], FeatureSpec(), cache)[1][:, -1])
     cache.commit([1] * len(some))
-    mass_R = mass_B[some] * next_BV[some, x]
+    mass_N = mass_B[some] * next_BV[some, x]
     one = n[some] == 1
-    joint.index_put_((a[some[one]], x[one]), mass_R[one, None] * p_RV[one], accumulate=True)
+    joint.index_put_((a[some[one]], x[one]), mass_N[one, None] * p_NV[one], accumulate=True)
     none = every[~one].repeat_interleave(V)
     y = torch.arange(V).repeat(len(none) // V)
     cache.select(none.tolist())
     p_SV = p_of(target.step(y[:, None], FeatureSpec(), cache)[1][:, -1])
-    mass_S = mass_R[none] * p_RV[none, y]
+    mass_S = mass_N[none] * p_NV[none, y]
     joint.index_put_((x[none], y), mass_S[:, None] * p_SV, accumulate=True)
 
     last, every = torch.tensor(prompt[-1:]), torch.arange(V)

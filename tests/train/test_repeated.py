@@ -124,10 +124,10 @@ def test_hidden_states_that_a_round_has_read_stay_as_they_are(
     passes, read = itertools.count(), batches.read_drafts
 
     def rounding(*given: Any) -> tuple[Any, Tensor, Tensor]:
-        ctx, final_1TD, after_RoKD = read(*given)
+        ctx, final_1TD, after_NKD = read(*given)
         by = 1 + 1e-6 * next(passes)
         ctx.layers_BTF = ctx.layers_BTF * by
-        return ctx, final_1TD * by, after_RoKD
+        return ctx, final_1TD * by, after_NKD
 
     monkeypatch.setattr(batches, "read_drafts", rounding)
     more = ["data.answers=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]

@@ -81,13 +81,13 @@ class OnlineBatches:
         (anchors,) = (rounds[:, 0] >= 0).nonzero()
         accepted, drafted = rounds[anchors, 0].tolist(), rounds[anchors, 1:].tolist()
         ids = row.ids[x].tolist()
-        ctx, final_1TD, after_RoKD = read_drafts(
+        ctx, final_1TD, after_NKD = read_drafts(
             self.target, self.needs, ids, anchors.tolist(), accepted, drafted
         )
         summary = summarise(self.target, final_1TD, self.sampler)
         of_text = parts_of(self.sampler, final_1TD, summary, ctx.layers_BTF)
-        of_drafts = summarise(self.target, after_RoKD, self.sampler)
-        after = parts_of(self.sampler, after_RoKD, of_drafts, None)
+        of_drafts = summarise(self.target, after_NKD, self.sampler)
+        after = parts_of(self.sampler, after_NKD, of_drafts, None)
         features = {name: part[0] for name, part in of_text.items()}
         return features | {AFTER + name: part for name, part in after.items()}
 
@@ -108,7 +108,7 @@ def assembled(
         return pad_sequence(whole, batch_first=True).to(device)
 
     def after_drafts(name: str) -> Tensor:
-        """A feature [Ro, K, …]."""
+        """A feature [N, K, …]."""
         parts = [features[AFTER + name] for of_row in by_row for features in of_row]
         return torch.cat(parts).to(device)
 
@@ -124,10 +124,10 @@ def assembled(
     if not rounds:
         return Batch(ctx, final, summary, mask_BT)
     by_position = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
-    place_Ro = (by_position[:, 0] >= 0).nonzero()[:, 0]
-    drafted = by_position[place_Ro, 0], by_position[place_Ro, 1:]
+    place_N = (by_position[:, 0] >= 0).nonzero()[:, 0]
+    drafted = by_position[place_N, 0], by_position[place_N, 1:]
     return Batch(
-        ctx, final, summary, mask_BT, OnTrajectory(place_Ro, *drafted, *states(after_drafts))
+        ctx, final, summary, mask_BT, OnTrajectory(place_N, *drafted, *states(after_drafts))
     )
 
 

@@ -225,9 +225,9 @@ def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Pr
                 kept = {n: part[0, x].cpu().contiguous() for n, part in parts.items()}
                 by_name[name_of(row.ids[x])] = store.in_bits(kept)
                 if (visited := batch.visited) is not None:
-                    place_Ro = visited.place_Ro
-                    of_x = (place_Ro >= x.start) & (place_Ro < x.stop)
-                    after = parts_of(store.kind.sampler, visited.final_RoKD, visited.summary, None)
+                    place_N = visited.place_N
+                    of_x = (place_N >= x.start) & (place_N < x.stop)
+                    after = parts_of(store.kind.sampler, visited.final_NKD, visited.summary, None)
                     by_name[name_of_rounds(row, x)] = {
                         AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
                     }

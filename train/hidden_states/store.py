@@ -55,7 +55,7 @@ from train.shards import shard_of
 # the names of tensors, see `parts_of`; the last but one is stored if the sampler has cutoffs, the
 # last if the drafter reads layers
 PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
-AFTER = "after_"  # begins the names of the same parts after drafted tokens [Ro, K, …]
+AFTER = "after_"  # begins the names of the same parts after drafted tokens [N, K, …]
 HiddenStateTensors = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
 # Block-wise 8-bit quantisation: whole numbers from -127 to 127, and a scale for each block of
 # neighbouring numbers of a state. A few numbers of a state may be a thousand times as large as the

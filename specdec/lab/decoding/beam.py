@@ -235,7 +235,7 @@ class DraftBeams:
         row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
         is not drafted: nothing would follow it."""
         growth, vocab_S = self.draft_growth(self.rows.context(), self.cache), self.vocab_S
-        logits_BWS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
+        logits_BTS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_B.device) if vocab_S is None else vocab_S
         ends_S, ids = torch.isin(ids_S, self.eos_ids), ids_S.tolist()
         # each row's nodes that grow next: (node, its parent's number in the growth, score)
@@ -245,11 +245,11 @@ class DraftBeams:
             if d > 0:
                 tokens = [[node.token for node, _, _ in nodes] for nodes in front]
                 parents = [[parent for _, parent, _ in nodes] for nodes in front]
-                logits_BWS = growth.grow(ids_S.new_tensor(tokens), ids_S.new_tensor(parents))
+                logits_BTS = growth.grow(ids_S.new_tensor(tokens), ids_S.new_tensor(parents))
                 first, count = count, count + len(front[0])
-            score_BW = score_B.new_tensor([[score for _, _, score in nodes] for nodes in front])
-            log_q_BWS = logits_BWS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
-            total = (score_BW[..., None] + log_q_BWS).nan_to_num(-torch.inf, neginf=-torch.inf)
+            score_BT = score_B.new_tensor([[score for _, _, score in nodes] for nodes in front])
+            log_q_BTS = logits_BTS.float().log_softmax(-1).masked_fill(ends_S, -torch.inf)
+            total = (score_BT[..., None] + log_q_BTS).nan_to_num(-torch.inf, neginf=-torch.inf)
             best_C, index_C = total.flatten().topk(min(width, total.numel()))
             grown: list[list[tuple[BeamNode, int, float]]] = [[] for _ in front]
             for score, index in zip(best_C.tolist(), index_C.tolist(), strict=True):
@@ -260,8 +260,8 @@ class DraftBeams:
                     grown[b].append((node, first + f, score))
             if not any(grown):
                 return d
-            surplus, W = (BeamNode(0, None), first, -math.inf), max(map(len, grown))
-            front = [nodes + [surplus] * (W - len(nodes)) for nodes in grown]
+            surplus, num_read = (BeamNode(0, None), first, -math.inf), max(map(len, grown))
+            front = [nodes + [surplus] * (num_read - len(nodes)) for nodes in grown]
         return depth
 
 

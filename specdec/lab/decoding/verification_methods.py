@@ -76,34 +76,34 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
     tried_BM, at_B = torch.zeros_like(width_BM), torch.zeros_like(row_B)
     for _ in range(2 * G):  # every node is entered once and left once
         done_B = tried_BM[row_B, at_B] == width_BM[row_B, at_B]
-        row_R = (~done_B).nonzero()[:, 0]
-        parent_R = at_B[row_R]
-        child_R = children_BMC[row_R, parent_R, tried_BM[row_R, parent_R]]
-        x_R = proposal.tokens_at(row_R, child_R)
-        p_R = p_BMV[row_R, parent_R, x_R]
-        q_R = torch.ones_like(p_R) if q_BMV is None else q_BMV[row_R, parent_R, x_R]
-        ratio_R = torch.where(q_R > 0, p_R / q_R.clamp_min(smallest_normal(q_R)), 0.0)
-        weight_R = (weight_BM[row_R, parent_R] * ratio_R).clamp_max(1)
-        weight_BM[row_R, child_R] = weight_R
-        tried_BM[row_R, parent_R] += 1
-        tried_BM[row_R, child_R] = torch.where(weight_R > 0, 0, width_BM[row_R, child_R])
-        at_B[row_R] = child_R
+        row_N = (~done_B).nonzero()[:, 0]
+        parent_N = at_B[row_N]
+        child_N = children_BMC[row_N, parent_N, tried_BM[row_N, parent_N]]
+        x_N = proposal.tokens_at(row_N, child_N)
+        p_N = p_BMV[row_N, parent_N, x_N]
+        q_N = torch.ones_like(p_N) if q_BMV is None else q_BMV[row_N, parent_N, x_N]
+        ratio_N = torch.where(q_N > 0, p_N / q_N.clamp_min(smallest_normal(q_N)), 0.0)
+        weight_N = (weight_BM[row_N, parent_N] * ratio_N).clamp_max(1)
+        weight_BM[row_N, child_N] = weight_N
+        tried_BM[row_N, parent_N] += 1
+        tried_BM[row_N, child_N] = torch.where(weight_N > 0, 0, width_BM[row_N, child_N])
+        at_B[row_N] = child_N
 
-        row_R = (done_B & (at_B > 0)).nonzero()[:, 0]
-        child_R = at_B[row_R]
-        parent_R, x_R1 = above_BG[row_R, child_R - 1], proposal.tokens_at(row_R, child_R)[:, None]
-        stop_BM[row_R, child_R] = alive_B[row_R] * weight_BM[row_R, child_R]
-        alive_B[row_R] *= 1 - weight_BM[row_R, child_R]
-        p_RV, weight_R = p_BMV[row_R, parent_R], weight_BM[row_R, parent_R]
+        row_N = (done_B & (at_B > 0)).nonzero()[:, 0]
+        child_N = at_B[row_N]
+        parent_N, x_N1 = above_BG[row_N, child_N - 1], proposal.tokens_at(row_N, child_N)[:, None]
+        stop_BM[row_N, child_N] = alive_B[row_N] * weight_BM[row_N, child_N]
+        alive_B[row_N] *= 1 - weight_BM[row_N, child_N]
+        p_NV, weight_N = p_BMV[row_N, parent_N], weight_BM[row_N, parent_N]
         if q_BMV is None:
-            q_RV = one_hot(x_R1[:, 0], p_RV)
+            q_NV = one_hot(x_N1[:, 0], p_NV)
         else:
-            q_RV = q_BMV[row_R, parent_R]
-            q_BMV[row_R, parent_R] = without_token(q_RV, x_R1)
-        residual_RV = (weight_R[:, None] * p_RV - q_RV).clamp_min(0)
-        weight_BM[row_R, parent_R] = survival(residual_RV.sum(-1), weight_R)
-        p_BMV[row_R, parent_R] = normalised(residual_RV, p_RV)
-        at_B[row_R] = parent_R
+            q_NV = q_BMV[row_N, parent_N]
+            q_BMV[row_N, parent_N] = without_token(q_NV, x_N1)
+        residual_NV = (weight_N[:, None] * p_NV - q_NV).clamp_min(0)
+        weight_BM[row_N, parent_N] = survival(residual_NV.sum(-1), weight_N)
+        p_BMV[row_N, parent_N] = normalised(residual_NV, p_NV)
+        at_B[row_N] = parent_N
     stop_BM[:, 0] = alive_B
     return Law(stop_BM, p_BMV)
 

@@ -60,9 +60,9 @@ class Unigram(Predictor):
         super().require_sound()
         require(bool((self.times_V >= 0).all()), "tensor 'times_V' has a count below 0")
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """The state of a Markov chain [B, A, K, 1]: the token before each drafted one."""
-        return tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)[..., None]
+        return tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)[..., None]
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         """log q [..., V] itself."""
@@ -122,13 +122,13 @@ class Bigram(Unigram):
         require(inside, f"tensor 'next_N' has ids outside 0 to {self.sizes.target_vocab - 1}")
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        x_R = hidden.flatten()
-        start_R, count_R = self.start_V1[x_R], self.start_V1[x_R + 1] - self.start_V1[x_R]
-        row_U = torch.repeat_interleave(torch.arange(len(x_R), device=x_R.device), count_R)
-        first_R = count_R.cumsum(0) - count_R
-        at_U = torch.arange(len(row_U), device=x_R.device) + (start_R - first_R)[row_U]
-        q_RV = (self.config.prior * self._unigram()).repeat(len(x_R), 1)
-        q_RV[row_U, self.next_N[at_U]] += self.pairs_N[at_U].to(q_RV.dtype)
-        log_q = (q_RV / q_RV.sum(-1, keepdim=True)).log()
+        x_N = hidden.flatten()
+        start_N, count_N = self.start_V1[x_N], self.start_V1[x_N + 1] - self.start_V1[x_N]
+        row_N = torch.repeat_interleave(torch.arange(len(x_N), device=x_N.device), count_N)
+        first_N = count_N.cumsum(0) - count_N
+        at_N = torch.arange(len(row_N), device=x_N.device) + (start_N - first_N)[row_N]
+        q_NV = (self.config.prior * self._unigram()).repeat(len(x_N), 1)
+        q_NV[row_N, self.next_N[at_N]] += self.pairs_N[at_N].to(q_NV.dtype)
+        log_q = (q_NV / q_NV.sum(-1, keepdim=True)).log()
         logits: Tensor = log_q.view(*hidden.shape[:-1], -1)
         return logits

@@ -73,9 +73,12 @@ class EarlyExit(View, Trainable):
 
     @classmethod
     def plan(cls, config: EarlyExitConfig, target: TargetParts) -> EarlyExitSizes:
-        L = viewed_layers(target, config.name)
-        kept = (L + 1) // 2 if config.layers is None else config.layers
-        require(1 <= kept <= L, f"drafter.layers={kept}: give 1 to {L}, the layers of this target")
+        num_layers = viewed_layers(target, config.name)
+        kept = (num_layers + 1) // 2 if config.layers is None else config.layers
+        require(
+            1 <= kept <= num_layers,
+            f"drafter.layers={kept}: give 1 to {num_layers}, the layers of this target",
+        )
         adapted = adapted_layers(target, kept, config.lora)
         return cls.Sizes.of_config(config, target, layers=kept, adapted=adapted)
 
@@ -89,8 +92,8 @@ class EarlyExit(View, Trainable):
     def view(self, target: Target) -> Any:
         return self.adapters.view(target, self.sizes.layers)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        return states(self.over_text, ctx, anchors_BA, drafted_BAk, self.depth)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        return states(self.over_text, ctx, anchors_BA, drafted_BAK, self.depth)
 
     def over_text(self, ids: Tensor, position: Tensor | None, document: Tensor | None) -> Tensor:
         lines = longrope_lines(self.target.config)

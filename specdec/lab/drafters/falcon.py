@@ -66,7 +66,7 @@ class FalconConfig:
 
 
 class PairLSTM(nn.LSTM):
-    """The output [..., D] of two layers after each window of pairs [..., k, F]."""
+    """The output [..., D] of two layers after each window of pairs [..., K, F]."""
 
     def __init__(self, width: int) -> None:
         super().__init__(2 * width, width, num_layers=2, batch_first=True)
@@ -102,46 +102,46 @@ class Falcon(Eagle):
         return feature, feature
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """The states [B, …, k, D] of the blocks that are asked for, from `fc` of the pairs up to
-        each place, the `state` [B, W, D]; `embedding` is not read. Both training and drafting take
+        """The states [B, …, K, D] of the blocks that are asked for, from `fc` of the pairs up to
+        each place, the `state` [B, T, D]; `embedding` is not read. Both training and drafting take
         this step, each with its own attention."""
         blocks: Tensor = super().step(embedding, state, attend).unflatten(1, (-1, BLOCK))
         return blocks
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        if drafted_BAk is None:
-            drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
-        depths, (position_BP, sight) = drafted_BAk.shape[-1] + 1, pairs_of(ctx)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        if drafted_BAK is None:
+            drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.depth - 1)
+        depths, (position_BP, sight) = drafted_BAK.shape[-1] + 1, pairs_of(ctx)
         pair_BA = (anchors_BA - 1).clamp_min(0)
         every_BP = torch.arange(position_BP.shape[1], device=pair_BA.device).expand_as(position_BP)
         end, keys = every_BP.shape[1] + depths, Keys(sight(pair_BA), BLOCK)
 
-        windows_BPk = up_to(every_BP, (every_BP - position_BP).clamp_min(0))
-        at_BAk = entries(windows_BPk, pair_BA)
-        at = At(at_BAk.flatten(1), self.rope(position_BP.gather(1, at_BAk.flatten(1)), end))
+        windows_BPK = up_to(every_BP, (every_BP - position_BP).clamp_min(0))
+        at_BAK = entries(windows_BPK, pair_BA)
+        at = At(at_BAK.flatten(1), self.rope(position_BP.gather(1, at_BAK.flatten(1)), end))
         rope = self.rope(position_BP, end)
-        read_BPD = self.fc.after(self.pairs(ctx, windows_BPk))
+        read_BPD = self.fc.after(self.pairs(ctx, windows_BPK))
         attend = OverSequence(keys, rope, lambda _: sight(every_BP), at=at)
         blocks = [self.step(read_BPD, read_BPD, attend)]
-        pairs = self.pairs(ctx, at_BAk)
+        pairs = self.pairs(ctx, at_BAK)
         for depth in range(BLOCK, depths, BLOCK):
-            tokens = drafted_BAk[..., depth - BLOCK : depth]
-            pairs, read_BXD = self.following(pairs, tokens, blocks[-1])
+            tokens = drafted_BAK[..., depth - BLOCK : depth]
+            pairs, read_BND = self.following(pairs, tokens, blocks[-1])
             last_BA = position_BP.gather(1, pair_BA) + depth
             rope = self.rope(up_to(last_BA, torch.zeros_like(last_BA)).flatten(1), end)
-            blocks.append(self.step(read_BXD, read_BXD, OverSequence(keys, rope)))
+            blocks.append(self.step(read_BND, read_BND, OverSequence(keys, rope)))
         return torch.cat(blocks, 2)[:, :, :depths]
 
     def pairs(self, ctx: Context, at: Tensor) -> Tensor:
-        """The pairs [B, …, k, F] of a text at these places [B, …, k]."""
+        """The pairs [B, …, K, F] of a text at these places [B, …, K]."""
         ids, features = ctx.ids_BT[:, 1:].gather(1, at.flatten(1)), ctx.features(self.needs)
         read = self.embed(ids), self.fuse(entries(features, at.flatten(1)))
         return torch.cat(read, -1).view(*at.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, …, k, F] of the next blocks, made from the tokens [B, …, k] and states
-        [B, …, k, D] that the blocks with the pairs `before` drafted; and what attention reads of
-        these new pairs [B, X, D].
+        """The pairs [B, …, K, F] of the next blocks, made from the tokens [B, …, K] and states
+        [B, …, K, D] that the blocks with the pairs `before` drafted; and what attention reads of
+        these new pairs [B, N, D].
         """
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
@@ -155,28 +155,28 @@ class Falcon(Eagle):
         of a block learns to depend on its beginning.
         """
         noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
-        drafted_BAk = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
+        drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         share, true_BTD = self.config.glance * (1 - moment.progress), ctx.features(self.needs)
         if share > 0:
             with torch.no_grad():
-                guess = self.hidden(noisy, anchors_BA, drafted_BAk[..., : BLOCK - 1])
+                guess = self.hidden(noisy, anchors_BA, drafted_BAK[..., : BLOCK - 1])
             torch.clear_autocast_cache()  # its casts lack gradients (pytorch/pytorch#165068)
-            at_BAk = anchors_BA[..., None] + torch.arange(guess.shape[2], device=guess.device)
-            true = entries(true_BTD, at_BAk.flatten(1).clamp_max(T - 1))
-            wrong_BAk = (self.likeliest(guess) != self.likeliest(true)).view_as(at_BAk)
+            at_BAK = anchors_BA[..., None] + torch.arange(guess.shape[2], device=guess.device)
+            true = entries(true_BTD, at_BAK.flatten(1).clamp_max(T - 1))
+            wrong_BAK = (self.likeliest(guess) != self.likeliest(true)).view_as(at_BAK)
             able_BA = pairs_of(ctx)[0].gather(1, (anchors_BA - 1).clamp_min(0)) >= BLOCK - 1
             if moment.counted_BAK is not None:
-                wrong_BAk &= moment.counted_BAK[..., : guess.shape[2]]
+                wrong_BAK &= moment.counted_BAK[..., : guess.shape[2]]
                 able_BA &= moment.counted_BAK[..., 0]
             ids_BT, final_BTD = ctx.ids_BT.clone(), noisy.features(self.needs).clone()
             for b, generator in enumerate(moment.generators(torch.device("cpu"))):
                 able = anchors_BA[b, able_BA[b]]
                 order = torch.randperm(len(able), generator=generator).to(able.device)
-                drawn = able[order[: int(share * int(wrong_BAk[b].sum()))]]
+                drawn = able[order[: int(share * int(wrong_BAK[b].sum()))]]
                 ids_BT[b, drawn - BLOCK + 1] = ctx.ids_BT[b, drawn + 1]
                 final_BTD[b, drawn - BLOCK] = true_BTD[b, drawn].to(final_BTD)
             noisy = replace(noisy, ids_BT=ids_BT, final_BTD=final_BTD)
-        return self.hidden(noisy, anchors_BA, drafted_BAk)
+        return self.hidden(noisy, anchors_BA, drafted_BAK)
 
     @torch.no_grad()
     def likeliest(self, states: Tensor) -> Tensor:
@@ -187,8 +187,8 @@ class Falcon(Eagle):
     def forecast(
         self, cache: SlotCache, new: Tensor, at: Tensor, cos: Tensor, sin: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The states and logits [B, …, k, …] of blocks of queries `at` [B, X, D], which see the
-        slots of `mask`, once the `new` pairs [B, W, D] are written. The first W entries of `cos`
+        """The states and logits [B, …, K, …] of blocks of queries `at` [B, N, D], which see the
+        slots of `mask`, once the `new` pairs [B, T, D] are written. The first T entries of `cos`
         and `sin` are for the new pairs, the last X for the queries; if the new pairs are the
         queries, these are the same entries.
         """
@@ -205,46 +205,54 @@ class Falcon(Eagle):
             torch.tensor(x, device=device)[:, None]
             for x in (cache.lengths, counts, range(len(new)))
         )
-        fresh_BW = (known_B1 + torch.arange(max(new), device=device)).minimum(count_B1 - 1)
-        places = torch.cat([fresh_BW, up_to(count_B1 - 1, 0 * count_B1)[:, 0]], 1)
+        fresh_BT = (known_B1 + torch.arange(max(new), device=device)).minimum(count_B1 - 1)
+        places = torch.cat([fresh_BT, up_to(count_B1 - 1, 0 * count_B1)[:, 0]], 1)
         windows = self.pairs(ctx, up_to(places, torch.zeros_like(places)))
-        cache.place(fresh_BW)
+        cache.place(fresh_BT)
 
-        def passed(read: Tensor, W: int, position: Tensor, sees: Tensor) -> list[Tensor]:
-            """Blocks after `W` new pairs: states and logits [B, …, k, …]."""
-            (cos, sin), X = self.rope(position, cache.shown + 1), sees.shape[1]
-            parts = {"new": read[:, :W], "at": read[:, -X:], "cos": cos, "sin": sin, "mask": sees}
+        def passed(read: Tensor, num_read: int, position: Tensor, sees: Tensor) -> list[Tensor]:
+            """Blocks after `W` new pairs: states and logits [B, …, K, …]."""
+            (cos, sin), num_new = self.rope(position, cache.shown + 1), sees.shape[1]
+            parts = {
+                "new": read[:, :num_read],
+                "at": read[:, -num_new:],
+                "cos": cos,
+                "sin": sin,
+                "mask": sees,
+            }
             return list(self.compiled(cache, **parts))
 
         seen_B1P = torch.arange(cache.shown, device=device) < count_B1[..., None]
-        seen_BkP = seen_B1P.expand(-1, BLOCK, -1)
-        blocks = [windows[:, -1:], *passed(self.fc.after(windows), max(new), places, seen_BkP)]
+        seen_BKP = seen_B1P.expand(-1, BLOCK, -1)
+        blocks = [windows[:, -1:], *passed(self.fc.after(windows), max(new), places, seen_BKP)]
         cache.commit(new)
         depths, block_BM = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
-        tokens_BMk = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
+        tokens_BMK = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            nonlocal blocks, block_BM, tokens_BMk
-            last_BW, W = torch.full_like(tokens_BW, len(depths) - 1), tokens_BW.shape[1]
-            above = row_B1, last_BW if parents_BW is None else parents_BW + 1
-            block_BW, depth = block_BM[above], depths[int(above[1][0, 0])] + 1
-            tokens_BWk = torch.cat([tokens_BMk[above][..., 1:], tokens_BW[..., None]], -1)
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+            nonlocal blocks, block_BM, tokens_BMK
+            last_BT, num_read = torch.full_like(tokens_BT, len(depths) - 1), tokens_BT.shape[1]
+            above = row_B1, last_BT if parents_BT is None else parents_BT + 1
+            block_BT, depth = block_BM[above], depths[int(above[1][0, 0])] + 1
+            tokens_BTK = torch.cat([tokens_BMK[above][..., 1:], tokens_BT[..., None]], -1)
             if depth % BLOCK == 0:  # these nodes end a block, and each begins another
-                before, states, _ = (x[row_B1, block_BW] for x in blocks)
-                pairs, read = self.following(before, tokens_BWk, states)
-                end_BW = BLOCK * block_BW - 1  # block m fills the k slots before m · k
-                block_BW = (blocks[0].shape[1] + torch.arange(W, device=device)).expand_as(block_BW)
-                slots_BWk = up_to(BLOCK * block_BW - 2, torch.full_like(block_BW, -1))
-                slots_BWk[..., 0] = end_BW
-                place = cache.place(tokens_BWk.flatten(1), slots_BWk.flatten(1))
+                before, states, _ = (x[row_B1, block_BT] for x in blocks)
+                pairs, read = self.following(before, tokens_BTK, states)
+                end_BT = BLOCK * block_BT - 1  # block m fills the k slots before m · k
+                block_BT = (blocks[0].shape[1] + torch.arange(num_read, device=device)).expand_as(
+                    block_BT
+                )
+                slots_BTK = up_to(BLOCK * block_BT - 2, torch.full_like(block_BT, -1))
+                slots_BTK[..., 0] = end_BT
+                place = cache.place(tokens_BTK.flatten(1), slots_BTK.flatten(1))
                 sees = place.seen(cache.shown)[:, BLOCK - 1 :: BLOCK]
                 sees = sees.repeat_interleave(BLOCK, 1)
-                more = [pairs, *passed(read, W * BLOCK, place.position_BT, sees)]
+                more = [pairs, *passed(read, num_read * BLOCK, place.position_BT, sees)]
                 blocks = [torch.cat(x, 1) for x in zip(blocks, more, strict=True)]
-            depths.extend([depth] * W)
-            block_BM = torch.cat([block_BM, block_BW], 1)
-            tokens_BMk = torch.cat([tokens_BMk, tokens_BWk], 1)
-            return blocks[2][row_B1, block_BW, depth % BLOCK]
+            depths.extend([depth] * num_read)
+            block_BM = torch.cat([block_BM, block_BT], 1)
+            tokens_BMK = torch.cat([tokens_BMK, tokens_BTK], 1)
+            return blocks[2][row_B1, block_BT, depth % BLOCK]
 
         return Growth(blocks[2][:, 0, 0], grow)
 

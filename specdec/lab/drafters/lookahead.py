@@ -99,14 +99,14 @@ class Lookahead(Copying):
         for pool in pools:
             if not pool.levels:  # any guess will do: take tokens from all over the text
                 pool.levels = [[pool.ids[j * len(pool.ids) // columns] for j in range(columns)]]
-        tokens_BQ = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
-        parents = [*range(-1, columns - 1), *range(tokens_BQ.shape[1] - columns)]
-        return Scouts(tokens_BQ, torch.tensor(parents, device=device).expand(len(pools), -1))
+        tokens_BN = torch.tensor([list(chain(*pool.levels)) for pool in pools], device=device)
+        parents = [*range(-1, columns - 1), *range(tokens_BN.shape[1] - columns)]
+        return Scouts(tokens_BN, torch.tensor(parents, device=device).expand(len(pools), -1))
 
-    def hear(self, logits_BQV: Tensor, cache: RowMemories) -> None:
+    def hear(self, logits_BNV: Tensor, cache: RowMemories) -> None:
         """One Jacobi iteration: the likeliest tokens after the last level form the next level.
         Complete columns go to the pools, and the oldest level is dropped."""
-        newest = logits_BQV[:, -self.config.window :].float().argmax(-1).tolist()
+        newest = logits_BNV[:, -self.config.window :].float().argmax(-1).tolist()
         for pool, level in zip(cache.rows, newest, strict=True):
             pool.levels.append(level)
             if len(pool.levels) == self.config.ngram:

@@ -98,8 +98,8 @@ class MTPHeads(Trainable):
         for head in self.heads:
             head.attach(target)
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        count = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        count = self.depth if drafted_BAK is None else drafted_BAK.shape[-1] + 1
         none = anchors_BA[..., None][..., :0]
         return torch.cat([head.hidden(ctx, anchors_BA, none) for head in self.heads[:count]], 2)
 

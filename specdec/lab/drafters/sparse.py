@@ -110,10 +110,10 @@ class Sparse(View):
         small.counts_positions = counts_positions(self.target.config)
         return small
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """The states that decoding would compute [B, A, K, D]: each anchor is a row with its own
         small cache, gathered from one pass over its document."""
-        block_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+        block_BAK = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
         rows = []
         for b, firsts in enumerate(first_tokens(ctx, anchors_BA)):
             first_A, order, parts = torch.tensor(firsts), [], []
@@ -162,13 +162,13 @@ class Sparse(View):
     def _choice(
         self, full: SlotCache, texts: Sequence[Sequence[int]], b: int, before: int
     ) -> list[Tensor]:
-        """Positions [Hkv, P] below `before` that each layer keeps of row b, ascending."""
+        """Positions [H, P] below `before` that each layer keeps of row b, ascending."""
         config, budget, window = self.target.config, self.config.budget, self.config.window
-        Hkv = full.slot_layers[0].keys.shape[1]
+        num_kv_heads = full.slot_layers[0].keys.shape[1]
 
         def latest(sink: int) -> Tensor:
             kept = [*range(sink), *range(before - budget + sink, before)]
-            return torch.tensor(kept, device=self.target.device).expand(Hkv, -1)
+            return torch.tensor(kept, device=self.target.device).expand(num_kv_heads, -1)
 
         last = texts[b][before : before + window]
         votes = [w for view in self.voters for w in attention(view, full, b, last, before)]
@@ -179,7 +179,7 @@ class Sparse(View):
             ):
                 chosen.append(latest(0))
             elif votes:
-                chosen.append(voted(votes[n], Hkv, before, budget, self.config.pool))
+                chosen.append(voted(votes[n], num_kv_heads, before, budget, self.config.pool))
             else:
                 chosen.append(latest(self.config.sink))
         return chosen
@@ -199,14 +199,14 @@ class Sparse(View):
 
 
 def voted(attention_HTP: Tensor, heads: int, before: int, budget: int, pool: int) -> Tensor:
-    """The positions [Hkv, P] below `before`, ascending, that get the most attention from the last T
+    """The positions [H, P] below `before`, ascending, that get the most attention from the last T
     tokens (SnapKV, Listing 1): attention is summed over those tokens and averaged over a KV head's
     query heads and over `pool` neighbouring positions."""
-    votes_HkvP = attention_HTP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
-    smooth_HkvP = nn.functional.avg_pool1d(
-        votes_HkvP, pool, stride=1, padding=pool // 2, count_include_pad=False
+    votes_HP = attention_HTP[..., :before].float().sum(1).unflatten(0, (heads, -1)).mean(1)
+    smooth_HP = nn.functional.avg_pool1d(
+        votes_HP, pool, stride=1, padding=pool // 2, count_include_pad=False
     )
-    return smooth_HkvP.topk(min(budget, before), -1).indices.sort(-1).values
+    return smooth_HP.topk(min(budget, before), -1).indices.sort(-1).values
 
 
 def attention(

@@ -98,7 +98,7 @@ class WindowCache(SlotCache):
         self.sink, self.window, self.shown = sink, window, self.capacity
 
     def advance(self, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Read the texts up to `counts`: the positions [B, W] of the tokens to write (0 for
+        """Read the texts up to `counts`: the positions [B, T] of the tokens to write (0 for
         padding), and which slots [B, P] then hold tokens that are seen."""
         if len(self.lengths) != len(counts):
             self.lengths = [0] * len(counts)
@@ -108,16 +108,16 @@ class WindowCache(SlotCache):
             new.append([*range(known, min(self.sink, first)), *range(first, count)])
         wide = max(map(len, new))
         padded = [at + [-1] * (wide - len(at)) for at in new]
-        position_BW = torch.tensor(padded, dtype=torch.long, device=device).view(len(new), wide)
-        ring_BW = self.sink + (position_BW - self.sink) % self.window
-        slot_BW = torch.where(position_BW < self.sink, position_BW, ring_BW)
-        self.slots = torch.where(position_BW < 0, self.capacity - 1, slot_BW)
+        position_BT = torch.tensor(padded, dtype=torch.long, device=device).view(len(new), wide)
+        ring_BT = self.sink + (position_BT - self.sink) % self.window
+        slot_BT = torch.where(position_BT < self.sink, position_BT, ring_BT)
+        self.slots = torch.where(position_BT < 0, self.capacity - 1, slot_BT)
         self.rows_B1 = torch.arange(len(new), device=device)[:, None]
         self.lengths = list(counts)
         slot_P = torch.arange(self.capacity, device=device)
         seen_BP = slot_P < torch.tensor(counts, device=device)[:, None]
         seen_BP[:, -1] = False
-        return position_BW.clamp_min(0), seen_BP
+        return position_BT.clamp_min(0), seen_BP
 
 
 class Spire(Trainable):
@@ -140,18 +140,18 @@ class Spire(Trainable):
 
     @classmethod
     def plan(cls, config: SpireConfig, target: TargetParts) -> SpireSizes:
-        L, n = decoder_layers(target, config.name), config.num_layers
+        num_layers, n = decoder_layers(target, config.name), config.num_layers
         require(
-            n < L,
-            f"drafter.num_layers={n}: give at most {L - 1}, since the draft reads what enters the "
-            f"last layers of this target, which has {L}",
+            n < num_layers,
+            f"drafter.num_layers={n}: give at most {num_layers - 1}, since the draft reads what "
+            f"enters the last layers of this target, which has {num_layers}",
         )
         return cls.Sizes.of_config(
             config,
             target,
             llama=llama_of(target),
             head_norms=HEAD_NORM in target.as_llama(-1),
-            layers=list(range(L - n, L)),
+            layers=list(range(num_layers - n, num_layers)),
         )
 
     def initialise(self, target: TargetParts) -> None:
@@ -199,8 +199,8 @@ class Spire(Trainable):
                 attend.replace_own(i, layer.self_attn, layer.input_layernorm(memory))
         return streams[-1]
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
-        token_BAK = tokens_from(ctx, anchors_BA, drafted_BAk, self.depth)
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        token_BAK = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
         K, features_BTF = token_BAK.shape[2], ctx.features(self.needs)
         T = features_BTF.shape[1]
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
@@ -229,10 +229,10 @@ class Spire(Trainable):
         if cache is None:
             return super().draft_growth(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
-        position_BW, seen_BP = cache.advance(counts, device)
-        features = entries(ctx.features(self.needs), position_BW)
+        position_BT, seen_BP = cache.advance(counts, device)
+        features = entries(ctx.features(self.needs), position_BT)
         end = max(counts) + 1
-        of_text = self.rope(position_BW, end)
+        of_text = self.rope(position_BT, end)
         before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'
         start_B1 = torch.tensor(counts, device=device)[:, None]
         above_BMM = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
@@ -240,23 +240,25 @@ class Spire(Trainable):
         def text(i: int) -> tuple[Tensor, Rotation]:
             return self.of_text(features, i), of_text
 
-        def read(ids_BW: Tensor, follows_BW: Tensor | None) -> Tensor:
-            """The logits [B, W, S] after nodes that follow these; None for the anchor."""
+        def read(ids_BT: Tensor, follows_BT: Tensor | None) -> Tensor:
+            """The logits [B, T, S] after nodes that follow these; None for the anchor."""
             nonlocal above_BMM
-            (B, W), M = ids_BW.shape, above_BMM.shape[1]
-            line_BWM = above_BMM.new_zeros(B, W, 0)
-            if follows_BW is not None:
-                line_BWM = entries(above_BMM, follows_BW)
-            own_BWW = torch.eye(W, dtype=torch.bool, device=device).expand(B, -1, -1)
-            above_BMM = torch.cat([pad(above_BMM, (0, W)), torch.cat([line_BWM, own_BWW], 2)], 1)
-            mask = torch.cat([seen_BP[:, None].expand(-1, W, -1), above_BMM[:, M:]], 2)
-            rope = self.rope(start_B1 + line_BWM.sum(-1), end + M + W)
+            (B, num_read), M = ids_BT.shape, above_BMM.shape[1]
+            line_BTM = above_BMM.new_zeros(B, num_read, 0)
+            if follows_BT is not None:
+                line_BTM = entries(above_BMM, follows_BT)
+            own_BTT = torch.eye(num_read, dtype=torch.bool, device=device).expand(B, -1, -1)
+            above_BMM = torch.cat(
+                [pad(above_BMM, (0, num_read)), torch.cat([line_BTM, own_BTT], 2)], 1
+            )
+            mask = torch.cat([seen_BP[:, None].expand(-1, num_read, -1), above_BMM[:, M:]], 2)
+            rope = self.rope(start_B1 + line_BTM.sum(-1), end + M + num_read)
             over_window = OverWindow(cache, before, rope, mask, None if before else text)
-            return self.unembed(self.step(self.embed(ids_BW), over_window), 0)
+            return self.unembed(self.step(self.embed(ids_BT), over_window), 0)
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            last = torch.full_like(tokens_BW, above_BMM.shape[1] - 1)
-            return read(tokens_BW, last if parents_BW is None else parents_BW + 1)
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+            last = torch.full_like(tokens_BT, above_BMM.shape[1] - 1)
+            return read(tokens_BT, last if parents_BT is None else parents_BT + 1)
 
         return Growth(read(ctx.ids_BT.gather(1, start_B1), None)[:, 0], grow)
 

@@ -153,15 +153,15 @@ class Translated(Predictor):
 
     # Token-level intersection
 
-    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         """Hidden states [B, A, K, D + 1], whose last column is 0, or -inf where a token before that
         depth cannot be drafted."""
-        depth = self.depth if drafted_BAk is None else drafted_BAk.shape[-1] + 1
+        depth = self.depth if drafted_BAK is None else drafted_BAK.shape[-1] + 1
         states = []
         for b, (ids, firsts) in enumerate(zip(ctx.ids_BT.tolist(), first_tokens(ctx, anchors_BA))):
             cache = self.new_cache()
             for i, (a, first) in enumerate(zip(anchors_BA[b].tolist(), firsts)):
-                after = ids[a + 1 : a + depth] if drafted_BAk is None else drafted_BAk[b, i]
+                after = ids[a + 1 : a + depth] if drafted_BAK is None else drafted_BAK[b, i]
                 after_k = torch.as_tensor(after, dtype=torch.long)
                 states.append(self._forced(ids[first : a + 1], after_k, depth, cache))
         return torch.stack(states).view(*anchors_BA.shape, depth, -1).to(anchors_BA.device)
@@ -177,9 +177,9 @@ class Translated(Predictor):
         if cache is None:
             return super().draft_growth(ctx)
 
-        def grow(tokens_BW: Tensor, parents_BW: Tensor | None) -> Tensor:
-            own_BW, _ = self.own_ids(tokens_BW)
-            return self._unembed(self.continued(own_BW, cache, parents_BW))
+        def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
+            own_BT, _ = self.own_ids(tokens_BT)
+            return self._unembed(self.continued(own_BT, cache, parents_BT))
 
         return Growth(self._unembed(self.after_texts(ctx.rows(), cache)), grow)
 

@@ -35,7 +35,7 @@ TEMPLATE = (
     "{%% else %%}{%% if not loop.first %%}{{ '\n' }}{%% endif %%}{{ m['content'] }}{%% endif %%}"
     "{%% endfor %%}{%% if add_generation_prompt %%}%(eos)s%(start)s{%% endif %%}"
 )
-# The encoder's states of prompts [N, Te, D], and which of them are real [N, Te] (None: all)
+# The encoder's states of prompts [N, T, D], and which of them are real [N, T] (None: all)
 Memory = tuple[Tensor, Tensor | None]
 
 
@@ -77,17 +77,17 @@ class Seq2SeqCache(SlotCache):
 class Split(NamedTuple):
     """Documents of a batch, cut at their start tokens, and the places of the decoders' tokens."""
 
-    encoder_NTe: Tensor
-    mask_NTe: Tensor | None  # which of the encoder's tokens are real; None: all
-    decoder_NTd: Tensor
+    encoder_NT: Tensor
+    mask_NT: Tensor | None  # which of the encoder's tokens are real; None: all
+    decoder_NT: Tensor
     real_decoder_NT: Tensor
     where_BT: Tensor
     starts: list[int]
 
-    def spread(self, x_NTdD: Tensor) -> Tensor:
+    def spread(self, x_NTD: Tensor) -> Tensor:
         """Put states back in the batch [B, T, D], with 0 at the encoder's tokens."""
-        whole = x_NTdD.new_zeros(*self.where_BT.shape, x_NTdD.shape[-1])
-        return whole.index_put((self.where_BT,), x_NTdD[self.real_decoder_NT])
+        whole = x_NTD.new_zeros(*self.where_BT.shape, x_NTD.shape[-1])
+        return whole.index_put((self.where_BT,), x_NTD[self.real_decoder_NT])
 
 
 class Seq2SeqModel:
@@ -163,10 +163,10 @@ class Seq2SeqModel:
             pad_sequence([torch.ones_like(x) for x in parts], batch_first=True) > 0
             for parts in (encoders, decoders)
         )
-        encoder_NTe, decoder_NTd = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
-        mask_NTe = None if bool(real_encoder_NT.all()) else real_encoder_NT
+        encoder_NT, decoder_NT = (pad_sequence(x, batch_first=True) for x in (encoders, decoders))
+        mask_NT = None if bool(real_encoder_NT.all()) else real_encoder_NT
         lengths = list(map(len, encoders))
-        return Split(encoder_NTe, mask_NTe, decoder_NTd, real_decoder_NT, where_BT, lengths)
+        return Split(encoder_NT, mask_NT, decoder_NT, real_decoder_NT, where_BT, lengths)
 
     def head_input(
         self,
@@ -175,47 +175,47 @@ class Seq2SeqModel:
         document_BT: Tensor | None = None,
         cache: Seq2SeqCache | None = None,
     ) -> tuple[Tensor, Split]:
-        """The LM head's input [N, Td, D] for whole texts, and how they were split. With a `cache`,
+        """The LM head's input [N, T, D] for whole texts, and how they were split. With a `cache`,
         the texts are prompts and are cached."""
         split = self.split(ids_BT, position_BT, document_BT)
-        (N, Td), Te = split.decoder_NTd.shape, split.encoder_NTe.shape[1]
+        (N, decoder_length), encoder_length = split.decoder_NT.shape, split.encoder_NT.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
         require(
-            longest >= Te,
-            f"a prompt of {Te} tokens does not fit the {longest} positions of the encoder: give "
-            "fewer tokens",
+            longest >= encoder_length,
+            f"a prompt of {encoder_length} tokens does not fit the {longest} positions of the "
+            "encoder: give fewer tokens",
         )
-        memory = self._encoded(split), split.mask_NTe
+        memory = self._encoded(split), split.mask_NT
         if cache is None:
-            place = Place(torch.arange(Td, device=ids_BT.device).expand(N, -1))
+            place = Place(torch.arange(decoder_length, device=ids_BT.device).expand(N, -1))
         else:
-            place = cache.place(split.decoder_NTd)
+            place = cache.place(split.decoder_NT)
             cache.starts, cache.memory = split.starts, memory
-        return self._decode(split.decoder_NTd, place, memory, cache), split
+        return self._decode(split.decoder_NT, place, memory, cache), split
 
     def _encoded(self, split: Split) -> Tensor:
-        """The encoder's states [N, Te, D]; those of padding are anything."""
-        if not self.encodes_apart or split.mask_NTe is None:
-            return self._encode(split.encoder_NTe, split.mask_NTe)
+        """The encoder's states [N, T, D]; those of padding are anything."""
+        if not self.encodes_apart or split.mask_NT is None:
+            return self._encode(split.encoder_NT, split.mask_NT)
         rows, states = list[Tensor](), list[Tensor]()
         for length in sorted(set(split.starts)):
             rows_n = torch.tensor([n == length for n in split.starts]).nonzero()[:, 0]
-            part = self._encode(split.encoder_NTe[rows_n, :length], None)
+            part = self._encode(split.encoder_NT[rows_n, :length], None)
             rows.append(rows_n)
-            states.append(nn.functional.pad(part, (0, 0, 0, split.encoder_NTe.shape[1] - length)))
+            states.append(nn.functional.pad(part, (0, 0, 0, split.encoder_NT.shape[1] - length)))
         return torch.cat(states)[torch.cat(rows).argsort()]
 
-    def _encode(self, ids_NTe: Tensor, mask_NTe: Tensor | None) -> Tensor:
+    def _encode(self, ids_NT: Tensor, mask_NT: Tensor | None) -> Tensor:
         config = self.encoder.config
         if (
             self._blocks
             and self.encoder.attention_type != config.attention_type
             # as transformers decides, which switches to full attention, but never back
-            and ids_NTe.shape[1] > (5 + 2 * config.num_random_blocks) * config.block_size
+            and ids_NT.shape[1] > (5 + 2 * config.num_random_blocks) * config.block_size
         ):
             with torch.random.fork_rng(devices=[]):  # new parts draw weights and drop them
                 self.encoder.set_attention_type(config.attention_type)
-        states: Tensor = self.encoder(input_ids=ids_NTe, attention_mask=mask_NTe).last_hidden_state
+        states: Tensor = self.encoder(input_ids=ids_NT, attention_mask=mask_NT).last_hidden_state
         return states
 
     def continued(

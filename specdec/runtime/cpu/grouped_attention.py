@@ -29,14 +29,14 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Like transformers' `sdpa`, but for a decoding step's few tokens, the query heads that share a
     KV head become extra rows of one query; `sdpa` would copy the keys for every query head. query
-    [B, H, T, Dh], key and value [B, Hkv, P, Dh]; returns [B, T, H, Dh]. Raises UserError if a model
+    [B, H, T, D], key and value [B, H, P, D]; returns [B, T, H, D]. Raises UserError if a model
     asks for attention sinks or a soft cap, which sdpa does not compute."""
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
         raise UserError(
             f"{type(module).__name__} has attention sinks or a soft cap, which sdpa leaves out: "
             "give target.attn_implementation=eager"
         )
-    B, H, T, Dh = query.shape
+    B, H, T, head_dim = query.shape
     groups = H // key.shape[1]
     alike = attention_mask is None or attention_mask.shape[1] == 1  # one mask for all heads
     few = alike and (T == 1 or (attention_mask is not None and groups * T <= FEW))
@@ -45,7 +45,7 @@ def grouped_attention(
     if attention_mask is not None:
         attention_mask = stacked(attention_mask, groups, query.dtype)
     out = nn.functional.scaled_dot_product_attention(
-        query.reshape(B, -1, groups * T, Dh),
+        query.reshape(B, -1, groups * T, head_dim),
         key,
         value,
         attn_mask=attention_mask,

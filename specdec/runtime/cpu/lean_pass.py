@@ -71,21 +71,21 @@ class LeanLayer:
     def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, update: Any
     ) -> Tensor:
-        """The residual stream [B, T, D] after this layer. `cos` and `sin` [B, 1, T, Dh] are laid
+        """The residual stream [B, T, D] after this layer. `cos` and `sin` [B, 1, T, D] are laid
         out for `Tensor.roll`; `update` writes to the cache and returns all keys and values."""
         B, T, _ = x.shape
-        H, Hkv, Dh = self.heads, self.kv_heads, self.head_dim
-        heads = self.qkv(self.before_attention(x)).view(B, T, -1, Dh).transpose(1, 2)
-        turned = heads[:, : H + Hkv]
+        H, num_kv_heads, head_dim = self.heads, self.kv_heads, self.head_dim
+        heads = self.qkv(self.before_attention(x)).view(B, T, -1, head_dim).transpose(1, 2)
+        turned = heads[:, : H + num_kv_heads]
         if self.head_norms:
-            both = zip(self.head_norms, turned.split([H, Hkv], 1), strict=True)
+            both = zip(self.head_norms, turned.split([H, num_kv_heads], 1), strict=True)
             turned = torch.cat([norm(part) for norm, part in both], 1)
-        turned = torch.addcmul(turned * cos, turned.roll(Dh // 2, -1), sin)
-        keys, values = update(turned[:, H:], heads[:, H + Hkv :])
+        turned = torch.addcmul(turned * cos, turned.roll(head_dim // 2, -1), sin)
+        keys, values = update(turned[:, H:], heads[:, H + num_kv_heads :])
         # the query heads that share a KV head become rows of one query (see grouped_attention.py)
-        query = turned[:, :H].reshape(B, Hkv, -1, Dh)
+        query = turned[:, :H].reshape(B, num_kv_heads, -1, head_dim)
         out = F.scaled_dot_product_attention(query, keys, values, mask, scale=self.scale)
-        joined = out.reshape(B, H, T, Dh).transpose(1, 2).reshape(B, T, H * Dh)
+        joined = out.reshape(B, H, T, head_dim).transpose(1, 2).reshape(B, T, H * head_dim)
         x = self.o(joined, x)
         gate, up = self.gate_up(self.before_mlp(x)).chunk(2, -1)
         return self.down(self.act(gate) * up, x)

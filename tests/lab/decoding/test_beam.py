@@ -290,14 +290,14 @@ def test_rows_hold_the_features_of_their_texts(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_statistics_add_up() -> None:
-    target, U, gamma = make_target("gpt2"), 5, 4
+    target, width, gamma = make_target("gpt2"), 5, 4
     result = beam_search(
         target,
         PROMPT,
         beams=4,
         max_new_tokens=30,
         drafter=near(target, 0.03),
-        draft_beams=U,
+        draft_beams=width,
         gamma=gamma,
         eos=(),
     )
@@ -306,7 +306,7 @@ def test_statistics_add_up() -> None:
     assert result.steps == len(result.ids) == 30
     assert result.tau == sum(r.accepted + 1 for r in rounds) / len(rounds)
     for r in rounds:
-        assert 0 <= r.accepted <= r.drafted <= gamma and r.drafted <= r.nodes <= U * r.drafted
+        assert 0 <= r.accepted <= r.drafted <= gamma and r.drafted <= r.nodes <= width * r.drafted
 
 
 @pytest.mark.parametrize("scratch", [0, 40, 256])

@@ -150,9 +150,9 @@ def test_noise_is_on_what_is_read_and_not_on_what_is_revealed(
     seen: list[Context] = []
     inner = drafter.hidden
 
-    def hidden(ctx: Context, anchors_BA: Tensor, drafted_BAk: Tensor | None) -> Tensor:
+    def hidden(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         seen.append(ctx)
-        return inner(ctx, anchors_BA, drafted_BAk)
+        return inner(ctx, anchors_BA, drafted_BAK)
 
     monkeypatch.setattr(drafter, "hidden", hidden)
     drafter.training_hidden(ctx, torch.tensor([[4, 6, 8]]), TrainingMoment(0.0, [3]))
