@@ -201,6 +201,41 @@ def test_no_module_imports_upwards() -> None:
     assert up == UPWARDS
 
 
+def test_imported_names_exist() -> None:
+    """mypy reads neither the scripts nor the tests, where a rename would break an import."""
+    missing = []
+    for folder in ("scripts", "tests", "examples"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            python = file.suffix == ".py" or (
+                file.is_file() and file.read_bytes()[:22] == b"#!/usr/bin/env python\n"
+            )
+            for node in ast.walk(ast.parse(file.read_text())) if python else ():
+                module = node.module if isinstance(node, ast.ImportFrom) else None
+                if module is None or not module.startswith(("specdec.", "train.")):
+                    continue
+                known = _defined(module) if module in modules() else set()
+                missing += [
+                    f"{file.relative_to(ROOT)}:{node.lineno}: {module} has no {alias.name}"
+                    for alias in node.names
+                    if alias.name not in known and f"{module}.{alias.name}" not in modules()
+                ]
+    assert missing == []
+
+
+@cache
+def _defined(module: str) -> set[str]:
+    """The names that a module defines or imports."""
+    names = set()
+    for node in ast.walk(modules()[module]):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name.split(".")[0] for alias in node.names}
+    return names
+
+
 def test_the_core_never_imports_the_lab() -> None:
     """It finds what the lab brings by name (specdec/plugins.py). Scripts are command lines of
     both."""
