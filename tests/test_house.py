@@ -412,10 +412,10 @@ ABILITIES = (  # the attribute that declares what only some drafters can do, and
     ("calibrations", "noted_alpha"),
     ("in_transformers", "long_prompts"),
     ("trains", "weights_to_save", "beyond_training"),
-    ("adapts_target", "adapted", "settled"),
+    ("adapts_target", "adapted", "with_adapters_merged"),
     ("estimates_acceptance", "confidence"),
     ("separate_heads", "read_by_heads", "heads_of"),
-    ("regresses", "regressed", "regress"),
+    ("closed_form_start", "regressed", "regress"),
 )
 
 

@@ -59,7 +59,7 @@ class Toy(Engine):
     def longest_text(self, model: Mapping[str, Any]) -> int | None:
         return int(model["meta"]["room"])
 
-    def speculation_of(self, reply: Any, server: Server) -> SpeculationCounts:
+    def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts:
         """Only what was accepted is counted: every other token but the first is a step's own."""
         accepted = reply["kept"]
         return SpeculationCounts(len(reply["tokens"]) - 1 - accepted, accepted)

@@ -69,7 +69,7 @@ class Work:
     repeats: int = 1  # how often a prompt is timed
     read: float = 0.0  # tokens that the target reads for each prompt of the final evaluation
     read_once: float = 0.0  # tokens that it reads there for prompts of the calibration
-    regresses: bool = False  # whether the start is solved for
+    closed_form_start: bool = False  # whether the start is solved for
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def of_size(
     answering *= KEEPING if work.kept else 1.0
     watching = (of_held + held * answer) * speeds.trained * FORWARD
     length = tokens + n * answer
-    solved = length / stride(int(length)) if work.regresses else 0
+    solved = length / stride(int(length)) if work.closed_form_start else 0
     trained = work.epochs * length
     evaluations = 1 + work.looks + trained * work.watched if work.epochs else 0
     return Plan(

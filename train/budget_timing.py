@@ -90,15 +90,17 @@ def planned(
         context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
 
     def here() -> tuple[Speeds, bool]:
-        rehearsed, regresses = rehearsal(cfg, whole, train, accelerator)
-        return timed(whole, [t.ids.tolist() for t in train], batch, rehearsed, context), regresses
+        rehearsed, closed_form_start = rehearsal(cfg, whole, train, accelerator)
+        return timed(
+            whole, [t.ids.tolist() for t in train], batch, rehearsed, context
+        ), closed_form_start
 
     ranks = ranks_of(accelerator, target)
-    speeds, regresses = here() if ranks.team is None else ranks.first(here)
-    regresses = regresses and cfg.stage.draft is None
+    speeds, closed_form_start = here() if ranks.team is None else ranks.first(here)
+    closed_form_start = closed_form_start and cfg.stage.draft is None
     asked = statistics.mean(len(p.ids) for p in split.prompts) if split.prompts else 0.0
     of_parts = len(split.prompts), len(split.validation_prompts)
-    work = work_of(cfg, of_parts, asked, accelerator.num_processes, regresses)
+    work = work_of(cfg, of_parts, asked, accelerator.num_processes, closed_form_start)
     used = cfg.budget.spent + time.monotonic() - started
     left = PLANNED * (60 * cfg.budget.minutes - used)
     lengths = [[len(t.ids) for t in side] for side in (train, validation)]
@@ -125,11 +127,15 @@ def planned(
 
 
 def work_of(
-    cfg: Config, prompts: tuple[int, int], length: float, processes: int, regresses: bool
+    cfg: Config,
+    prompts: tuple[int, int],
+    length: float,
+    processes: int,
+    closed_form_start: bool,
 ) -> Work:
     """The work of a run with so many held-out `prompts`, of the test part and of the validation
-    part. `length` is the mean number of their tokens; `regresses` says whether the run solves for
-    its start."""
+    part. `length` is the mean number of their tokens; `closed_form_start` says whether the run
+    solves for its start."""
     measured = min(cfg.decode.prompts, prompts[0])
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     ways = 2 + cfg.decode.fastest + (cfg.also is not None)
@@ -157,7 +163,7 @@ def work_of(
         read_once=calibrating * len(cfg.decode.temperatures) * (asked + along),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
         looks=len(SHARES) if cfg.loop.eval_every else 0,
-        regresses=regresses,
+        closed_form_start=closed_form_start,
     )
 
 
@@ -175,7 +181,7 @@ def rehearsal(
     cfg: Config, target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
 ) -> tuple[Callable[[], int], bool]:
     """A function that does a training step of a throwaway draft, on texts as long as the run's, and
-    returns the number of tokens read; and whether such a draft `regresses`."""
+    returns the number of tokens read; and whether such a draft has a closed-form initialisation."""
     documents = []
     if not cfg.trains:
         return lambda: 1, False
@@ -203,7 +209,7 @@ def rehearsal(
             optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
-    return step, drafter.regresses
+    return step, drafter.closed_form_start
 
 
 def timed(

@@ -31,7 +31,7 @@ from train.data.response_files import (
     responses_key,
 )
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.sequences import Document, Prompt, too_long_prompt
+from train.data.sequences import Document, Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 from train.data.template import DISAGREE
 
@@ -157,7 +157,7 @@ def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
 def _left_out(cfg: DataConfig, split: DataSplit[Any]) -> int:
     """How many conversations are skipped because they, or their prompts, are too long."""
     if cfg.answers == "target":
-        return split.tally.dropped[too_long_prompt(cfg.max_prompt)]
+        return split.tally.dropped[reason_prompt_too_long(cfg.max_prompt)]
     return len(split.tally.too_long)
 
 

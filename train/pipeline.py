@@ -218,7 +218,7 @@ def _trained(
     before = parts.checksum()
     trained = ranks_of(accelerator).first(lambda: training_checkpoint.steps(folder / "checkpoints"))
     assert isinstance(drafter, Trainable)
-    if cfg.stage.draft is None and not trained and drafter.regresses:
+    if cfg.stage.draft is None and not trained and drafter.closed_form_start:
         (known,) = hidden_states.sources(drafter, [texts.train]) if on_policy else (source,)
         regress(drafter, known, cfg.data.max_length, accelerator, progress)
     gamma = min(cfg.decode.deepest(drafter.depth), drafter.limits.depth or DEEPEST)

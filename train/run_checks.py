@@ -21,7 +21,7 @@ from specdec.targets.parts import TargetParts
 from train import training_checkpoint
 from train.data.conversations import DataConfig
 from train.data.reader import require_readable
-from train.hidden_states.store import megabytes
+from train.hidden_states.store import in_megabytes
 from train.initialisation import require_starts
 from train.run_config import Config
 from train.run_documents import RunDocuments
@@ -85,8 +85,9 @@ def _require_room_for_draft(cfg: Config, folder: Path, parts: TargetParts) -> No
     needed, free = 3 * 4 * weights, shutil.disk_usage(folder).free
     require(
         needed <= free,
-        f"the checkpoints of this draft need {megabytes(needed)} or more, and the disk of {folder} "
-        f"has {megabytes(free)} free: make room, or give another name= or hydra.run.dir=",
+        f"the checkpoints of this draft need {in_megabytes(needed)} or more, and the disk of "
+        f"{folder} has {in_megabytes(free)} free: make room, or give another name= or "
+        "hydra.run.dir=",
     )
 
 

@@ -52,17 +52,17 @@ class Adaptive(Length, ABC):
         self.rounds = 0
 
     @abstractmethod
-    def rates(self, alpha: list[float], batch: int) -> list[float]:
+    def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:
         """Tokens per unit of time for γ = 0 … limit; any unit will do."""
 
     def gamma(self, batch: int) -> int:
         self.rounds += 1
         alpha = self.by_depth()
-        rates = self.rates(alpha, batch)
+        rates = self.speed_by_gamma(alpha, batch)
         best, every = rates.index(max(rates)), self.explore_every
         if every == 0 or self.rounds % every or best == self.limit:
             return best
-        hoped = self.rates(alpha[:best] + [1.0] * (len(alpha) - best), batch)
+        hoped = self.speed_by_gamma(alpha[:best] + [1.0] * (len(alpha) - best), batch)
         return best + (max(hoped[best + 1 :]) > rates[best])
 
     def by_depth(self) -> list[float]:
@@ -111,7 +111,7 @@ class Optimal(Adaptive):
             "which an evaluation reports under costs",
         )
 
-    def rates(self, alpha: list[float], batch: int) -> list[float]:
+    def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:
         assert self.c is not None
         return leviathan.walltime_by_gamma(alpha, self.c, self.limit, self.pass_cost)
 
@@ -168,7 +168,7 @@ class Goodput(Adaptive):
     def use(self, figures: CostTable | None = None) -> None:
         self.costs = figures or CostTable.load(self.table)
 
-    def rates(self, alpha: list[float], batch: int) -> list[float]:
+    def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:
         tokens = leviathan.tokens_by_gamma(alpha, self.limit)
         return [t / self.costs.step(gamma, batch) for gamma, t in enumerate(tokens)]
 

@@ -71,7 +71,7 @@ class Trials(Protocol):
     def cost_table(self) -> "SavedFigures":
         """The times of whole rounds, by batch and γ."""
 
-    def after_decoding(self, policy: Length, outcome: Callable[[], T]) -> T:
+    def decode_then(self, policy: Length, outcome: Callable[[], T]) -> T:
         """`outcome()` after some prompts were decoded with chains that `policy` shortens."""
 
 

@@ -34,7 +34,9 @@ def states(
     """`Predictor.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
     a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAK is None:
-        return windows(over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth)
+        return entries_from(
+            over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth
+        )
     each = truncated_contexts(ctx, anchors_BA, drafted_BAK)
     of_anchors = torch.stack([over_text(one.ids_BT, None, None)[0, a:] for a, one in each])
     return of_anchors.view(*drafted_BAK.shape[:2], drafted_BAK.shape[2] + 1, -1)
@@ -69,10 +71,10 @@ def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None, de
 
 def text_after(ids_BT: Tensor, anchors_BA: Tensor, count: int) -> Tensor:
     """The text's own tokens [B, A, count] after each anchor (clamped at the text's end)."""
-    return windows(ids_BT, anchors_BA + 1, count)
+    return entries_from(ids_BT, anchors_BA + 1, count)
 
 
-def windows(x_BT: Tensor, first_BA: Tensor, count: int) -> Tensor:
+def entries_from(x_BT: Tensor, first_BA: Tensor, count: int) -> Tensor:
     """`count` entries [B, A, count, …] starting at each index (clamped at the text's end)."""
     steps = torch.arange(count, device=x_BT.device)
     index = (first_BA[..., None] + steps).clamp_max(x_BT.shape[1] - 1)
@@ -89,7 +91,7 @@ def pieces(x_BT: Tensor, starts: list[int], count: int) -> Tensor:
     """`count` entries of each row [B, count, …] from that row's start (clamped at the end)."""
     if len(set(starts)) == 1 and starts[0] + count <= x_BT.shape[1]:
         return x_BT[:, starts[0] : starts[0] + count]
-    return windows(x_BT, torch.tensor(starts, device=x_BT.device)[:, None], count)[:, 0]
+    return entries_from(x_BT, torch.tensor(starts, device=x_BT.device)[:, None], count)[:, 0]
 
 
 def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:

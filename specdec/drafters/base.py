@@ -217,7 +217,7 @@ class Drafter(nn.Module, ABC):
         trained for, so that the deepest tokens are accepted less often; else empty."""
         return ""
 
-    def settled(self, target: Target) -> "tuple[Drafter, Target]":
+    def with_adapters_merged(self, target: Target) -> "tuple[Drafter, Target]":
         """The drafter and the target to decode with, not yet attached: these two or, if the drafter
         `adapts_target`, a drafter without adapters and a copy of the target with them merged."""
         return self, target
@@ -459,13 +459,13 @@ class Trainable(Predictor):
         return self.hidden(ctx, anchors_BA, None)
 
     @property
-    def regresses(self) -> bool:
+    def closed_form_start(self) -> bool:
         """Whether the config asks for an initialisation in closed form, by `regress`."""
         return getattr(self.config, "start", None) == "regression"
 
     def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Initialise the weights in closed form, by least squares over a part of the training
-        texts. `known()` yields the same part every time. Called only if the drafter `regresses`."""
+        texts. `known()` yields the same part every time. Called only with `closed_form_start`."""
         raise NotImplementedError
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:

@@ -94,7 +94,7 @@ class Eagle(Solved):
         pair = self.fc(self.joined(embedding, feature))
         return pair, pair
 
-    def onward(self, hidden: Tensor) -> Tensor:
+    def state_for_next_depth(self, hidden: Tensor) -> Tensor:
         """With `detach`, the aligned forwards of HASS (Zhang et al. 2025, arXiv 2408.15766;
         HArmonizedSS/HASS, model/cnets_hass.py).
 

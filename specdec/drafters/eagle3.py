@@ -143,7 +143,7 @@ class Eagle3(Solved):
         both = torch.cat([layer.input_layernorm(embedding), normed], -1)  # [e; n(h)] [..., 2D]
         return both, normed if self.config.norm_before_residual else feature  # residual [..., D]
 
-    def onward(self, hidden: Tensor) -> Tensor:
+    def state_for_next_depth(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden  # [..., D]
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
@@ -194,7 +194,7 @@ class Eagle3(Solved):
         for some in known():
             x, e = self.normed(self.before(some)), layer.input_layernorm(self.token(some, 0))
             output = torch.cat([x, e], -1) @ weight.to(x)
-            both, residual = self.enter(self.token(some, 1), self.onward(output))
+            both, residual = self.enter(self.token(some, 1), self.state_for_next_depth(output))
             later.add(both, self.wanted(some, 1) - residual)
 
         F = len(first.xx) - D  # the width of x

@@ -259,7 +259,7 @@ class Hybrid(Drafter):
         tried_NK, right_NK = self.tried_NK.cpu(), self.right_NK.cpu()
         return (WEIGHT * prior(tried_NK.shape[1]) + right_NK) / (WEIGHT + tried_NK)
 
-    def rates(self) -> tuple[list[list[float]], list[float]]:
+    def speeds_of_members(self) -> tuple[list[list[float]], list[float]]:
         """Tokens committed in the time of a plain step, by rounds of 0, 1, 2, … copied tokens in
         each cell, and by rounds of 0, 1, 2, … tokens of the head."""
         if self._rates is None:
@@ -273,14 +273,14 @@ class Hybrid(Drafter):
         """The tokens to copy at the end of a text: none if the head should commit more, unless the
         two go `beside` each other in a tree."""
         copied = memory.chain(self.longest)
-        of_cells, of_head = self.rates()
+        of_cells, of_head = self.speeds_of_members()
         rates = of_cells[cell(memory)][: len(copied) + 1]
         best = max(rates)
         return copied[: rates.index(best)] if beside or best >= max(of_head) else []
 
     def drafted(self) -> int:
         """How many tokens the head drafts when it is used; 0 if a plain step is faster."""
-        _, rates = self.rates()
+        _, rates = self.speeds_of_members()
         return rates.index(max(rates))
 
     def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:

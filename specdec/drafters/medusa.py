@@ -162,7 +162,7 @@ class Medusa(Heads):
         state_NTD = self.body.held(input_ids=ids_NT, use_cache=False, **inputs).last_hidden_state
         return self.target.before_head(state_NTD)
 
-    def settled(self, target: Target) -> "tuple[Medusa, Target]":
+    def with_adapters_merged(self, target: Target) -> "tuple[Medusa, Target]":
         if not self.adapts_target(self.config):
             return self, target
         config = replace(self.config, adapter=TargetLoraOptions())

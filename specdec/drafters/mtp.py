@@ -156,8 +156,8 @@ class MTP(Solved):
         self.of_target = bool(theirs)
 
     @property
-    def regresses(self) -> bool:
-        return super().regresses and not self.of_target
+    def closed_form_start(self) -> bool:
+        return super().closed_form_start and not self.of_target
 
     def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the best linear draft (`solve_pairs`), with attention that adds nothing at first

@@ -76,7 +76,7 @@ class PEagle(Eagle3):
                 weight_TK[drawn[count:], k] = 0
         return weight_TK
 
-    def onward(self, hidden: Tensor) -> Tensor:
+    def state_for_next_depth(self, hidden: Tensor) -> Tensor:
         return self.fuse(self.mask_hidden).expand_as(hidden)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:

@@ -118,14 +118,14 @@ class Recurrent(Trainable):
     def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
-    def onward(self, hidden: Tensor) -> Tensor:
+    def state_for_next_depth(self, hidden: Tensor) -> Tensor:
         """What the next depth reads in place of a feature, from the output [..., D]."""
         return hidden
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
         """The output [B, T, D] after pairs of an embedding and a state [B, T, D]. A state is a
-        feature (see `fuse`), or what `onward` makes of an earlier output. Both training and
-        drafting take this step, each with its own attention."""
+        feature (see `fuse`), or what `state_for_next_depth` makes of an earlier output. Both
+        training and drafting take this step, each with its own attention."""
         read, residual = self.enter(embedding, state)  # [B, T, width], [B, T, D]
         stream: Tensor = self.layer(read, residual, attend)  # [B, T, D]; [B, T, D] of the last
         for i, layer in enumerate(self.upper, 1):
@@ -171,7 +171,7 @@ class Recurrent(Trainable):
                 keys.cut(width)
             attend = OverSequence(keys, self.rope(position_BA + depth, P + k))
             embedding_BAD = self.embed(drafted_BAK[:, :width, depth - 1])
-            output_BAD = self.step(embedding_BAD, self.onward(output_BAD), attend)
+            output_BAD = self.step(embedding_BAD, self.state_for_next_depth(output_BAD), attend)
             steps.append(output_BAD)
         return steps
 
@@ -249,7 +249,7 @@ class Recurrent(Trainable):
         `features` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
         earlier = features if own is None else own
         assert earlier is not None
-        state = self.fuse(earlier) if own is None else self.onward(earlier)
+        state = self.fuse(earlier) if own is None else self.state_for_next_depth(earlier)
         over_slots = OverSlots(cache, (cos, sin), lambda _: mask, 1 + len(self.upper), last)
         hidden = self.step(embedding, state, over_slots)
         return hidden, self.unembed(hidden, 0)
@@ -409,7 +409,7 @@ class Solved(Recurrent):
                 normed = layer.post_attention_layernorm(stream)
                 inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
                 rest.add(inner, self.wanted(some, depth) - stream)
-                feature = self.onward(layer.leave(stream))
+                feature = self.state_for_next_depth(layer.leave(stream))
         mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
 
 

@@ -94,7 +94,7 @@ def decoder_layers(target: TargetParts, name: str) -> int:
     return target.depth
 
 
-def viewed_layers(target: TargetParts, name: str) -> int:
+def count_of_runnable_layers(target: TargetParts, name: str) -> int:
     """`decoder_layers`, for a draft that runs them itself. Raises UserError also if one of them
     keeps a state, which drafts would move."""
     require(

@@ -214,7 +214,7 @@ class Engine:
     def require_drafting(self, server: Server) -> None:
         """Raise UserError for a server that is seen to serve without a draft."""
 
-    def speculation_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
+    def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
         """The figures that a reply gives for itself; None if it gives none. Raises UserError for
         figures that cannot be read."""
         return None

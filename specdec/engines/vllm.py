@@ -100,7 +100,7 @@ class Vllm(Engine):
     def draft_options(self, draft: DraftToServe) -> list[str]:
         how = self.speculative_config(draft.drafter, str(draft.folder), draft.gamma)
         options = ["--speculative-config", json.dumps(how)]
-        options += ["--per-request-spec-decode-metrics", "summary"]  # see `speculation_of`
+        options += ["--per-request-spec-decode-metrics", "summary"]  # see `speculation_counts_of`
         return options + (["--hf-overrides", draft.overrides] if draft.overrides else [])
 
     def states_options(self, layers: Sequence[int], folder: Path) -> list[str]:
@@ -165,7 +165,7 @@ class Vllm(Engine):
             "serve the target with the draft, as scripts/serve --draft does",
         )
 
-    def speculation_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
+    def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
         """From `metrics.speculative_decoding`, which vLLM gives with
         --per-request-spec-decode-metrics."""
         metrics = reply.get("metrics")

@@ -149,7 +149,7 @@ def load_draft_with_target(
     folder = Path(folder)
     stored = read_draft(folder, target)
     drafter: Drafter = stored.to(target.device)
-    drafter, target = drafter.settled(target)
+    drafter, target = drafter.with_adapters_merged(target)
     drafter.calibrations = stored.calibrations
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)

@@ -44,7 +44,7 @@ from specdec.formats.layout import (
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.parts import TargetParts
-from specdec.targets.saved import both_forms, save_tokenizer
+from specdec.targets.saved import save_tokenizer, with_older_rope_keys
 from specdec.targets.target import Target
 
 FAMILIES = {
@@ -124,7 +124,7 @@ def write_export(
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{folder}: not written")
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
-    config = both_forms(chosen.config(drafter, target))
+    config = with_older_rope_keys(chosen.config(drafter, target))
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
     with replaced(folder, _written(folder)) as partial:
         chosen.save(partial, renamed(tensors, chosen.prefixes), config)

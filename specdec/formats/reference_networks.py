@@ -186,9 +186,9 @@ def unrolled(
     the next depth reads in place of a feature."""
     ids_P, features_PD, logits = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
     for depth in range(trial.depths):
-        read, onward = run(files.embed(ids_P), features_PD)
+        read, state_for_next_depth = run(files.embed(ids_P), features_PD)
         logits.append(files.head(read[-1]))
-        features_PD = torch.cat([features_PD, onward[-1:]])
+        features_PD = torch.cat([features_PD, state_for_next_depth[-1:]])
         ids_P = torch.cat([ids_P, trial.following(anchor)[depth : depth + 1]])
     return torch.stack(logits)
 

@@ -120,7 +120,7 @@ class TrialsOfChains:
     def cost_table(self) -> CostTable:
         return cost_table(self.setup, self.chains, self.prompts[0])
 
-    def after_decoding(self, policy: Length, outcome: Callable[[], T]) -> T:
+    def decode_then(self, policy: Length, outcome: Callable[[], T]) -> T:
         def decoded() -> T:
             self.setup.rounds(self.prompts, replace(self.chains, length=policy, compiled=False))
             return outcome()

@@ -115,7 +115,7 @@ class MeasuredServer:
         )
         if not self.speculates:
             return TimedResponse(ids, seconds)
-        counted = self.engine.speculation_of(reply, self.server)
+        counted = self.engine.speculation_counts_of(reply, self.server)
         if counted is None:
             counted = self._counted(before, len(ids))
         else:

@@ -22,10 +22,10 @@ TOKENIZER = "tokenizer_config.json"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
-def both_forms(config: dict[str, Any]) -> dict[str, Any]:
+def with_older_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
     """The keys of a config with its rotary parameters in the form of version 4 as well, in parts of
     the config too."""
-    keys = {name: both_forms(x) if _is_config(x) else x for name, x in config.items()}
+    keys = {name: with_older_rope_keys(x) if _is_config(x) else x for name, x in config.items()}
     rope = keys.get("rope_parameters")
     if not isinstance(rope, dict) or not rope:
         return keys
@@ -60,7 +60,7 @@ def rewrite_config(folder: Path, tied: bool) -> None:
     logging.set_verbosity_error()
     try:
         before = computing_keys(AutoConfig.from_pretrained(folder))
-        for form in (both_forms(saved), _without_scaling(both_forms(saved))):
+        for form in (with_older_rope_keys(saved), _without_scaling(with_older_rope_keys(saved))):
             file.write_text(json.dumps(form, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             if computing_keys(AutoConfig.from_pretrained(folder)) == before:
                 return

@@ -331,7 +331,7 @@ def test_a_drafter_gives_the_methods_that_its_attributes_declare(kind: type[Draf
         assert [*map(gives, methods)] == [getattr(kind, attribute, False)] * len(methods), attribute
     assert gives("regress") or "regression" not in starts_of(kind.Config)
     adapts = kind.adapts_target.__func__ is not Drafter.adapts_target.__func__  # type: ignore[attr-defined]
-    assert gives("adapted") == gives("settled") == adapts
+    assert gives("adapted") == gives("with_adapters_merged") == adapts
     assert kind.copies != issubclass(kind, Predictor)  # else it has a distribution of its own
     assert issubclass(kind, Trainable) or not kind.trains(kind.Config())
 

@@ -186,8 +186,8 @@ def test_options_of_eagle3_are_read_as_vllm_reads_them(
         stream = stacked(drafter, tokens, feature, torch.arange(n), sees)[-1:]
         normed = drafter.norm(stream)
         torch.testing.assert_close(ours[k], drafter.lm_head(normed)[0], atol=1e-5, rtol=1e-5)
-        onward = normed if drafter.config.norm_output else stream
-        feature = torch.cat([feature, onward])
+        state_for_next_depth = normed if drafter.config.norm_output else stream
+        feature = torch.cat([feature, state_for_next_depth])
 
 
 def test_several_layers_start_as_the_targets_last_ones(target: Target) -> None:

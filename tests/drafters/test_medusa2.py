@@ -69,7 +69,7 @@ def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
     schedule is sin(π / 4); every anchor a counts KL(original ‖ adapted) after the tokens up to a.
     """
     drafter, objective = made(target), ObjectiveConfig()
-    plain, own = drafter.settled(target)
+    plain, own = drafter.with_adapters_merged(target)
     sampler, moment = Sampler(1.0), TrainingMoment(progress=0.5)
     forcing = TeacherForcing(drafter, target, sampler, objective)
     batch = batch_of(target, drafter.needs, sampler, TEXTS, MASKS)
@@ -92,7 +92,7 @@ def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
 
 def test_packed_texts_do_not_see_each_other(target: Target) -> None:
     drafter = made(target)
-    _, own = drafter.settled(target)
+    _, own = drafter.with_adapters_merged(target)
     ids, position = torch.tensor([TEXTS[0] + TEXTS[1]]), torch.arange(10).repeat(2)[None]
     found = drafter.adapted(Context(ids, position_BT=position), 0.5)
     assert found is not None and found[1] == pytest.approx(0.5 * math.sqrt(0.5))
@@ -155,7 +155,7 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
 def test_the_shift_is_counted_over_the_originals_answers(target: Target) -> None:
     none = shift(target, target, TEXTS, 6, 2)
     assert (none.kl.value, none.same.value, none.kl.n, none.same.n) == (0, 1, 12, 2)
-    _, own = made(target).settled(target)
+    _, own = made(target).with_adapters_merged(target)
     moved, expected, same = shift(target, own, TEXTS, 6, 1), 0.0, 0
     for ids in TEXTS:
         text, n = [*ids, *generate(target, ids, max_new_tokens=6).ids], len(ids)
@@ -170,7 +170,7 @@ def test_the_second_stage_starts_from_the_heads_of_the_first(target: Target) -> 
     second = Medusa.build(config(), target, torch.arange(40), earlier=first)
     for name, x in first.state_dict().items():
         assert torch.equal(second.state_dict()[name], x)
-    _, own = second.float().settled(target)
+    _, own = second.float().with_adapters_merged(target)
     assert torch.equal(logits(own, TEXTS[0]), logits(target, TEXTS[0]))
 
 

@@ -197,7 +197,7 @@ def test_training_starts_from_the_targets_own_modules(tmp_path: Path, count: int
     assert isinstance(parts, StoredTargetParts)
     for target in (whole, parts):
         drafter = MTP.build(MTPConfig(modules=3), target)
-        assert not drafter.regresses
+        assert not drafter.closed_form_start
         state = drafter.state_dict()
         assert len(state) == 3 * (len(own) // count)
         for name, x in state.items():
@@ -211,7 +211,7 @@ def test_modules_of_another_kind_are_left(tmp_path: Path) -> None:
     with_modules(tmp_path / "model", 1, latent=True)
     target = load_target(TargetConfig(str(tmp_path / "model"), "float32", "cpu"))
     drafter = MTP.build(MTPConfig(), target)
-    assert drafter.regresses
+    assert drafter.closed_form_start
     query = target.layer(-1)["self_attn.q_proj.weight"]
     assert torch.equal(drafter.state_dict()["layers.0.self_attn.q_proj.weight"], query)
 

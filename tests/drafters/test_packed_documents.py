@@ -90,7 +90,7 @@ def test_an_adapted_target_of_medusa(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of("opt", monkeypatch)
     config = MedusaConfig(depth=2, adapter=TargetLoraOptions(rank=2))
     drafter: Any = random_drafter(config, target, 0.1)
-    _, adapted = drafter.settled(target)
+    _, adapted = drafter.with_adapters_merged(target)
 
     def read(*of_text: Tensor) -> Tensor:
         ids, position, document = of_text

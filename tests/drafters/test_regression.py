@@ -147,7 +147,7 @@ def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, A
         config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start=start, depth=2, **options)
         torch.manual_seed(0)
         drafter = Eagle3.build(config, target).float()
-        if drafter.regresses:
+        if drafter.closed_form_start:
             with torch.no_grad():
                 drafter.regress(lambda drafter=drafter: [read(drafter, seed) for seed in range(6)])
         found[start] = agreement(drafter, read(drafter, 99))
@@ -191,7 +191,7 @@ def test_a_draft_starts_as_the_linear_recurrence_of_the_states(config: Any, leas
     for start in starts_of(config)[:2]:
         torch.manual_seed(0)
         drafter = family.build(replace(config, start=start), target).float()
-        if drafter.regresses:
+        if drafter.closed_form_start:
             with torch.no_grad():
                 drafter.regress(lambda: [read_states(target, seed) for seed in range(6)])
         known = read_states(target, 99)
@@ -252,8 +252,8 @@ def test_a_draft_that_is_trained_further_keeps_the_rates_of_its_start(
     draft_checkpoint.write_draft(tmp_path, Eagle3.build(earlier, target), target)
     config = replace(earlier, start="regression")
     documents = [Document("a", np.arange(9, dtype=np.int32), np.ones(9, bool))]
-    onward = initial_drafter(StageConfig(str(tmp_path)), config, target, documents, 0)
-    assert onward.config.start == "target" and not onward.learning_rates
+    state_for_next_depth = initial_drafter(StageConfig(str(tmp_path)), config, target, documents, 0)
+    assert state_for_next_depth.config.start == "target" and not state_for_next_depth.learning_rates
     fresh = initial_drafter(StageConfig(), config, target, documents, 0)
     assert fresh.learning_rates == {"fc.*": 0.03}
 
@@ -291,7 +291,7 @@ def test_a_run_starts_by_regression_and_not_again(
     assert weights["midlayer.self_attn.q_proj.weight"][:, D:].abs().max() < 1e-20  # 0 at the start
     tiny.job(tmp_path / "run", "eagle3", "optim.lr=1e-30")  # it is finished, and not trained again
     tiny.job(tmp_path / "other", "eagle3", "drafter.start=target")
-    tiny.job(tmp_path / "onward", "eagle3", f"drafter.from={tmp_path}/run/best")
+    tiny.job(tmp_path / "state_for_next_depth", "eagle3", f"drafter.from={tmp_path}/run/best")
     assert len(made) == 1
 
 

@@ -21,7 +21,7 @@ from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export
 from specdec.targets.causal import CausalTarget
-from specdec.targets.saved import both_forms
+from specdec.targets.saved import with_older_rope_keys
 from tests.tiny import REPOSITORY, make_tokenizer, random_drafter
 
 Reader = subprocess.Popen[str]
@@ -174,7 +174,7 @@ def test_what_readers_would_draft_otherwise_is_said(tmp_path: Path) -> None:
 def test_both_forms_by_hand() -> None:
     rope = YARN | {"rope_theta": 2e4, "partial_rotary_factor": 0.5}
     config = {"text_config": {"model_type": "x", "rope_parameters": rope}, "a": 1}
-    form = both_forms(config)
+    form = with_older_rope_keys(config)
     assert form == {
         "a": 1,
         "text_config": {

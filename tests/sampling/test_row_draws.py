@@ -16,8 +16,8 @@ def test_the_published_vector() -> None:
     """A row's state is the first number of its seed; each number is 52 bits of SplitMix64's."""
     assert RowDraws([0]).state_B.tolist() == [_signed(KNOWN[0])]
     assert RowDraws([STEP, 2 * STEP]).state_B.tolist() == [_signed(x) for x in KNOWN[1:3]]
-    row = RowDraws([0])
-    row.state_B = torch.tensor([0])
+    row = RowDraws([0], DEVICE)
+    row.state_B = torch.zeros_like(row.state_B)
     assert row.uniform(4)[0].tolist() == [(x >> 12) / 2**52 for x in KNOWN]
 
 

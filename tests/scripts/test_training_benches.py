@@ -374,8 +374,8 @@ def test_heads_of_several_sizes_and_their_frontier(
 def test_a_loss_is_computed_in_each_way(way: str) -> None:
     from benches.training import loss_cost
 
-    megabytes, seconds = loss_cost(way, positions=8, vocab=16)
-    assert megabytes >= 0 and seconds > 0
+    in_megabytes, seconds = loss_cost(way, positions=8, vocab=16)
+    assert in_megabytes >= 0 and seconds > 0
 
 
 def test_training_steps_of_two_checkouts_take_turns(

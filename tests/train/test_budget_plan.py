@@ -132,7 +132,7 @@ def test_features_that_are_kept_are_not_read_again() -> None:
 
 def test_a_start_that_is_solved_for_takes_time() -> None:
     """It reads all of 20,000 tokens, but of 260,000 only every third row."""
-    solving = dataclasses.replace(WORK, regresses=True)
+    solving = dataclasses.replace(WORK, closed_form_start=True)
     for available, part in ((154, 1), (2000, 3)):
         lengths = [40] * available
         plain, solved = (

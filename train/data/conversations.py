@@ -209,7 +209,7 @@ class Conversation:
     tokens: Tokens | None = None
     thinking: bool | None = None  # whether the answers were asked for with reasoning, if it is said
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    distinct: tuple[str, ...] = ()  # see `distinct_texts`; (): by its own messages
+    distinct: tuple[str, ...] = ()  # see `texts_that_tell_apart`; (): by its own messages
 
 
 class Repeated(dict[str, Any]):
@@ -299,7 +299,7 @@ class Journal(Tally):
         return noted
 
 
-def distinct_texts(conversation: Conversation) -> tuple[str, ...]:
+def texts_that_tell_apart(conversation: Conversation) -> tuple[str, ...]:
     """What may tell a conversation from others with the same opening: its system prompt, its later
     turns but the answers, and its answers, each shortened. Pieces of a chat have the texts of the
     first piece."""

@@ -25,11 +25,17 @@ from train.data.conversations import (
     Tally,
     Tokens,
     Unusable,
-    distinct_texts,
+    texts_that_tell_apart,
 )
 from train.data.records import conversation_of_record
 from train.data.rendering import REFUSED, special_tokens
-from train.data.sequences import Document, Prompt, document_of, require_short, too_long_prompt
+from train.data.sequences import (
+    Document,
+    Prompt,
+    document_of,
+    reason_prompt_too_long,
+    require_short,
+)
 from train.data.sources import files_of, records
 from train.data.template import DISAGREE, OPENED, Chat, require_no_control
 
@@ -146,7 +152,7 @@ def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Con
             continue
         if last is not None and _goes_on(last, conversation):
             conversation = replace(
-                conversation, opening=last.opening, distinct=distinct_texts(last)
+                conversation, opening=last.opening, distinct=texts_that_tell_apart(last)
             )
         last = conversation
         yield conversation
@@ -178,7 +184,7 @@ def _skipped_piece(last: Conversation, record: Any) -> Conversation | None:
     id = record.get("id") if isinstance(record, dict) else None
     if not isinstance(id, str):
         return None
-    skipped = replace(last, id=id, roles=(), distinct=distinct_texts(last))
+    skipped = replace(last, id=id, roles=(), distinct=texts_that_tell_apart(last))
     begins = (replace(skipped, roles=(role,)) for role in ("user", "assistant"))
     return skipped if any(_goes_on(last, piece) for piece in begins) else None
 
@@ -251,7 +257,7 @@ class Reader:
         every = _prompt_ends(tokens)
         ends = [end for end in every if most is None or end <= most]
         if not ends:
-            raise Unusable(too_long_prompt(most))
+            raise Unusable(reason_prompt_too_long(most))
         ids = np.array(tokens.ids[: ends[-1]], np.int32)
         words = self.tokenizer.decode(ids, skip_special_tokens=True)
         return Prompt(conversation.id, ids, words, shortened=len(ends) < len(every))
@@ -279,7 +285,7 @@ class PlainText:
             raise Unusable("several turns, and the target has no chat template")
         ids = self._ids(begins)
         if most is not None and len(ids) > most:
-            raise Unusable(too_long_prompt(most))
+            raise Unusable(reason_prompt_too_long(most))
         return Prompt(conversation.id, np.array(ids, np.int32), begins[0].content)
 
     def _ids(self, messages: Sequence[Message]) -> list[int]:

@@ -86,7 +86,7 @@ def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
         raise Unusable(f"longer than max_length={cfg.max_length}", tokens=len(ids))
 
 
-def too_long_prompt(most: int | None) -> str:
+def reason_prompt_too_long(most: int | None) -> str:
     """The reason why there is no prompt."""
     return f"no prompt of at most max_prompt={most} tokens"
 

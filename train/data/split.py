@@ -17,7 +17,7 @@ from train.data.conversations import (
     DataConfig,
     Tally,
     Unusable,
-    distinct_texts,
+    texts_that_tell_apart,
 )
 from train.data.near_duplicates import compared_words, near_duplicates, words_of
 from train.data.reader import (
@@ -88,7 +88,7 @@ def split_conversations(
         asks = ask is not None and may_be_held_out(conversation, most)
         kept.append((conversation if asks else None, item))
         opened.append(conversation.opening)
-        distinct.append(distinct_texts(conversation))
+        distinct.append(texts_that_tell_apart(conversation))
     placed, split.share = told_apart(opened, distinct, cfg)
     openings: dict[bool, list[str]] = {True: [], False: []}  # as they were placed
     asked = list[tuple[Conversation, int]]()  # with their places on the held-out side
@@ -304,7 +304,7 @@ def _trained(text: str, fraction: float) -> str:
 def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
     """Whether a conversation may be held out, whichever of its texts decides (`told_apart`)."""
     texts = {conversation.opening: " ".join(words_of(conversation.opening))}
-    for more in distinct_texts(conversation):
+    for more in texts_that_tell_apart(conversation):
         words = " ".join(words_of(more))  # once: the words of joined texts are theirs in turn
         texts |= {f"{text}\n{more}": f"{key} {words}".strip() for text, key in texts.items()}
     return any(_place(key) < fraction * 2**64 for key in {k or text for text, k in texts.items()})

@@ -24,8 +24,8 @@ from train.data.sequences import (
     Prompt,
     document_of,
     even_weights,
+    reason_prompt_too_long,
     require_short,
-    too_long_prompt,
 )
 
 DISAGREE = "template and mask disagree"
@@ -493,7 +493,7 @@ class Chat:
                 best.weight = answer.weight
             last, text = i, written
         if best is None:
-            raise Unusable(too_long_prompt(most))
+            raise Unusable(reason_prompt_too_long(most))
         notes = _unread(writer, tools)
         if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or writer.marks:
             notes += self._unwritten(writer, messages[:last], tools, text, answers=False)

@@ -286,8 +286,8 @@ class HiddenStateStore:
         short = self.kind.bytes(tokens) - shutil.disk_usage(self.folder).free
         require(
             short <= 0,
-            f"the feature cache needs {megabytes(self.kind.bytes(tokens))} more, and the disk of "
-            f"{self.folder} is {megabytes(short)} short of that: give features.bits=8, "
+            f"the feature cache needs {in_megabytes(self.kind.bytes(tokens))} more, and the disk "
+            f"of {self.folder} is {in_megabytes(short)} short of that: give features.bits=8, "
             "features.cache=online, or another features.root",
         )
         write_json(self.folder / "meta.json", asdict(self.kind))
@@ -296,7 +296,7 @@ class HiddenStateStore:
         """What storing the features of so many tokens will add, and how much room there is."""
         folder = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free, size = shutil.disk_usage(folder).free, self.kind.bytes(tokens)
-        added = f"{megabytes(size)} to be added, {megabytes(free)} are free"
+        added = f"{in_megabytes(size)} to be added, {in_megabytes(free)} are free"
         return f"feature cache {self.folder}: {added}"
 
     def prepare_for_responses(self, prompts: Sequence[Sequence[int]], new: int) -> None:
@@ -310,7 +310,7 @@ class HiddenStateStore:
         short = self.kind.bytes(most) - shutil.disk_usage(self.folder).free
         if short > 0:
             tell(
-                f"the disk of {self.folder} may become full: it is {megabytes(short)} short if "
+                f"the disk of {self.folder} may become full: it is {in_megabytes(short)} short if "
                 "every response is as long as answers.max_new_tokens; give features.bits=8, "
                 "features.cache=online, or another features.root"
             )
@@ -476,7 +476,7 @@ def _sums_of(file: Any) -> dict[str, str]:
     return sums
 
 
-def megabytes(count: int) -> str:
+def in_megabytes(count: int) -> str:
     """A number of bytes in megabytes, rounded up to a tenth."""
     return f"{-(-count // 10**5) / 10:,.1f} MB"
 

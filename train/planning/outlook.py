@@ -202,7 +202,7 @@ def outlook(cfg: Config) -> Outlook:
         whole = TargetLoader(cfg.target).whole()
     amount, texts = _amount(cfg, parts if whole is None else whole)
     speeds = speeds_of(cfg, of_target, of_draft, device, planning.devices)
-    rounds, regresses = list[RoundCosts](), False
+    rounds, closed_form_start = list[RoundCosts](), False
     if of_draft is not None:
         rounds = [round_costs(of_target, of_draft, device, b) for b in TURNS]
     timed_here = whole is not None and bool(texts)
@@ -211,7 +211,7 @@ def outlook(cfg: Config) -> Outlook:
         cut = cut_responses_in_cache(whole, prompts, cfg.answering)
     if whole is not None and texts:
         console.print("timing this machine, for up to a minute")
-        speeds, regresses = _speeds_here(cfg, whole, texts, accelerator)
+        speeds, closed_form_start = _speeds_here(cfg, whole, texts, accelerator)
         rounds = _rounds_here(cfg, whole, texts)
     return Outlook(
         target=of_target,
@@ -227,7 +227,7 @@ def outlook(cfg: Config) -> Outlook:
         engines=bool(cfg.answering.engines),
         divided=divided,
         cut=cut,
-        **_time_and_disk(cfg, of_target, of_draft, amount, speeds, regresses),
+        **_time_and_disk(cfg, of_target, of_draft, amount, speeds, closed_form_start),
     )
 
 
@@ -237,7 +237,7 @@ def _time_and_disk(
     draft: DraftOutline | None,
     amount: Amount,
     speeds: Speeds,
-    regresses: bool,
+    closed_form_start: bool,
 ) -> dict[str, Any]:
     """How long the run takes at these speeds, as much of it as fits `budget.minutes` if that is
     given, and what it writes."""
@@ -254,7 +254,7 @@ def _time_and_disk(
         asked = float(np.mean([len(prompt.ids) for prompt in split.prompts]))
         each = [[len(text.ids) for text in side] for side in (split.train, split.validation)]
         sides = (n, sum(each[0])), (len(each[1]), sum(each[1]))
-    work = work_of(cfg, prompts, asked, cfg.planning.devices, regresses)
+    work = work_of(cfg, prompts, asked, cfg.planning.devices, closed_form_start)
     if cfg.answering.engines:  # this process reads the answers, and its time does not tell theirs
         work, speeds = replace(work, kept=False), replace(speeds, answered=0.0)
     if cfg.budget.minutes is None:
@@ -339,13 +339,13 @@ def _speeds_here(
     if answering:
         mean = float(np.mean([len(text.ids) for text in texts]))
         context = round(mean + SAID * cfg.answers.max_new_tokens / 2)
-    step, regresses = rehearsal(cfg, target, texts, accelerator)
+    step, closed_form_start = rehearsal(cfg, target, texts, accelerator)
     speeds = timed(target, [text.ids.tolist() for text in texts], batch, step, context)
     shared = {
         name: getattr(speeds, name) / cfg.planning.devices
         for name in ("read", "answered", "trained")
     }
-    return replace(speeds, **shared), regresses and cfg.stage.draft is None
+    return replace(speeds, **shared), closed_form_start and cfg.stage.draft is None
 
 
 def _rounds_here(

@@ -144,7 +144,7 @@ class Disco(Length):
     @classmethod
     def learn(cls, trials: Trials, gamma: int) -> tuple[dict[str, Any], StopClassifier]:
         recorder = Recorder(gamma)
-        return {}, trials.after_decoding(recorder, lambda: fit(*recorder.records()))
+        return {}, trials.decode_then(recorder, lambda: fit(*recorder.records()))
 
     def use(self, figures: StopClassifier | None = None) -> None:
         self.classifier, self.features = figures or StopClassifier.load(self.path), TokenFeatures()

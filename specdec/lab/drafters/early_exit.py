@@ -31,7 +31,7 @@ from specdec.drafters.target_views import (
     View,
     ViewSizes,
     adapted_layers,
-    viewed_layers,
+    count_of_runnable_layers,
 )
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache, new_cache
@@ -73,7 +73,7 @@ class EarlyExit(View, Trainable):
 
     @classmethod
     def plan(cls, config: EarlyExitConfig, target: TargetParts) -> EarlyExitSizes:
-        num_layers = viewed_layers(target, config.name)
+        num_layers = count_of_runnable_layers(target, config.name)
         kept = (num_layers + 1) // 2 if config.layers is None else config.layers
         require(
             1 <= kept <= num_layers,

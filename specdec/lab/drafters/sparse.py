@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, FeatureSpec
 from specdec.drafters.attention import first_tokens, tokens_from
-from specdec.drafters.target_views import View, ViewSizes, viewed_layers, with_weights
+from specdec.drafters.target_views import View, ViewSizes, count_of_runnable_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import (
     Place,
@@ -96,7 +96,9 @@ class Sparse(View):
 
     @classmethod
     def plan(cls, config: SparseConfig, target: TargetParts) -> ViewSizes:
-        return cls.Sizes.of_config(config, target, layers=viewed_layers(target, config.name))
+        return cls.Sizes.of_config(
+            config, target, layers=count_of_runnable_layers(target, config.name)
+        )
 
     def attach(self, target: TargetParts) -> None:
         super().attach(target)
