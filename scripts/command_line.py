@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from specdec.decoding.config import TREES, DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.length import LENGTHS
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.files import record

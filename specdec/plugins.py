@@ -31,10 +31,10 @@ class Plugins(MutableMapping[str, T]):
         own: Mapping[str, T | EntryPoint],
         require_fitting: Callable[[str, Any], None] = lambda name, value: None,
     ) -> None:
-        """`noun` names one entry in messages. An entry of `own` that is given as an `EntryPoint` is
-        imported when it is first used, so that its module may import this table.
-        `require_fitting(name, value)` raises UserError for a value of another package that cannot
-        be an entry of this name."""
+        """`noun` names one entry in messages, or it is the setting that chooses one. An entry of
+        `own` that is given as an `EntryPoint` is imported when it is first used, so that its module
+        may import this table. `require_fitting(name, value)` raises UserError for a value of
+        another package that cannot be an entry of this name."""
         self.group, self.noun = group, noun
         self._own: dict[str, EntryPoint] = {}
         self._loaded: dict[str, T] = {}
@@ -71,7 +71,8 @@ class Plugins(MutableMapping[str, T]):
             return self[name]
         elsewhere = self.installed()
         if name not in elsewhere:
-            raise UserError(f"{self.noun} {name!r} is unknown{nearest(name, {*self, *elsewhere})}")
+            said = f"{self.noun}{'=' if '.' in self.noun else ' '}{name!r}"
+            raise UserError(f"{said} is unknown{nearest(name, {*self, *elsewhere})}")
         self[name] = self._load(elsewhere[name])
         return self[name]
 

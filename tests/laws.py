@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import Law, Rule
+from specdec.decoding.verification_methods import Law, Rule
 
 Tables = list[Tensor]
 Fill = Callable[[int, int], Tensor]

@@ -29,7 +29,7 @@ from specdec.decoding.stream import Stream
 from specdec.errors import UserError, command
 from specdec.measure.results import Results, Sample
 from specdec.progress import Terminal, bars, tell
-from specdec.report import markdown, plots, tables
+from specdec.report import markdown, plots, report_page
 from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
 from tests.measure.test_results import results as measured
 from tests.test_house import modules, path_of
@@ -270,7 +270,7 @@ def test_a_report_has_the_same_structure_whatever_the_names_and_samples(
     value: str, tmp_path: Path
 ) -> None:
     """No image, link, heading, table or HTML comes from a name or a sample."""
-    benign, hostile = (tables.page(hostile_results(x), PICTURES) for x in (BENIGN, value))
+    benign, hostile = (report_page.page(hostile_results(x), PICTURES) for x in (BENIGN, value))
     assert structure(hostile) == structure(benign)
     assert structure(hostile).count("image alpha.png") == 1
     assert not any(
@@ -295,7 +295,7 @@ def test_any_text_in_a_sample_leaves_the_rest_of_the_page_as_it_is(value: str) -
         ats = [replace(at, samples=samples_of(word)) for at in base.asked]
         with TemporaryDirectory() as folder:
             page = Path(folder) / "report.md"
-            markdown.write(page, tables.page(replace(base, measured=ats), PICTURES))
+            markdown.write(page, report_page.page(replace(base, measured=ats), PICTURES))
             pages.append(Tags(page.with_suffix(".html").read_text()))
     assert pages[1].seen == pages[0].seen
     before, shown = pages[0].text.split("Answers at T = 0\n")

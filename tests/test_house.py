@@ -473,7 +473,9 @@ def shapes_in(source: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         for field in ("id", "arg", "attr", "name"):
             name = getattr(node, field, None)
-            if isinstance(name, str) and not name.isupper() and (m := SUFFIX.fullmatch(name)):
+            if not isinstance(name, str) or name.isupper() or name == "do_GET":
+                continue
+            if m := SUFFIX.fullmatch(name):
                 yield from ((letter, name) for letter in letters_of(m.group(1)))
         if isinstance(node, ast.FunctionDef):
             stored = [x for x in ast.walk(node) if isinstance(x, ast.Name)]

@@ -7,14 +7,22 @@ Packages with drafters of their own are in tests/drafters/test_installed.py.
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from specdec import plugins
+from specdec.decoding.config import DecodeConfig
+from specdec.decoding.length import LENGTHS
+from specdec.decoding.policy import Length
 from specdec.errors import UserError
+from specdec.measure.results import Results
 from specdec.plugins import Plugins, lab_entries
+from specdec.report import report_page
+from specdec.report.report_page import FIGURES
+from tests.measure.test_results import results
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUP = "draftsmith.numbers"
@@ -82,7 +90,7 @@ def test_the_core_runs_without_the_lab() -> None:
         "plugins.LAB = Path('nowhere')\n"
         "from train.run_config import composed, register\n"
         "from specdec.drafters import DRAFTERS\n"
-        "from specdec.decoding.rules import RULES\n"
+        "from specdec.decoding.verification_methods import RULES\n"
         "register()\n"
         "config = composed(['drafter=eagle3'])\n"
         "print(config.drafter.name, 'spire' in DRAFTERS, 'kseq' in RULES, len(DRAFTERS))\n"
@@ -90,3 +98,32 @@ def test_the_core_runs_without_the_lab() -> None:
     run = [sys.executable, "-c", program]
     said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert said.split() == ["eagle3", "False", "False", "15"]
+
+
+@dataclass
+class Mine(Length):
+    """A draft length of another package."""
+
+
+def test_a_draft_length_and_a_figure_of_another_package_are_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Settings accept the one before anything has loaded it; the report shows the other."""
+    entries = {
+        LENGTHS.group: [EntryPoint("mine", "tests.test_plugins:Mine", LENGTHS.group)],
+        FIGURES.group: [EntryPoint("mine", "tests.test_plugins:paragraph", FIGURES.group)],
+    }
+    monkeypatch.setattr(plugins, "entry_points", lambda group: entries.get(group, []))
+    try:
+        assert DecodeConfig(length="mine").length == "mine"
+        assert "A paragraph of another package." in report_page.page(results(), {})
+    finally:
+        for table in (LENGTHS, FIGURES):
+            table._loaded.pop("mine", None)
+    with pytest.raises(UserError, match=r"decode.length='mine' is unknown"):
+        monkeypatch.setattr(plugins, "entry_points", lambda group: [])
+        DecodeConfig(length="mine")
+
+
+def paragraph(_: Results) -> list[str]:
+    return ["A paragraph of another package."]

@@ -119,7 +119,9 @@ def test_packages_carry_their_types() -> None:
     packages = {name.rstrip("*") for name in setuptools["packages"]["find"]["include"]}
     assert packages == set(setuptools["package-data"]) == set(PYPROJECT["tool"]["mypy"]["packages"])
     for package in packages:
-        assert setuptools["package-data"][package] == ["py.typed"]
+        assert "py.typed" in setuptools["package-data"][package]
+        for file in setuptools["package-data"][package]:
+            assert (REPOSITORY / package / file).exists(), file
         assert (REPOSITORY / package / "py.typed").exists()
 
 

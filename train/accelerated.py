@@ -3,9 +3,11 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import (
@@ -125,3 +127,19 @@ def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
     """What `work` returns in the main process, which alone does it; all processes get it. An error
     is raised there and ends the others too (see `Ranks`), so that none waits."""
     return ranks_of(accelerator).first(work)
+
+
+def in_any_process(here: bool, accelerator: Accelerator) -> bool:
+    """Whether this holds in any process. All processes call it in the same step. They compare on
+    their CPUs, so that nobody waits for a device."""
+    if accelerator.num_processes == 1:
+        return here
+    count = torch.tensor(int(here))
+    dist.all_reduce(count, group=_group_of_hosts(dist.group.WORLD))
+    return bool(count > 0)
+
+
+@cache
+def _group_of_hosts(world: Any) -> Any:
+    """The processes of `world`, which may compare tensors on devices alone, for tensors on CPUs."""
+    return world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")

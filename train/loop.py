@@ -32,7 +32,7 @@ from specdec.progress import tell
 from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import TargetParts
 from train import optim, training_checkpoint
-from train.accelerated import from_main
+from train.accelerated import from_main, in_any_process
 from train.forecast import forecast, looks
 from train.held_out import TerminatedTogether, evaluate
 from train.hidden_states.batches import BatchSource
@@ -365,7 +365,7 @@ def train(
                 if logging:
                     tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
                     learner.statistics.zero_()
-            if (world == 1 or figures is not None) and _terminated(accelerator):
+            if in_any_process(signals.terminated(), accelerator):
                 state.owed, state.metrics = bool(due), tracker.checksum()
                 learner.save_checkpoint()
                 raise Terminated
@@ -464,7 +464,10 @@ def _evaluate_draft(
     try:
         with no_checkpoint_first() if alone else nullcontext():
             chain = learner.forcing.drafter.depth, state.gamma
-            ended = partial(_terminated, accelerator)
+
+            def ended() -> bool:
+                return in_any_process(signals.terminated(), accelerator)
+
             figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain, ended)
     except Terminated as error:
         if alone or isinstance(error, TerminatedTogether):
@@ -482,16 +485,6 @@ def _evaluate_draft(
         notes = {"step": state.step, "held_out": asdict(figures), "run": state.run}
         learner.save_draft(learner.folder / "best", notes)
     learner.stopped = cfg.patience is not None and state.waited >= cfg.patience
-
-
-def _terminated(accelerator: Accelerator) -> bool:
-    """Whether SIGTERM has arrived in any process: all leave after the same step or forward
-    pass."""
-    here = signals.terminated()
-    if accelerator.num_processes == 1:
-        return here
-    count = accelerator.reduce(torch.tensor(float(here), device=accelerator.device), "sum")
-    return bool(count > 0)
 
 
 def _micro_batch(

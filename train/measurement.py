@@ -26,6 +26,7 @@ from specdec.measure.results import FILE, Results, Training
 from specdec.progress import console
 from specdec.ranks import ALONE, Ranks
 from specdec.report import report
+from specdec.runtime.cpu import fast_paths_on
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
@@ -38,8 +39,8 @@ RECORD = "measured.json"  # in the report's folder: how its results were measure
 SPECDEC = Path(specdec.__path__[0])
 # modules and packages whose formulas the figures depend on
 MEASURING = (
-    *("compat.py", "context.py", "frozen.py", "decoding", "drafters", "forcing", "lab", "measure"),
-    *("objectives", "runtime", "sampling", "targets", "theory"),
+    *("compat.py", "context.py", "frozen.py", "ranks.py", "decoding", "drafters", "forcing"),
+    *("formats", "lab", "measure", "objectives", "runtime", "sampling", "targets", "theory"),
 )
 
 
@@ -267,13 +268,14 @@ def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, process
         "machine": asdict(replace(machine_of(target), reason="")),
         "versions": [python_version(), transformers.__version__],
         "processes": processes,
+        "fast paths": [fast_paths_on(), cfg.target.packed],
         "drafts": [draft_checkpoint.digest_of_draft(path) for path in drafts_of],
         "results": of_file(results) if results.exists() else None,
-        "code": of_code([path for name in MEASURING for path in _sources(SPECDEC / name)]),
+        "code": of_code([Path(__file__), *(p for n in MEASURING for p in _sources(SPECDEC / n))]),
     }
     return of_value(how)
 
 
 def _sources(place: Path) -> list[Path]:
-    """A module, or all those of a package."""
-    return sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    """A module, or all those of a package; nothing for a lab that is not installed."""
+    return sorted(place.rglob("*.py")) if place.is_dir() else [place] * place.is_file()

@@ -23,8 +23,8 @@ from specdec.targets.loading import TargetLoader, opening
 from train import loop, training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
 from train.budget_timing import planned
+from train.data.prompts_trained_on import TrainedOn, before_this_stage
 from train.data.response_files import ResponsesRead, cut_responses
-from train.data.trained_on import TrainedOn, before_this_stage
 from train.folder import (
     BEGAN,
     as_begun,

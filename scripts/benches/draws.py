@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.context import Proposal
 from specdec.decoding import decode
 from specdec.decoding.answers import PHASES
-from specdec.decoding.rules import Rule, Verdict
+from specdec.decoding.verification_methods import Rule, Verdict
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter

@@ -18,7 +18,7 @@ from specdec.context import Proposal
 from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
-from specdec.decoding.rules import RULES, Law, Rule
+from specdec.decoding.verification_methods import RULES, Law, Rule
 from specdec.decoding.way import Way
 from specdec.errors import nearest, require
 from specdec.files import make_folder, read_json, write_whole

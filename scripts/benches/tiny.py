@@ -62,7 +62,7 @@ TEXT_TO_TEXT = [
 # models that see as well, and whose text part AutoModelForCausalLM does not load by itself
 SEEING = [
     *("aria", "aya_vision", "deepseek_vl", "exaone4_5", "glm4v", "glm4v_moe", "idefics3"),
-    *("internvl", "kimi_K25", "lfm2_vl", "llava", "llava_next", "llava_onevision", "mistral3"),
+    *("internvl", "kimi_k25", "lfm2_vl", "llava", "llava_next", "llava_onevision", "mistral3"),
     *("minicpmv4_6", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("smolvlm", "video_llama_3"),
 ]
@@ -133,7 +133,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     },
     "roc_bert": {"pronunciation_embed_dim": 8, "shape_embed_dim": 8, "shape_vocab_size": 64},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128},  # its cache is laid out for 64 · n
-    "xmod": {"default_language": "en_NN"},
+    "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_dt_rank": 4},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
     "zaya": {"num_experts_per_tok": 1},

@@ -9,8 +9,8 @@ import torch
 
 from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.rows import Rows
-from specdec.decoding.rules import Verdict
 from specdec.decoding.stream import Stops, Stream
+from specdec.decoding.verification_methods import Verdict
 from specdec.runtime.device import Stopwatch
 
 PHASES = ("draft", "verify", "judge", "commit")  # of a round

@@ -38,7 +38,7 @@ class DecodeConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # measured separately
     top_p: float = 1.0
     top_k: int = 0
-    rule: str = "auto"  # or a name of rules.py and its parameters, as in lenience:factor=0.8
+    rule: str = "auto"  # or a verification method and its parameters: lenience:factor=0.8
     greedy_draft: bool = False
     tree: str | None = None  # null: chains
     nodes: int | None = None  # of a tree; null: 12, if not static
@@ -56,7 +56,8 @@ class DecodeConfig:
         require_within("decode", self, prompts=0, max_new_tokens=1, repeats=1, batch=1, nodes=1)
         require_within("decode", self, timed=1, counting=1)
         require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1))
-        require_known("decode", self, tree=TREES, length=LENGTHS)
+        require_known("decode", self, tree=TREES)
+        LENGTHS.named(self.length)  # raises for an unknown name
         require(
             self.tree is None or (self.length == "fixed" and not self.settings),
             "decode.length and decode.settings shorten chains: give decode.tree=null with them",
@@ -131,7 +132,7 @@ class DecodeConfig:
 
 def is_measured(cfg: DecodeConfig) -> bool:
     """Whether the length policy needs measured figures that its settings do not give."""
-    name = LENGTHS[cfg.length].measured
+    name = LENGTHS.named(cfg.length).measured
     return bool(name) and cfg.settings.get(name) in (None, "")
 
 
@@ -144,7 +145,7 @@ def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
 def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) -> None:
     """Raise UserError if the drafter, the target or the length policy cannot do what `cfg` asks
     for."""
-    name, policy = drafter.config.name, LENGTHS[cfg.length]
+    name, policy = drafter.config.name, LENGTHS.named(cfg.length)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
     require_read(target, drafter, cfg.tree is not None, cfg.compile)

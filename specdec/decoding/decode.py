@@ -18,8 +18,8 @@ from specdec.context import FeatureSpec, Proposal
 from specdec.decoding.answers import Answers, Generation, OnTokens, Record, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
-from specdec.decoding.rules import Rule, Verdict, greedy
 from specdec.decoding.stream import Stops
+from specdec.decoding.verification_methods import Rule, Verdict, greedy
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way, require_read
 from specdec.drafters.attention import last_of

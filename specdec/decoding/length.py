@@ -192,7 +192,7 @@ class Confidence(Length):
 
 LENGTHS: Plugins[type[Length]] = Plugins(
     "draftsmith.draft_lengths",
-    "length",
+    "decode.length",
     {"fixed": Fixed, "optimal": Optimal, "confidence": Confidence, "goodput": Goodput},
 )
 

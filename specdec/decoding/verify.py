@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import Law, Rule, Verdict, verdict
+from specdec.decoding.verification_methods import Law, Rule, Verdict, verdict
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import sample
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from specdec.decoding.policy import Length
-from specdec.decoding.rules import Rule, named
+from specdec.decoding.verification_methods import Rule, named
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.sampling.confidence import variant_of

@@ -381,7 +381,7 @@ class OverSlots:
 
     Other keys can be written than those of the places: with a `text` [B, T, D], its keys before
     theirs; with `written` [B, T, D], its keys in place of theirs. `rope` then holds those of the T
-    first, and those of the W last.
+    first, and those of the places last.
     """
 
     def __init__(

@@ -168,7 +168,7 @@ class Block(Trainable):
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         keys = Keys(Sight.of_anchors(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
-        position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # X = A · M
+        position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # N = A · M
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
         embedding_BND = self.enter(ctx.ids_BT.gather(1, anchors_BA)).flatten(1, 2)
         attend = OverSequence(keys, of_slots, text=lambda _: (context_BTD, of_text))

@@ -168,7 +168,7 @@ class Rope(nn.Module):
 
 def rotated(x_BHAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """Rotary position embedding of heads, given cos and sin [B, A, D] from `Rope`, for their first
-    Dr numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
+    numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
     are the halves of x; here sin has the sign."""
     width = rope[0].shape[-1]
     if width < x_BHAD.shape[-1]:
@@ -269,7 +269,7 @@ class Attention(nn.Module):
 
 
 class Attend(Protocol):
-    """The attention of one pass. Every layer reads all W places of the pass, which get keys; the
+    """The attention of one pass. Every layer reads all places of the pass, which get keys; the
     output of the last layer may be asked for at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:

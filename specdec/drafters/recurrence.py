@@ -7,7 +7,7 @@ Training unrolls the layers in the same way (training-time test, EAGLE-3), so th
 inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in
 engines.
 
-`Solved` adds an initialisation in closed form (`Solves`), by least squares, before any gradient is
+`Solved` adds an initialisation in closed form, by least squares, before any gradient is
 computed. At this initialisation attention adds nothing, or a token sees only itself. So depths 0
 and 1 depend only on what they read themselves, and are linear in some of the weights.
 """

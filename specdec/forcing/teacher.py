@@ -46,7 +46,7 @@ class AcceptanceTable(NamedTuple):
 @dataclass(frozen=True)
 class TargetColumns:
     """What the target says at the anchors of one chunk, at every depth. Depth k at one anchor and
-    k - 1 at the next share one p, whose logits are computed once: of these U entries, `index_NK` is
+    k - 1 at the next share one p, whose logits are computed once: of these entries, `index_NK` is
     the one of each depth. Ids are indices into the draft vocabulary, -1 for tokens outside it."""
 
     rows: slice  # the chunk, among all anchors

@@ -43,7 +43,7 @@ from specdec.targets.target import Target
 FORMAT = 1
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
 CALIBRATION = "calibration.json"
-TRAINED_ON = "trained_on.npz"  # what it was trained on; see train.data.trained_on
+TRAINED_ON = "trained_on.npz"  # what it was trained on; see train.data.prompts_trained_on
 REMEDY = "calibrate the draft again with scripts/evaluate --calibrate"
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that weights may be stored in
 WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # and those of buffers

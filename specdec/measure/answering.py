@@ -1,5 +1,5 @@
 """Prompts answered plainly and in each way of decoding: the first are timed in turn, and the others
-are decoded many at a time, for what is counted (see evaluate.py)."""
+are decoded many at a time, for what is counted (see evaluation.py)."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -276,10 +276,14 @@ def confidence(inputs: LossInputs) -> Tensor:
             "objective.terms.confidence trains a family's own estimate of its acceptance, and this "
             "family makes none: leave the term out"
         )
-    beta = inputs.as_served.beta.detach().clamp(0, 1).to(inputs.confidence.dtype)
+    c, beta = inputs.confidence, inputs.as_served.beta.detach().clamp(0, 1)
+    beta = beta.to(c.dtype)
+    diverged = c.isnan() | beta.isnan()  # torch's function raises for these, not the training loop
+    c, beta = c.masked_fill(diverged, 0.5), beta.masked_fill(diverged, 0.5)
     # a GPU's autocast forbids this loss, because probabilities in float16 lose their logarithms
     with torch.autocast(beta.device.type, enabled=False):
-        return nn.functional.binary_cross_entropy(inputs.confidence, beta, reduction="none")
+        loss = nn.functional.binary_cross_entropy(c, beta, reduction="none")
+    return loss.masked_fill(diverged, math.nan)
 
 
 Term = Callable[..., Tensor]

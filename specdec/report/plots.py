@@ -1,6 +1,6 @@
 """The plots of a report, as PNG files. Legends are below the axes, where they cover nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,23 @@ STYLE: dict[Any, Any] = {
     "savefig.dpi": 140,
     "text.parse_math": False,  # a name with dollars is no formula
 }
+
+
+def write_pictures(folder: Path, results: Results) -> dict[str, Path]:
+    """Write the plots of a report that these results allow, as NAME.png; returns their files."""
+    drawn: dict[str, Callable[[Path], None]] = {
+        "speedup": lambda file: speedups(file, results),
+        "alpha": lambda file: alpha_by_depth(file, results),
+        "accepted": lambda file: accepted_lengths(file, results),
+    }
+    if any(depth.bins for at in results.asked for depth in at.confidence):
+        drawn["reliability"] = lambda file: reliability(file, results)
+    if results.training is not None and (curve := results.training.curve) is not None:
+        drawn["training"] = lambda file: training(file, curve)
+    pictures = {name: folder / f"{name}.png" for name in drawn}
+    for name, draw in drawn.items():
+        draw(pictures[name])
+    return pictures
 
 
 def speedups(path: Path, results: Results) -> None:

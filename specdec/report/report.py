@@ -9,7 +9,7 @@ from rich.table import Table
 
 from specdec.files import write_whole
 from specdec.measure.results import Results
-from specdec.report import markdown, plots, tables, verdict
+from specdec.report import markdown, plots, report_page, verdict
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
@@ -18,21 +18,12 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
     `--length goodput --settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
-    pictures = {name: folder / f"{name}.png" for name in ("speedup", "alpha", "accepted")}
-    plots.speedups(pictures["speedup"], results)
-    plots.alpha_by_depth(pictures["alpha"], results)
-    plots.accepted_lengths(pictures["accepted"], results)
-    if any(depth.bins for at in results.asked for depth in at.confidence):
-        pictures["reliability"] = folder / "reliability.png"
-        plots.reliability(pictures["reliability"], results)
-    if results.training is not None and results.training.curve is not None:
-        pictures["training"] = folder / "training.png"
-        plots.training(pictures["training"], results.training.curve)
+    pictures = plots.write_pictures(folder, results)
     for at in results.asked:
         if (figures := at.learned.figures) is not None:
             file = folder / f"{figures.stem}-T{at.way.temperature:g}.json"
             write_whole(file, figures.contents)
-    markdown.write(folder / "report.md", tables.page(results, pictures))
+    markdown.write(folder / "report.md", report_page.page(results, pictures))
     return pictures
 
 

@@ -19,7 +19,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scor
 
 
 class Chosen(NamedTuple):
-    """The children of W nodes: `tokens_BTC` are ids in the target's vocabulary, -1 where q has no
+    """The children of T nodes: `tokens_BTC` are ids in the target's vocabulary, -1 where q has no
     mass left; `index_BTC` indexes `logits_BTS`, the logits after the processors; `q_BTS` is None if
     the tokens were not drawn at random. S is V if there are processors."""
 

@@ -71,4 +71,4 @@ def _right(bits: Tensor, count: int) -> Tensor:
 
 def _signed(number: int) -> int:
     """The number whose 64 bits, read as int64, are the last 64 of this one."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+    return (int(number) + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -32,7 +32,7 @@ class Growth:
     """A drafter's state in one round. Nodes are numbered in the order in which they grow.
 
     `grow(tokens_BT, parents_BT)` gives the logits [B, T, S] after each new node. The parents are
-    node numbers, -1 for the anchor; None continues the node that grew last (W = 1). All nodes of a
+    node numbers, -1 for the anchor; None continues the node that grew last (T = 1). All nodes of a
     call have the same depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose
     depths do not read each other; for other drafters it is None. `own_BT` is the family's own
     estimate of acceptance after the nodes that grew last, if it makes one.

@@ -168,7 +168,7 @@ def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
 
 
 def empty_model(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:
-    """The model of a config on the meta device, with plain weights; see `_model`."""
+    """The model of a config on the meta device, with plain weights (see `load_model`)."""
     kind, config = kind or auto_class(config), copy.deepcopy(config)
     if method(config) is not None:
         del config.quantization_config

@@ -15,8 +15,8 @@ from specdec.decoding.decode import capacity, decode, generate
 from specdec.decoding.length import length
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
-from specdec.decoding.rules import RULES
 from specdec.decoding.stream import Stops
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError

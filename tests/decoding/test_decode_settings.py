@@ -12,8 +12,8 @@ import torch
 from specdec.decoding.config import DecodeConfig, beyond_training
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import length
-from specdec.decoding.rules import named
 from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.verification_methods import named
 from specdec.decoding.way import Way, fitting_rule
 from specdec.drafters import with_copying
 from specdec.errors import UserError

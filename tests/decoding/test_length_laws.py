@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.context import Proposal
 from specdec.decoding.length import Confidence, Fixed, Optimal, length
 from specdec.decoding.policy import Length
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.sampling.confidence import Calibration
 from specdec.sampling.trees import Growth
 from tests.laws import law

@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES, greedy, lenience_at_zero, point_mass, recursive, rejection
+from specdec.decoding.verification_methods import (
+    RULES,
+    greedy,
+    lenience_at_zero,
+    point_mass,
+    recursive,
+    rejection,
+)
 from specdec.decoding.verify import verify
 from specdec.errors import UserError
-from specdec.lab.decoding.verification_methods import kseq
+from specdec.lab.decoding.paper_verification_methods import kseq
 from specdec.sampling.row_draws import RowDraws
 from tests.decoding.tree_laws import (
     CHAIN,

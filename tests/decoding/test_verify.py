@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES, Law, Rule, greedy
+from specdec.decoding.verification_methods import RULES, Law, Rule, greedy
 from specdec.decoding.verify import draw, verify
 from specdec.sampling.row_draws import RowDraws
 from tests.decoding.tree_laws import lookup

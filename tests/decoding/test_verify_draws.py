@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
 from specdec.sampling.row_draws import RowDraws

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES, Law, Rule, point_mass, recursive, rejection
-from specdec.lab.decoding.verification_methods import kseq, traversal
+from specdec.decoding.verification_methods import RULES, Law, Rule, point_mass, recursive, rejection
+from specdec.lab.decoding.paper_verification_methods import kseq, traversal
 from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,

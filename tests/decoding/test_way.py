@@ -12,7 +12,7 @@ import pytest
 from specdec.decoding.decode import decode
 from specdec.decoding.length import length
 from specdec.decoding.policy import Length
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
@@ -37,7 +37,7 @@ def target() -> Target:
         ("medusa", {"shape": Dynamic(9, 12, 2)}, "gamma=9 .* is too deep"),
         ("ngram", {"length": length("confidence", {})}, "Confidence needs q, but ngram copies"),
         ("lm", {"shape": DRAWN, "length": Length(2)}, "shortens chains, not trees"),
-        ("lm", {"rule": "blok"}, "verification method 'blok' is unknown.*block"),
+        ("lm", {"rule": "blok"}, "rule='blok' is unknown.*block"),
         ("lm", {"shape": DRAWN, "sampler": T1, "rule": "block"}, "chains only: give recursive"),
         ("lm", {"shape": PICKED, "sampler": T1, "rule": "block"}, "chains only: give point_mass"),
         ("lm", {"shape": PICKED, "sampler": T1, "rule": "recursive"}, "needs siblings drawn from"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES, Law, Rule
+from specdec.decoding.verification_methods import RULES, Law, Rule
 from tests.laws import FILLS, Fill, Tables, extend, joint, law
 
 EXACT = 1e-12

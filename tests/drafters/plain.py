@@ -21,7 +21,7 @@ def rotary(x: Tensor, position: int) -> Tensor:
 
 
 def key_value(w: Weights, read: Tensor, position: int, width: int) -> tuple[Tensor, Tensor]:
-    """The key and the value [H, D] of what attention reads at a position; heads are Dh wide."""
+    """The key and the value [H, D] of what attention reads at a position, of heads of a width."""
     key, value = (linear(read, w[f"self_attn.{n}_proj.weight"]).view(-1, width) for n in "kv")
     return rotary(key, position), value
 

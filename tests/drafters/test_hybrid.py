@@ -12,7 +12,7 @@ import torch
 
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.base import vocabulary

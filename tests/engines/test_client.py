@@ -19,7 +19,7 @@ SEEN: list[str | None] = []
 class Handler(BaseHTTPRequestHandler):
     """Answers with as many bytes of JSON as the path says."""
 
-    def do_GNT(self) -> None:
+    def do_GET(self) -> None:
         SEEN.append(self.headers["Authorization"])
         count = int(self.path.rsplit("/", 1)[-1])
         self.send_response(200)

@@ -29,7 +29,7 @@ from specdec.measure.evaluation import Subject, evaluate, slices
 from specdec.measure.results import PromptCounts, Results
 from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
-from specdec.report import tables
+from specdec.report import report_page
 from specdec.sampling.trees import Chain
 from specdec.targets.target import Target
 from specdec.theory.intervals import Interval
@@ -124,7 +124,7 @@ def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
         for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
             assert getattr(one, key) == getattr(two, key), key
         assert 0 < sum(one.accepted) < sum(one.drafted)
-    assert results[2].batch == 2 and "batch 2," in tables.page(results[2], {})
+    assert results[2].batch == 2 and "batch 2," in report_page.page(results[2], {})
 
 
 def test_all_prompts_are_counted_and_the_first_are_timed(
@@ -195,7 +195,7 @@ def test_a_lossy_rule_is_called_so(target: Target) -> None:
         at = results.asked
         assert [not t.way.lossless for t in at] == lossy
         assert at[0].way.rule == (rule if lossy[0] else "greedy") and at[1].way.rule == rule
-        text = tables.page(results, {})
+        text = report_page.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
         assert (f"({rule} is lossy)" in text) == lossy[0]
 
@@ -209,7 +209,7 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
         assert at.learned.paths and len(at.learned.paths) == at.way.nodes == 4
         assert not at.way.chain
     assert greedy.learned.acceptance_by_rank != sampled.learned.acceptance_by_rank
-    text = tables.page(results, {})
+    text = report_page.page(results, {})
     for at in (greedy, sampled):
         assert f"chosen for T = {at.way.temperature:g} on 3 other prompts" in text
     assert "Theorem 3.8" not in text and greedy.identical == 2
@@ -233,7 +233,7 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     if not tree:  # chains of 2, which were asked for: measured and listed once
         assert list(results.ways) == ["chains", "hybrid"]
         assert all(at.fastest and at.way.gamma == 2 for at in results.asked)
-        assert "chains of γ = 2, also the topology expected to be" in tables.page(results, {})
+        assert "chains of γ = 2, also the topology expected to be" in report_page.page(results, {})
         return
     fastest, chain = results.ways["fastest"], results.asked
     assert not any(at.fastest for at in chain)
@@ -248,7 +248,7 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     assert [of[0].identical for of in results.ways.values()] == [2, 2, 2]
     tau = fastest[0].tau
     assert results.headline()["fastest/T0/tau"] == tau.value
-    page = tables.page(results, {})
+    page = report_page.page(results, {})
     assert "## In the shape expected to be fastest" in page and "## Hybrid" in page
     assert tau.text() in page
     assert " a tree of 6 tokens" in terminal(results).splitlines()[4]  # the second way, at T = 0
@@ -522,7 +522,7 @@ def test_processes_count_together_what_one_counts(
         assert isinstance(results, Results), results
         assert counted(asdict(results)) == alone
         assert (results.timed, results.processes) == (timed, world)
-    assert f"times are those of the first process on the first {timed} prompts" in tables.page(
+    assert f"times are those of the first process on the first {timed} prompts" in report_page.page(
         ends[0], {}
     )
     assert any(decoding[1:]) == others

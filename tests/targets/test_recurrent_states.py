@@ -13,8 +13,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import FeatureSpec, Proposal
 from specdec.decoding.decode import decode
-from specdec.decoding.rules import RULES
 from specdec.decoding.speculative import speculative_generate
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle3 import Eagle3Config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec.context import Proposal
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.theory.alpha import block_expected_tokens, expected_tokens
 from tests.laws import FILLS, Tables, law
 

@@ -258,11 +258,16 @@ def test_a_row_that_is_not_finite_stops_before_the_update(
     require_same_run(run, tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("family", "log_every"), [("medusa", 1), ("medusa", 5), ("dspark", 5)], ids=str
+)
 def test_a_learning_rate_that_explodes_is_reported(
-    tiny: Tiny, tmp_path: Path, training_alone: None
+    tiny: Tiny, tmp_path: Path, training_alone: None, family: str, log_every: int
 ) -> None:
+    """Also where a few steps pass before their losses are read."""
+    more = "optim.lr=1e30", f"loop.save_every={log_every}", f"loop.log_every={log_every}"
     with pytest.raises(Diverged, match=r"(loss|gradient) is not finite at step \d+ \(rows"):
-        tiny.job(tmp_path / "run", "medusa", "optim.lr=1e30", "loop.save_every=1")
+        tiny.job(tmp_path / "run", family, *more)
     for path in (tmp_path / "run").rglob("*.safetensors"):
         assert all(x.isfinite().all() for x in load_file(path).values()), path
 

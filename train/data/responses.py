@@ -1,6 +1,7 @@
-"""Answers to the prompts, written by the target, a draft or both together, or by engines that serve
-the target (engines.py), and kept in files from which a run resumes (response_files.py); on-policy
-training also keeps the rounds of the decoder that wrote them. Logs of rounds are read here too."""
+"""Responses to the prompts, by the target, a draft or both together, or by engines that serve the
+target (engine_responses.py). They are kept in files from which a run resumes (response_files.py).
+On-policy training also keeps the speculation steps of the decoder that wrote them. Logs of such
+steps are read here too."""
 
 import json
 import math

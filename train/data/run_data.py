@@ -13,11 +13,11 @@ from specdec.errors import UserError, require
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.parts import TargetParts
 from train.data.conversations import TEXTS, Conversation, DataConfig, Unusable
+from train.data.prompts_trained_on import leave_out, trained_on, without_trained_on
 from train.data.reader import Reader, ReaderWork, SharedWork
 from train.data.responses import documents_of_log
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_conversations, split_documents, split_prompts
-from train.data.trained_on import leave_out, trained_on, without_trained_on
 
 LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")  # of a `Split`
 

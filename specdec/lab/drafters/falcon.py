@@ -189,7 +189,7 @@ class Falcon(Eagle):
     ) -> tuple[Tensor, Tensor]:
         """The states and logits [B, …, K, …] of blocks of queries `at` [B, N, D], which see the
         slots of `mask`, once the `new` pairs [B, T, D] are written. The first T entries of `cos`
-        and `sin` are for the new pairs, the last X for the queries; if the new pairs are the
+        and `sin` are for the new pairs, the last N for the queries; if the new pairs are the
         queries, these are the same entries.
         """
         states = self.step(at, at, OverSlots(cache, (cos, sin), lambda _: mask, written=new))
@@ -211,7 +211,7 @@ class Falcon(Eagle):
         cache.place(fresh_BT)
 
         def passed(read: Tensor, num_read: int, position: Tensor, sees: Tensor) -> list[Tensor]:
-            """Blocks after `W` new pairs: states and logits [B, …, K, …]."""
+            """Blocks after `num_read` new pairs: states and logits [B, …, K, …]."""
             (cos, sin), num_new = self.rope(position, cache.shown + 1), sees.shape[1]
             parts = {
                 "new": read[:, :num_read],

@@ -16,7 +16,7 @@ from transformers.models.llama import LlamaForCausalLM
 
 from specdec.context import Context, FeatureSpec, Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.rules import RULES
+from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
 from specdec.drafters.base import vocabulary
 from specdec.errors import UserError

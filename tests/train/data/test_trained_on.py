@@ -19,10 +19,16 @@ from specdec.targets.loading import TargetLoader
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 from train.data.conversations import DataConfig
 from train.data.near_duplicates import NEAR, shingles_of, within_conversations
+from train.data.prompts_trained_on import (
+    TrainedOn,
+    leave_out,
+    origin_of,
+    overlap_in_words,
+    trained_on,
+)
 from train.data.run_data import measured_prompts
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_documents, split_prompts
-from train.data.trained_on import TrainedOn, leave_out, origin_of, overlap_in_words, trained_on
 from train.diagnosis import diagnose
 from train.folder import data_of_run, noted_prompts
 from train.initialisation import earlier_drafts

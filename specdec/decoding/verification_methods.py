@@ -214,7 +214,7 @@ _CORE = {
 }
 RULES: Plugins[Rule] = Plugins(
     "draftsmith.verification_methods",
-    "verification method",
+    "decode.rule",
     {name: replace(rule, name=name) for name, rule in _CORE.items()},
 )
 

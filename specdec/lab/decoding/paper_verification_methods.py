@@ -1,12 +1,13 @@
 """Verification methods of papers that production rarely needs: non-iterative rejection, k-SEQ
-and traversal. `specdec.decoding.rules` says what a method is, and finds these by name.
+and traversal. `specdec.decoding.verification_methods` says what a method is, and finds these by
+name.
 """
 
 import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.rules import (
+from specdec.decoding.verification_methods import (
     Law,
     Rule,
     normalised,

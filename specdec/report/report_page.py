@@ -26,6 +26,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
     """The whole report. It shows every text in the results as it is, never as markup."""
     blocks = first.screen(results, pictures.get("speedup"))
     results = escaped(results)
+    FIGURES.add_installed()
     sections = {
         "Speed and τ": [*_speed(results), *_picture("accepted", pictures)],
         "Acceptance by depth": [*_picture("alpha", pictures), *_acceptance(results)],
