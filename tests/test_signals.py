@@ -313,3 +313,36 @@ def test_sigterm_to_one_of_two_processes_ends_an_evaluation_in_both(
     assert not any("Traceback" in text for text in said), said
     (place,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert place.name == "step-0000003" and read_json(place / "training.json")["owed"]
+
+
+TERMINATED_IN_A_STEP = """
+import os, runpy, signal
+from train import loop
+
+def rate(*given, before=loop.optim.learning_rate, calls=[]):
+    calls.append(1)
+    if os.environ["RANK"] == "1" and len(calls) == 6:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return before(*given)
+
+loop.optim.learning_rate = rate
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_sigterm_to_one_of_two_processes_acts_in_steps_that_are_not_logged(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """Both save after the step in which it came, although no figure is read before the end."""
+    seldom = ("loop.save_every=0", "loop.eval_every=0", "loop.log_every=1000", "loop.epochs=50")
+    _, *more = tiny.command(tmp_path / "run", "medusa", *seldom, "loop.accumulate=1")
+    (tmp_path / "train.py").write_text(TERMINATED_IN_A_STEP)
+    with launched([str(tmp_path / "train.py"), *more], 2, tmp_path / "said") as children:
+        for child in children:
+            child.join(90)
+        said = [(tmp_path / "said" / f"{rank}.err").read_text() for rank in range(2)]
+        assert [child.exitcode for child in children] == [143, 143], said
+    assert not any("Traceback" in text for text in said), said
+    (place,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert place.name == "step-0000006"
