@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from specdec.errors import Elsewhere, first_line
@@ -166,6 +168,15 @@ class Ranks:
             parts += self.first(lambda at=start: items[at : at + AT_ONCE])  # type: ignore[misc]
         return list(items) if self.rank == 0 or self.alone else parts
 
+    def any(self, here: bool) -> bool:
+        """Whether this holds in any process. All processes call it in the same step. They compare
+        on their CPUs, so that nobody waits for a device."""
+        if self.alone:
+            return here
+        count = torch.tensor(int(here))
+        dist.all_reduce(count, group=_group_of_hosts(dist.group.WORLD))
+        return bool(count > 0)
+
     def _tried(self, work: Callable[[], Any], team: Team | None) -> tuple[Exception | None, Any]:
         """The error that `work` raises, if any, and what is given to the others. With a `team`,
         these help meanwhile."""
@@ -182,6 +193,12 @@ class Ranks:
             yield
         finally:
             WORKING.reset(before)
+
+
+@cache
+def _group_of_hosts(world: Any) -> Any:
+    """The processes of `world`, which may compare tensors on devices alone, for tensors on CPUs."""
+    return world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
 
 
 def _require_done(error: Exception | None, outcomes: Sequence[Any]) -> None:

@@ -1,13 +1,9 @@
 """The processes of a run, plain or sharded, as accelerate starts them."""
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import (
@@ -26,7 +22,6 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.target_config import TargetConfig, device_of
 from train.launcher import end_with_launcher
 
-T = TypeVar("T")
 # What a sharded draft computes is what a replicated one computes: weights, gradients and their sum
 # over the processes are float32, and autocast alone (`Accelerator.autocast`) chooses what is
 # multiplied in bfloat16. accelerate's own policy would gather weights in bfloat16, sum gradients in
@@ -121,25 +116,3 @@ def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.devi
     )
     chosen: torch.device = state.device
     return chosen
-
-
-def from_main(accelerator: Accelerator, work: Callable[[], T]) -> T:
-    """What `work` returns in the main process, which alone does it; all processes get it. An error
-    is raised there and ends the others too (see `Ranks`), so that none waits."""
-    return ranks_of(accelerator).first(work)
-
-
-def in_any_process(here: bool, accelerator: Accelerator) -> bool:
-    """Whether this holds in any process. All processes call it in the same step. They compare on
-    their CPUs, so that nobody waits for a device."""
-    if accelerator.num_processes == 1:
-        return here
-    count = torch.tensor(int(here))
-    dist.all_reduce(count, group=_group_of_hosts(dist.group.WORLD))
-    return bool(count > 0)
-
-
-@cache
-def _group_of_hosts(world: Any) -> Any:
-    """The processes of `world`, which may compare tensors on devices alone, for tensors on CPUs."""
-    return world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")

@@ -28,7 +28,7 @@ from specdec.progress import console
 from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
 from train import optim
-from train.accelerated import from_main, ranks_of
+from train.accelerated import ranks_of
 from train.budget_plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
 from train.data.sequences import Document, Prompt, pack_rows
 from train.data.split import DataSplit
@@ -60,12 +60,9 @@ def planned(
     to the numbers in its plan.json. `started` is the time.monotonic() at which the run began."""
     train, validation, path = split.train, split.validation, folder / PLAN
     remedy = "give another name=, or delete that folder"
-    kept = from_main(
-        accelerator, lambda: read_record(Plan, path, remedy) if path.exists() else None
-    )
-    begun, settings = from_main(
-        accelerator, lambda: (bool(config_of(folder)), digest_of_settings(cfg))
-    )
+    ranks = ranks_of(accelerator, target)
+    kept = ranks.first(lambda: read_record(Plan, path, remedy) if path.exists() else None)
+    begun, settings = ranks.first(lambda: (bool(config_of(folder)), digest_of_settings(cfg)))
     if kept is not None and not begun and kept.settings not in ("", settings):
         console.print(
             f"{path} was made for other settings, by a run that never began: planning again"
@@ -95,7 +92,6 @@ def planned(
             whole, [t.ids.tolist() for t in train], batch, rehearsed, context
         ), closed_form_start
 
-    ranks = ranks_of(accelerator, target)
     speeds, closed_form_start = here() if ranks.team is None else ranks.first(here)
     closed_form_start = closed_form_start and cfg.stage.draft is None
     asked = statistics.mean(len(p.ids) for p in split.prompts) if split.prompts else 0.0

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from specdec.forcing.teacher import STATISTICS, TeacherForcing
 from specdec.formats import draft_checkpoint
 from specdec.measure.results import Training
 from specdec.progress import tell
+from specdec.ranks import Ranks
 from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import TargetParts
 from train import optim, training_checkpoint
-from train.accelerated import from_main, in_any_process
+from train.accelerated import ranks_of
 from train.forecast import forecast, looks
 from train.held_out import TerminatedTogether, evaluate
 from train.hidden_states.batches import BatchSource
@@ -122,6 +122,7 @@ class Learner:
     model: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
     accelerator: Accelerator
+    ranks: Ranks  # the same processes
     state: State
     folder: Path  # of the run
     parts: TargetParts  # of the target
@@ -168,7 +169,7 @@ class Learner:
     def write_round_draft(self, folder: Path) -> None:
         """Write the draft as it is now to a folder, unless it has been written there before. All
         processes call this. Raises UserError if it was written before and is missing."""
-        if from_main(self.accelerator, folder.exists):
+        if self.ranks.first(folder.exists):
             return
         require(
             self.step >= self.state.step,
@@ -220,7 +221,8 @@ def prepare_learner(
     assert isinstance(drafter, Trainable)
     built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
     model, *optimizers = accelerator.prepare(forcing, *built)
-    restored = training_checkpoint.load(folder / "checkpoints", model, optimizers, accelerator, run)
+    ranks = ranks_of(accelerator)
+    restored = training_checkpoint.load(folder / "checkpoints", model, optimizers, ranks, run)
     state = restored or State()
     state.run = run
     if state.evaluated:  # else the τ of two steps could not be compared
@@ -234,7 +236,7 @@ def prepare_learner(
         )
     portion = cfg.rows * cfg.accumulate * accelerator.num_processes
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows
-    from_main(accelerator, partial(_require_best, folder, state, ended=False))
+    ranks.first(lambda: _require_best(folder, state, ended=False))
     tracker.rewind(state.step, state.metrics)
     statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
     if state.statistics and accelerator.is_main_process:
@@ -245,6 +247,7 @@ def prepare_learner(
         model=model,
         optimizers=optimizers,
         accelerator=accelerator,
+        ranks=ranks,
         state=state,
         folder=folder,
         parts=parts,
@@ -365,7 +368,7 @@ def train(
                 if logging:
                     tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
                     learner.statistics.zero_()
-            if in_any_process(signals.terminated(), accelerator):
+            if learner.ranks.any(signals.terminated()):
                 state.owed, state.metrics = bool(due), tracker.checksum()
                 learner.save_checkpoint()
                 raise Terminated
@@ -411,9 +414,9 @@ def finish(learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tr
 def trained(learner: Learner) -> Training:
     """What training ended with. Raises UserError if the checkpoint's steps read other rows, or if
     the best draft is lost."""
-    state, accelerator = learner.state, learner.accelerator
+    state = learner.state
     _require_same_rows(learner, ended=True)
-    from_main(accelerator, partial(_require_best, learner.folder, state, ended=True))
+    learner.ranks.first(lambda: _require_best(learner.folder, state, ended=True))
     assert state.best is not None
     early = learner.stopped and state.step < learner.steps
     return Training(
@@ -466,7 +469,7 @@ def _evaluate_draft(
             chain = learner.forcing.drafter.depth, state.gamma
 
             def ended() -> bool:
-                return in_any_process(signals.terminated(), accelerator)
+                return learner.ranks.any(signals.terminated())
 
             figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain, ended)
     except Terminated as error:

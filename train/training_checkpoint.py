@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -35,7 +34,7 @@ from specdec.formats.draft_checkpoint import require_finite, require_same, untie
 from specdec.integrity import Damaged, of_tensors
 from specdec.measure.results import HeldOut
 from specdec.progress import tell
-from train.accelerated import from_main
+from specdec.ranks import Ranks
 
 TENSORS, STATE = "training.safetensors", "training.json"
 Optimizers = Sequence[torch.optim.Optimizer]
@@ -120,7 +119,7 @@ def load(
     folder: Path,
     model: nn.Module,
     optimizers: Optimizers,
-    accelerator: Accelerator,
+    ranks: Ranks,
     run: str = "",
 ) -> State | None:
     """Restore the newest sound checkpoint of this run in `folder`; return its state, or None if
@@ -159,14 +158,14 @@ def load(
             )
         return None
 
-    state = from_main(accelerator, read)
+    state = ranks.first(read)
     if state is None:
         return None
-    handed = accelerator.num_processes > 1
+    handed = ranks.world > 1
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=handed, strict=False)
     set_model_state_dict(model, _of("model.", tensors), options=options)  # type: ignore[arg-type]
     whole: dict[str, Any] = {}
-    if accelerator.is_main_process:
+    if ranks.rank == 0:
         entries: dict[str, dict[str, Tensor]] = {}
         for name, x in _of("optimizer.", tensors).items():
             parameter, key = name.split("|")
