@@ -568,3 +568,19 @@ def test_an_engine_is_named_in_its_own_file_alone() -> None:
     assert named == set()
     table = modules()["specdec.engines.known_engines"]
     assert any("vllm" in text.lower() for _, text in words_of(table))
+
+
+# transformers' own flag, where a config or a model is read before its kind of target is known
+OF_PAIRS = {"specdec/targets/fingerprint.py", "specdec/runtime/quantised.py"}
+
+
+def test_the_core_knows_no_kind_of_target_of_the_lab() -> None:
+    """What a kind of target does in another way, it says itself (`Target`, `kind_of`)."""
+    named = {
+        path_of(name)
+        for name, tree in modules().items()
+        if name.startswith(("specdec", "train")) and not name.startswith("specdec.lab")
+        for _, text in words_of(tree)
+        if re.search("encoder_decoder|seq2seq", text, re.I)
+    }
+    assert named == OF_PAIRS

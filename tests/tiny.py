@@ -43,7 +43,6 @@ from specdec.forcing import batch
 from specdec.forcing.batch import Batch
 from specdec.objectives.losses import TERMS
 from specdec.sampling.sampler import Sampler
-from specdec.targets.causal import CausalTarget
 from specdec.targets.target import Target
 from tests.device import DEVICE
 from train.run_config import CONF, Config, composed, quoted, register
@@ -201,7 +200,7 @@ def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
     model.generation_config.eos_token_id = None
     model.to(DEVICE)
-    return CausalTarget(model, None, f"tiny-{config.model_type}")
+    return Target(model, None, f"tiny-{config.model_type}")
 
 
 def random_drafter(

@@ -44,8 +44,8 @@ def check_target(cfg: Config, folder: Path, parts: TargetParts) -> None:
     they are to answer for it, that the drafts that a run begins with are of this target, that the
     draft can be exported to the run's folder, and that there is room for it. Raises UserError."""
     require(
-        not (cfg.answering.engines and parts.model.config.is_encoder_decoder),
-        f"{parts.title} is an encoder-decoder, which engines do not serve here: leave out "
+        parts.reads_pairs is None or not cfg.answering.engines,
+        f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
         "answers.from and features.from",
     )
     if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):

@@ -26,7 +26,6 @@ from specdec.sampling import sampler
 from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.targets.causal import CausalTarget
 from specdec.targets.target import Target
 
 PROMPT = 16  # tokens
@@ -140,7 +139,7 @@ def _random_pair(method: str, vocab: int, device: str) -> tuple[Target, Drafter]
     )
     model = LlamaForCausalLM(config).float().to(device)
     model.generation_config.eos_token_id = None
-    target = CausalTarget(model, None, "random")
+    target = Target(model, None, "random")
     require(method in DRAFTERS, f"method {method!r} is unknown{nearest(method, DRAFTERS)}")
     kind = DRAFTERS[method]
     settings: Any = kind.Config()

@@ -38,11 +38,9 @@ from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.progress import console
 from specdec.sampling.trees import Chain, Static
-from specdec.targets.causal import Reading
 from specdec.targets.loading import TargetLoader, load_target
-from specdec.targets.target import Target
+from specdec.targets.target import Reading, Target
 from specdec.targets.target_config import TargetConfig
-from specdec.targets.transformers_model import auto_class
 from train import pipeline
 from train.run_config import Config, composed, register
 from train.run_documents import RunDocuments
@@ -281,7 +279,7 @@ def transformers_model(arch: Tiny, folder: Path) -> Any:
     """The target as transformers loads it, with its own attention."""
     auto: Any = transformers.AutoModelForSeq2SeqLM
     if arch.decoder:
-        auto = auto_class(transformers.AutoConfig.from_pretrained(folder))
+        auto = Target.auto_class(transformers.AutoConfig.from_pretrained(folder))
     model = auto.from_pretrained(folder).eval()
     ids = torch.arange(5, 20)[None]
     more = {} if arch.decoder else {"decoder_input_ids": ids}

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdec.targets.shrunken_config import BOUNDS, HEADS, LAYERS, NARROW, THRESHOLDS
-from specdec.targets.transformers_model import auto_class
+from specdec.targets.target import Target
 
 VOCAB, POSITIONS = 256, 256
 SPECIAL = ("<|pad|>", "<|begin|>", "<|end|>", "<|im_start|>", "<unk>")
@@ -298,7 +298,7 @@ def save(tiny: Tiny, folder: Path, seed: int = 0) -> None:
     """Write a random checkpoint of an architecture, with a tokenizer."""
     torch.manual_seed(seed)
     config = config_of(tiny)
-    auto = auto_class(config) if tiny.decoder else AutoModelForSeq2SeqLM
+    auto = Target.auto_class(config) if tiny.decoder else AutoModelForSeq2SeqLM
     model = auto.from_config(config, attn_implementation="eager").float().eval()
     for weight in model.parameters():
         if weight.dim() < 2:

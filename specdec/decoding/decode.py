@@ -83,6 +83,8 @@ def decode(
     if way.compiled:
         slots = capacity(max(map(len, prompts)) + max_new_tokens, drafter, shape)
     openings = [p[len(p) - target.placed(p) :] for p in prompts]
+    if any(len(opening) < len(p) for opening, p in zip(openings, prompts, strict=True)):
+        processors = [_of_decoder(processor, target) for processor in processors]
     stops = Stops(stop, target.tokenizer) if stop else None
     eos = target.eos if eos is None else eos
     ends = max_new_tokens, eos, stops
@@ -98,7 +100,7 @@ def decode(
             RowDraws([seeds[i] for i in numbers], target.device),
             vocabulary(drafter),
             target.vocab_size,
-            target.shown(processors),
+            processors,
             rows.texts,
         )
         nothing = Proposal(rows.anchors()[:, :0])
@@ -162,6 +164,16 @@ def decode(
         answers.clock.end("commit")
         answers.add(rows, new, rounds)
     return answers.generations()
+
+
+def _of_decoder(processor: Processor, target: Target) -> Processor:
+    """The processor, given only the tokens that the target's decoder reads, as in transformers."""
+
+    def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
+        rows = [ids[len(ids) - target.placed(ids.tolist()) :] for ids in ids_BT]
+        return torch.cat([processor(ids[None], z[None]) for ids, z in zip(rows, scores_BV)])
+
+    return processed
 
 
 def prefill(

@@ -115,8 +115,15 @@ def speculative_generate(
         attention_mask = input_ids != pad
     prompts = _unpadded(input_ids, attention_mask)
     prompts = [*map(target.prompt_for_decoding, prompts)]
-    # tokens that transformers' processors do not see: those of an encoder
+    # tokens that transformers' processors do not see: those that an encoder reads
     hidden = [len(prompt) - target.placed(prompt) for prompt in prompts]
+    start = config.decoder_start_token_id
+    for prompt, n in zip(prompts, hidden, strict=True):
+        if n > 0 and start not in (None, prompt[n]):
+            raise UserError(
+                f"generation_config.decoder_start_token_id={start} is not the {prompt[n]} that the "
+                "target was loaded with: set it in the model's config"
+            )
     seen = [len(p) - n for p, n in zip(prompts, hidden, strict=True)]
     limit = config.max_new_tokens
     if limit is None:
@@ -163,12 +170,6 @@ def _config(
             beams = " or call specdec.lab.decoding.beam.beam_search" * (name == "num_beams")
             said = f"{name}={getattr(config, name)} is not supported: leave it out{beams}"
             raise UserError(f"generation_config.{said}")
-    start = config.decoder_start_token_id
-    if target.decoder_start is not None and start not in (None, target.decoder_start):
-        raise UserError(
-            f"generation_config.decoder_start_token_id={start} is not the {target.decoder_start} "
-            "that the target was loaded with: set it in the model's config"
-        )
     return config
 
 

@@ -88,9 +88,11 @@ class View(Predictor):
 
 
 def decoder_layers(target: TargetParts, name: str) -> int:
-    """How many layers a decoder-only target has. Raises UserError if it has an encoder."""
-    whole = getattr(target.model.config, "is_encoder_decoder", False)
-    require(not whole, f"drafter={name} needs a decoder-only target, not an encoder-decoder")
+    """How many layers a decoder-only target has. Raises UserError if it reads prompts apart."""
+    require(
+        target.reads_pairs is None,
+        f"drafter={name} needs a decoder-only target, not {target.reads_pairs}",
+    )
     return target.depth
 
 

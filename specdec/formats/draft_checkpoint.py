@@ -359,7 +359,8 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
         f"{folder}: this draft reads layers {list(read)}, but {target.name} has {layers}: "
         "train a draft for this target",
     )
-    ids_BT = target.example_ids(6)
+    text = target.example([i % target.vocab_size for i in range(6)])
+    ids_BT = torch.tensor([text], device=target.device)
     features = torch.zeros(1, 6, target.width * max(1, len(read))).to(target.device, target.dtype)
     ctx = Context(ids_BT, features, features[..., : target.width])
     try:

@@ -83,7 +83,7 @@ def require_exportable(config: Any, target: TargetParts, layout: str) -> None:
     """Raise UserError if no draft with this config could be exported for this target, whatever its
     weights turn out to be. Nothing is computed, so this can be asked before training."""
     chosen = layout_of(config.name, layout)
-    _require_causal(target)
+    _require_one_text(target)
     kind = family(config.name)
     with torch.device("meta"):
         drafter = kind(config, kind.plan(config, target))
@@ -94,11 +94,11 @@ def require_exportable(config: Any, target: TargetParts, layout: str) -> None:
         chosen.overrides(drafter, target)
 
 
-def _require_causal(target: TargetParts) -> None:
-    """Raise UserError for an encoder-decoder: the formats are for targets that read one text."""
+def _require_one_text(target: TargetParts) -> None:
+    """Raise UserError unless the target reads prompt and response as one text."""
     require(
-        not target.model.config.is_encoder_decoder,
-        f"{target.title} is an encoder-decoder: no engine loads a draft for it; give export=null",
+        target.reads_pairs is None,
+        f"{target.title} is {target.reads_pairs}: no engine loads a draft for it; give export=null",
     )
 
 
@@ -117,7 +117,7 @@ def write_export(
     folder, name = Path(folder), drafter.config.name
     chosen = layout_of(name, layout)
     require_free(folder)
-    _require_causal(target)
+    _require_one_text(target)
     if chosen.refuse is not None:
         chosen.refuse(drafter, target)
     tensors = chosen.to_engine(drafter, untied(drafter.state_dict()))

@@ -1,5 +1,9 @@
 """Loading the target that a configuration names: all of it, its parts alone, or each while a job
-needs it."""
+needs it.
+
+Of which kind a target is, its config decides (`kind_of`): a package adds a kind as an entry point
+`draftsmith.targets`, a subclass of `Target` that says which configs it `loads`.
+"""
 
 import copy
 import ctypes
@@ -7,6 +11,7 @@ import gc
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +24,6 @@ from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.runtime.device import free_bytes
 from specdec.runtime.quantised import method
 from specdec.targets import transformers_model
-from specdec.targets.causal import CausalTarget
 from specdec.targets.parts import TargetParts, config_of_layers
 from specdec.targets.self_check import check_head
 from specdec.targets.spread import AUTO, in_words, is_spread
@@ -36,8 +40,15 @@ from specdec.targets.tensor_parallel import (
 )
 from specdec.targets.transformers_model import empty_model, opened, without_warnings
 
+
+def _require_kind(name: str, kind: Any) -> None:
+    """Raise UserError for what is no kind of target."""
+    fits = isinstance(kind, type) and issubclass(kind, Target)
+    require(fits, f"{kind!r} is no subclass of specdec.targets.target.Target")
+
+
 TARGETS: Plugins[type[Target]] = Plugins(
-    "draftsmith.targets", "kind of target", {"causal": CausalTarget}
+    "draftsmith.targets", "kind of target", {"causal": Target}, _require_kind
 )
 # the same as types in the header of a safetensors file
 KINDS = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -51,42 +62,52 @@ def load_target(cfg: TargetConfig) -> Target:
     """Load the model that `cfg` names. Raises UserError if it cannot be loaded."""
     cfg, path, config, tokenizer, weights = opened(cfg)
     if cfg.tensor_parallel:
-        return load_tensor_parallel(cfg, path, config, tokenizer, weights)
+        return load_tensor_parallel(cfg, path, config, kind_of(config), tokenizer, weights)
     fingerprint = (
         weights.fingerprint()
         if weights
         else transformers_model.fingerprint_of_bin(cfg, path, config)
     )
     quantisation = method(config)
-    model = transformers_model.load_model(cfg, path, config)
-    whole = TARGETS.named("encoder_decoder" if config.is_encoder_decoder else "causal")
+    kind = kind_of(config)
+    model = transformers_model.load_model(cfg, path, config, kind.auto_class(config))
     of_target = model, tokenizer, target_name(cfg), cfg.revision, quantisation
-    target: Target = whole(*of_target, fingerprint=fingerprint)
+    target = kind(*of_target, fingerprint=fingerprint)
     target.weights = weights
     return target
 
 
+def kind_of(config: Any) -> type[Target]:
+    """The kind of target of a model with this config: that of the lab or of another package which
+    loads it, else a causal LM."""
+    TARGETS.add_installed()
+    return next((kind for kind in TARGETS.values() if kind.loads(config)), Target)
+
+
 def load_parts(cfg: TargetConfig) -> StoredTargetParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
-    loaded alone: for an encoder-decoder, a model that cannot be made without layers, a checkpoint
-    that is not in safetensors, or one whose weights have not been read yet (see `TargetLoader`).
+    loaded alone: for a kind that is not `separable`, a model that cannot be made without layers, a
+    checkpoint that is not in safetensors, or one whose weights have not been read yet (see
+    `TargetLoader`).
     Raises UserError for a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = opened(cfg)
-    if config.is_encoder_decoder or not weights or not weights.is_noted:
+    kind = kind_of(config)
+    if not kind.separable or not weights or not weights.is_noted:
         return None
+    auto = kind.auto_class(config)
     in_one = replace(cfg, device_map=None, max_memory={}, tensor_parallel=False)
     bare = copy.deepcopy(config)
     try:
         text = bare.get_text_config(decoder=True)
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
         with without_warnings():  # about the layers' weights, which are left unread
-            model = transformers_model.load_model(in_one, path, bare)
+            model = transformers_model.load_model(in_one, path, bare, auto)
         of_parts = model, tokenizer, target_name(cfg), cfg.revision, method(config)
         parts = StoredTargetParts(
             *of_parts,
             config=config,
             weights=weights,
-            empty=partial(empty_model, cfg, config),
+            empty=partial(empty_model, cfg, config, auto),
             whole=partial(_in_one_piece if cfg.tensor_parallel else load_target, cfg),
         )
         check_head(parts)
@@ -107,7 +128,7 @@ def _in_one_piece(cfg: TargetConfig) -> TargetParts:
 def note_fingerprint(cfg: TargetConfig) -> None:
     """Note the hash of a checkpoint whose layers this run does not load."""
     _, _, config, _, weights = opened(cfg)
-    if weights is not None and not config.is_encoder_decoder:
+    if weights is not None and kind_of(config).separable:
         weights.fingerprint()
 
 
@@ -120,7 +141,7 @@ class TargetLoader:
         self._whole: Target | None = None
         if cfg.tensor_parallel:
             complete, _, config, _, weights = opened(cfg)
-            division_rules(complete, config, weights)
+            division_rules(complete, config, kind_of(config), weights)
         if alone := alone or cfg.tensor_parallel:
             note_fingerprint(cfg)
         self._stored = load_parts(cfg)

@@ -39,6 +39,7 @@ class TargetParts:
     head_factor: float  # by which the head's logits are multiplied, where that is all
     weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
     transform: nn.Module | None = None  # from the last hidden state to the head's input
+    reads_pairs: str | None = None  # what it is, if it reads a prompt apart from its response
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
 """Self-checks of a target when it is made: a model that would be read wrongly is refused.
 
 Heads, masks and caches of models differ more than their classes show. If ours did not match the
-model's own, α would be measured against a different p from the one that is served.
+model's own, α would be measured against a different p from the one that is served. The targets here
+are those of target.py, which imports this file, or of another kind.
 """
 
 import copy
@@ -21,13 +22,7 @@ from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.runtime.recurrent_states import bounds_steps, in_steps
 from specdec.runtime.replay import ReplayCache
 from specdec.targets.parts import TargetParts, config_of_layers
-from specdec.targets.shrunken_twin import (
-    SHARP,
-    NoTwin,
-    TwinCheck,
-    distance,
-)
-from specdec.targets.target import Target
+from specdec.targets.shrunken_twin import SHARP, NoTwin, TwinCheck, distance
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
 ROUGH = 0.2  # the same in 16 bits, through all layers
@@ -62,8 +57,8 @@ def check_causal(target: Any) -> None:
     with quantised weights, rounding hides errors, so a few layers are checked in float32 as well.
     """
     with understood(target), torch.no_grad():
-        check_head(target)
-    twin = _twin_of(target)
+        target.settle_head()
+    twin = twin_check_of(target)
     ways = [(reading, False) for reading in target.readings]
     if len(ways) > 1 and target.takes_positions and not target.holders:
         ways.insert(1, (ways[0][0], True))
@@ -81,7 +76,7 @@ def check_causal(target: Any) -> None:
                 raise _unread(target, error) from error
     with torch.no_grad():
         if twin is not None and _cache_right(target):
-            raise _unlike(target)
+            raise unlike_transformers(target)
     raise UserError(
         f"{target.title} gives other logits for a text when more tokens follow it, so it is not "
         "causal or depends on the length of a text, and what it decodes would not follow the p "
@@ -90,7 +85,7 @@ def check_causal(target: Any) -> None:
     )
 
 
-def _twin_of(target: Any) -> TwinCheck | None:
+def twin_check_of(target: Any) -> TwinCheck | None:
     """The check of the target's shrunken twin; None if there is no twin: then the target is read by
     transformers' modules and attention alone. Transformers' attention also takes the place of our
     own where ours leaves out what a layer computes."""
@@ -107,7 +102,8 @@ def _twin_of(target: Any) -> TwinCheck | None:
         return None
 
 
-def _unlike(target: TargetParts) -> UserError:
+def unlike_transformers(target: TargetParts) -> UserError:
+    """The error for a target whose logits differ from those of transformers."""
     return UserError(
         f"{target.title} gives other logits here than in transformers once a text is longer than "
         "one of the lengths in its config.json, such as a window or a block (found with a small "
@@ -115,7 +111,7 @@ def _unlike(target: TargetParts) -> UserError:
     )
 
 
-def _reads_on(target: Target, twin: TwinCheck | None) -> bool:
+def _reads_on(target: Any, twin: TwinCheck | None) -> bool:
     """Whether the logits over a cache are right."""
     if twin is not None and twin.lean_right() and _lean_right(target):
         return True
@@ -160,34 +156,7 @@ def _head_right(target: TargetParts) -> bool:
     )
 
 
-def check_encoder_decoder(target: Any) -> None:
-    """Raise UserError unless `logits(final)` equals what the model itself returns, and unless the
-    target's shrunken twin gives transformers' logits beyond every length threshold. Settle whether
-    texts of unequal length can be encoded together."""
-    twin = _twin_of(target)  # before a short text has the encoder change its attention
-    start, twice = target.seq2seq.start, target.seq2seq.twice
-    some = [i for i in range(target.vocab_size) if i != start][:4]
-    encoder = some + [start] * twice
-    text, asked, answer = (
-        torch.tensor([x], device=target.device)
-        for x in (encoder + [start] + some, encoder, [start] + some)
-    )
-    with understood(target), torch.no_grad():
-        _, final = target.features(text, FeatureSpec())
-        ours = target.logits(final[:, len(encoder) :])
-        theirs = target.model(input_ids=asked, decoder_input_ids=answer).logits
-    require(
-        distance(ours, theirs)
-        <= (SAME if target.dtype in (torch.float32, torch.float64) else ROUGH),
-        f"{target.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
-    )
-    if twin is not None and not (twin.texts_right() and twin.cache_right()):
-        target.seq2seq.encodes_apart = True
-        if not (twin.texts_right() and twin.cache_right()):
-            raise _unlike(target)
-
-
-def _cache_right(target: Target) -> bool:
+def _cache_right(target: Any) -> bool:
     """Whether the logits that the modules give over a cache differ from those without one by no
     more than rounding explains."""
     error = _cache_error(target)
@@ -197,7 +166,7 @@ def _cache_right(target: Target) -> bool:
     return right
 
 
-def _lean_right(target: Target) -> bool:
+def _lean_right(target: Any) -> bool:
     """The same for the lean pass, if there is one, but it is used only if no doubt is left."""
     try:
         if target.lean is None:
@@ -211,15 +180,15 @@ def _lean_right(target: Target) -> bool:
     return right and (_exact(target) or (few is not None and _cache_error(few) <= SHARP))
 
 
-def _exact(target: Target) -> bool:
+def _exact(target: Any) -> bool:
     return target.dtype in (torch.float32, torch.float64) and not target.quantisation
 
 
-def _limit(target: Target) -> float:
+def _limit(target: Any) -> float:
     return SHARP if _exact(target) else ROUGH
 
 
-def _cache_error(target: Target) -> float:
+def _cache_error(target: Any) -> float:
     """The distance of logits over a cache from those of passes over whole texts. They are the
     logits of a small tree (its second node follows the first) after rows of unequal length, and of
     the tokens that follow once a path of each row has been kept and the rows have changed
@@ -234,14 +203,15 @@ def _cache_error(target: Target) -> float:
 
     def logits(few: Tensor, parents_BT: Tensor | None = None) -> Tensor:
         _, final = target.features(few, FeatureSpec(), cache=cache, parents_BT=parents_BT)
-        return target.logits(final)
+        logits_BTV: Tensor = target.logits(final)
+        return logits_BTV
 
     def error(logits_TV: Tensor, b: int, text: Tensor) -> float:
         """The distance of logits [T, V] from those of the last T tokens of row b's text."""
         if steps:
             theirs = _by_steps(target, text[None], lengths[b])[0]
         else:
-            theirs = _whole(target, text[None])[0]
+            theirs = target.own_logits(text[None])[0]
         return distance(logits_TV, theirs[-len(logits_TV) :])
 
     logits(ids[:, :9])
@@ -266,30 +236,24 @@ def _cache_error(target: Target) -> float:
     return worst if target.reads_trees or steps else max(worst, _step_error(target))
 
 
-def _whole(target: Any, ids_BT: Tensor) -> Tensor:
-    """The model's own logits [B, T, V] of whole texts."""
-    inputs = target.position_inputs(ids_BT)
-    logits: Tensor = target.model(input_ids=ids_BT, use_cache=False, **inputs).logits
-    return logits
-
-
-def _step_error(target: Target) -> float:
+def _step_error(target: Any) -> float:
     """The distance of logits over states from those of a pass over the whole text, if the states
     move by one token at a time. A layer may compute such a step in another way."""
     text = (11 * torch.arange(28, device=target.device)[None] + 5) % target.vocab_size
-    return distance(_by_steps(target, text, 4), _whole(target, text))
+    return distance(_by_steps(target, text, 4), target.own_logits(text))
 
 
-def _by_steps(target: Target, ids_1T: Tensor, first: int) -> Tensor:
+def _by_steps(target: Any, ids_1T: Tensor, first: int) -> Tensor:
     """The logits [1, T, V] of a text that is read one token at a time after the `first` few."""
     cache, read = target.new_cache(), list[Tensor]()
     for part in (ids_1T[:, :first], *ids_1T[:, first:].split(1, 1)):
         read.append(target.features(part, FeatureSpec(), cache=cache)[1])
         cache.commit([part.shape[1]])
-    return target.logits(torch.cat(read, 1))
+    logits_1TV: Tensor = target.logits(torch.cat(read, 1))
+    return logits_1TV
 
 
-def _rounding_error(target: Target) -> float:
+def _rounding_error(target: Any) -> float:
     """By how much logits change if the embeddings of a text are rounded once more: some weights
     enlarge small differences. It is 0 if none of that reaches the logits."""
     ids = (5 * torch.arange(12, device=target.device)[None] + 3) % target.vocab_size
@@ -303,7 +267,7 @@ def _rounding_error(target: Target) -> float:
         return distance(target.model(input_ids=ids, use_cache=False).logits, before)
 
 
-def few_layers(target: Target) -> Target | None:
+def few_layers(target: Any) -> Any:
     """A copy of a causal target in float32 on the CPU, with a layer of each kind and the first rows
     of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
     weights attention sees only one token, and errors in positions and masks would not show. None
@@ -355,7 +319,7 @@ def few_layers(target: Target) -> Target | None:
     return few
 
 
-def _of_each_kind(target: Target) -> list[int]:
+def _of_each_kind(target: Any) -> list[int]:
     """The first layer of each kind of attention, or the first two if all are of one kind."""
     by_layer = [
         kind_of_layer

@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -109,40 +109,24 @@ class ShrunkenTwin:
                 self.ours.set_attn_implementation(self.attention)
             self._steps = any(map(bounds_steps, self.plain.modules()))
             self._known: dict[Any, Tensor] = {}
-            self._decodes = bool(self.config.is_encoder_decoder)
-            ids = tuple(_words(0, LONGEST // 2))
-            finite = self.logits(ids, {}, encoded=len(ids) // 2 * self._decodes).isfinite().all()
         except (NoTwin, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # configurations and models may raise anything
             raise NoTwin(first_line(error)) from error
-        if not finite:
-            raise NoTwin("its logits are not finite")
 
     @torch.no_grad()
-    def logits(
-        self,
-        ids: tuple[int, ...],
-        inputs: Mapping[str, Tensor],
-        prompt: int = 0,
-        encoded: int = 0,
-    ) -> Tensor:
-        """transformers' logits [T, V] of one text by itself: of a single pass, or, where steps of
-        one token are bounded otherwise (Mamba 2) and a `prompt` length is given, of its steps. The
-        first `encoded` tokens are for the encoder, and have no logits."""
-        key = ids, bool(inputs), prompt if self._steps else 0
+    def logits(self, target: Any, ids: Sequence[int], prompt: int = 0) -> Tensor:
+        """transformers' logits [T, V] of one text by itself, or of its last tokens (see
+        `Target.own_logits` of the `target`): of a single pass, or, where steps of one token are
+        bounded otherwise (Mamba 2) and a `prompt` length is given, of its steps."""
+        text = torch.tensor([ids])
+        positions = bool(target.position_inputs(text))
+        key = tuple(ids), positions, prompt if self._steps else 0
         if key not in self._known:
-            text = torch.tensor([ids])
-            if encoded:
-                for part in self.plain.modules():  # it may have read a short text before
-                    if hasattr(part, "set_attention_type"):
-                        part.set_attention_type(self.config.attention_type)
-                parts = {"input_ids": text[:, :encoded], "decoder_input_ids": text[:, encoded:]}
-                self._known[key] = self.plain(use_cache=False, **parts).logits[0]
-            elif self._steps and prompt:
+            if self._steps and prompt:
                 self._known[key] = self._stepped(text, prompt)
             else:
-                self._known[key] = self.plain(input_ids=text, use_cache=False, **inputs).logits[0]
+                self._known[key] = target.own_logits(text, self.plain)[0]
         return self._known[key]
 
     def _stepped(self, ids_1T: Tensor, prompt: int) -> Tensor:
@@ -170,13 +154,9 @@ def _words(seed: int, count: int) -> list[int]:
 
 
 def _text(target: Any, seed: int, length: int) -> list[int]:
-    """A text of so many tokens; of an encoder-decoder, the last few are for the decoder."""
-    if (seq2seq := getattr(target, "seq2seq", None)) is None:
-        return _words(seed, length)
-    marks = [seq2seq.start] * (2 if seq2seq.twice else 1)
-    decoded = min(length // 4, 9)
-    encoded = _words(seed, length - decoded - len(marks))
-    return [*encoded, *marks, *_words(seed + 50, decoded)]
+    """A text of so many tokens that the target can read."""
+    text: list[int] = target.example(_words(seed, length))
+    return text
 
 
 @torch.no_grad()
@@ -187,7 +167,7 @@ def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
         rows = [_text(target, seed, LONGEST) for seed in batch]
         _, final = target.features(torch.tensor(rows), FeatureSpec())
         for ids, ours in zip(rows, target.logits(final), strict=True):
-            theirs = _theirs(target, twin, ids)
+            theirs = twin.logits(target, ids)
             yield distance(ours[-len(theirs) :], theirs)
     texts = [[_text(target, 3 + n, n) for n in lengths] for lengths in DOCUMENTS]
     width = max(sum(map(len, row)) for row in texts)
@@ -208,7 +188,7 @@ def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
     )
     ours_BTV = target.logits(final)
     for b, part, text in places:
-        theirs = _theirs(target, twin, text)
+        theirs = twin.logits(target, text)
         yield distance(ours_BTV[b, part][-len(theirs) :], theirs)
 
 
@@ -223,7 +203,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
         padded = [text + [WORDS.start] * (max(prompts) - len(text)) for text in texts]
         _, final = target.features(torch.tensor(padded), FeatureSpec(), cache=cache)
         for text, ours in zip(texts, target.logits(final), strict=True):
-            theirs = _theirs(target, twin, text, len(text))
+            theirs = twin.logits(target, text, len(text))
             yield distance(ours[: len(text)][-len(theirs) :], theirs)
         cache.commit(prompts)
         for seed, (tokens, kept) in enumerate(ROUNDS):
@@ -243,7 +223,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
             for b, ours in enumerate(target.logits(final)):
                 for path in paths:
                     text = texts[b] + [ids[b][i] for i in path]
-                    theirs = _theirs(target, twin, text, prompts[b])
+                    theirs = twin.logits(target, text, prompts[b])
                     yield distance(ours[list(path)], theirs[-len(path) :])
             some = [kept[b] if trees else tuple(range(len(kept[b]))) for b in range(len(texts))]
             padded_path = [[*path, *[-1] * (tokens - len(path))] for path in some]
@@ -257,12 +237,6 @@ def _together(target: Any, prompts: Sequence[int]) -> list[list[int]]:
     for n in prompts:
         by_room.setdefault(target.room(n), []).append(n)
     return list(by_room.values())
-
-
-def _theirs(target: Any, twin: ShrunkenTwin, ids: Sequence[int], prompt: int = 0) -> Tensor:
-    inputs = target.position_inputs(torch.tensor([ids]))
-    encoded = len(ids) - target.placed(ids)
-    return twin.logits(tuple(ids), inputs, prompt, encoded)
 
 
 class TwinCheck:
@@ -291,11 +265,10 @@ class TwinCheck:
         """Whether long texts, batches and packed documents get transformers' logits."""
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
-            if hasattr(ours, "seq2seq"):
-                ours.seq2seq.encodes_apart = self._apart
+            ours.texts_apart = self._target.texts_apart
             return errors_of_texts(ours, twin)
 
-        return self._once(("texts", self._apart), errors)
+        return self._once(("texts", self._target.texts_apart), errors)
 
     def lean_right(self) -> bool:
         """Whether passes over a cache get transformers' logits in the fused fast path, of which
@@ -304,7 +277,7 @@ class TwinCheck:
             return False
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
-            (ours.reading, ours.counted), ours.lean_allowed = self._way or (None, False), True
+            (ours.reading, ours.counted), ours.lean_allowed = self._way, True
             return iter([math.inf]) if ours.lean is None else errors_over_cache(ours, twin)
 
         return self._once("lean", errors)
@@ -314,27 +287,18 @@ class TwinCheck:
         now. `steps`: modules with states read one token at a time from now on (`in_steps`)."""
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
-            if self._way is not None:
-                ours.reading, ours.counted = self._way
-            ours.lean_allowed = False
+            (ours.reading, ours.counted), ours.lean_allowed = self._way, False
+            ours.texts_apart = self._target.texts_apart
             for module in ours.holders if steps else ():
                 in_steps(module)
             return errors_over_cache(ours, twin)
 
-        return self._once(("cache", self._way, self._apart, steps), errors)
+        return self._once(("cache", self._way, self._target.texts_apart, steps), errors)
 
     @property
-    def _way(self) -> tuple[Any, bool] | None:
-        """How the target reads on now, if it has several ways."""
-        reading = getattr(self._target, "reading", None)
-        return None if reading is None else (reading, self._target.counted)
-
-    @property
-    def _apart(self) -> bool:
-        """Whether an encoder reads texts of unequal length apart."""
-        return (
-            bool(self._target.seq2seq.encodes_apart) if hasattr(self._target, "seq2seq") else False
-        )
+    def _way(self) -> tuple[Any, bool]:
+        """How the target reads on now."""
+        return self._target.reading, self._target.counted
 
     def _once(self, what: Any, errors: Callable[[Any, ShrunkenTwin], Iterator[float]]) -> bool:
         if isinstance(reason := self._verdicts.get("none"), str):
@@ -357,8 +321,13 @@ class TwinCheck:
         if self._made is None:
             twin = ShrunkenTwin(self._target.model, self._attention)
             try:
-                self._made = twin, self._target.twin_target(twin.ours)
-            except (torch.OutOfMemoryError, MemoryError):
+                ours = self._target.as_twin(twin.ours)
+                text = _text(ours, 0, LONGEST // 2)
+                if not twin.logits(ours, text).isfinite().all():
+                    raise NoTwin("its logits are not finite")
+                ours.settle_head()
+                self._made = twin, ours
+            except (NoTwin, torch.OutOfMemoryError, MemoryError):
                 raise
             except Exception as error:
                 raise NoTwin(first_line(error)) from error

@@ -25,12 +25,11 @@ from specdec.context import FeatureSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
-from specdec.targets.causal import CausalTarget
 from specdec.targets.parts import config_of_layers, depth_of
 from specdec.targets.self_check import ROUGH
 from specdec.targets.shrunken_twin import SHARP, distance
 from specdec.targets.stored import SafetensorsFiles, StoredTargetParts
-from specdec.targets.target import PassStates
+from specdec.targets.target import PassStates, Target
 from specdec.targets.target_config import TargetConfig, target_name
 from specdec.targets.transformers_model import empty_model, load_model, without_warnings
 
@@ -205,7 +204,7 @@ def _mirrored(kind: Any) -> Any:
     return type(f"Mirrored{kind.__name__}", (_Mirrored, kind), {})
 
 
-class TensorParallelTarget(CausalTarget):
+class TensorParallelTarget(Target):
     """This process's part of a causal target. Its embedding, head and norms are whole. What drafts
     read of the layers, they read from the checkpoint's files (`parts`)."""
 
@@ -216,6 +215,9 @@ class TensorParallelTarget(CausalTarget):
     def __init__(self, *of_target: Any, fingerprint: str) -> None:
         self.processes = dist.get_world_size()
         super().__init__(*of_target, fingerprint=fingerprint)
+
+    def as_twin(self, model: Any) -> Target:
+        return Target(model, None, self.name, fingerprint="", checked=False)
 
     def _read(
         self,
@@ -281,10 +283,10 @@ class TensorParallelTarget(CausalTarget):
 
 
 def division_rules(
-    cfg: TargetConfig, config: Any, weights: SafetensorsFiles | None
+    cfg: TargetConfig, config: Any, kind: type[Target], weights: SafetensorsFiles | None
 ) -> dict[str, str]:
     """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
-    if the processes of this launch cannot divide this target."""
+    if the processes of this launch cannot divide this target, which is of this `kind`."""
     count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
     require(
         count > 1,
@@ -300,19 +302,24 @@ def division_rules(
     )
     require_plain(config, title)
     require(
-        weights is not None and not config.is_encoder_decoder,
+        weights is not None and kind.separable,
         f"{title} cannot be divided over processes: target.tensor_parallel needs a causal LM in "
         "safetensors: leave it out",
     )
-    return rules_of(empty_model(cfg, config), title, count)
+    return rules_of(empty_model(cfg, config, kind.auto_class(config)), title, count)
 
 
 def load_tensor_parallel(
-    cfg: TargetConfig, path: str, config: Any, tokenizer: Any, weights: SafetensorsFiles | None
+    cfg: TargetConfig,
+    path: str,
+    config: Any,
+    kind: type[Target],
+    tokenizer: Any,
+    weights: SafetensorsFiles | None,
 ) -> TensorParallelTarget:
     """This process's part of the target, of a resolved configuration. All processes load theirs at
     the same time. The first layers are also loaded in one piece, to compare the divided ones."""
-    rules = division_rules(cfg, config, weights)
+    rules, auto = division_rules(cfg, config, kind, weights), kind.auto_class(config)
     assert weights is not None  # `division_rules` rejects other checkpoints
     fingerprint = weights.fingerprint()
     name, alone = target_name(cfg), replace(cfg, tensor_parallel=False, packed=False)
@@ -323,12 +330,12 @@ def load_tensor_parallel(
     of_first.update(few | {"num_hidden_layers": k})
     try:
         with without_warnings():  # about the weights of the other layers
-            of_plain = load_model(alone, path, first), tokenizer, name, cfg.revision
-            plain = CausalTarget(*of_plain, fingerprint=fingerprint)
+            of_plain = load_model(alone, path, first, auto), tokenizer, name, cfg.revision
+            plain = Target(*of_plain, fingerprint=fingerprint)
         k = len(plain.layers)
         expected, reading = state_after(plain, k), (plain.reading, plain.counted)
         del plain
-        model = load_model(cfg, path, config, rules=rules)
+        model = load_model(cfg, path, config, auto, rules)
         target = TensorParallelTarget(model, tokenizer, name, cfg.revision, fingerprint=fingerprint)
     except UserError as error:
         raise UserError(
@@ -403,7 +410,7 @@ def compared(config: Any, count: int) -> int:
 
 
 @torch.no_grad()
-def state_after(target: CausalTarget, k: int) -> Tensor:
+def state_after(target: Target, k: int) -> Tensor:
     """What the k-th layer gives for a text: [1, T, D], or more for a model with several streams."""
     ids = (7 * torch.arange(24, device=target.device)[None] + 3) % target.vocab_size
     seen = list[Tensor]()

@@ -16,18 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-)
+from transformers import AutoConfig, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-)
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from transformers.utils.hub import cached_file
 
@@ -54,17 +44,6 @@ from specdec.targets.target_config import DTYPES, TargetConfig, resolved
 from specdec.terminal import one_line
 
 WARNED = set[str]()  # what this process has shown of transformers' warnings
-
-
-def auto_class(config: Any) -> Any:
-    """The auto class of transformers that loads a target: of a model that sees as well, the one
-    that has a head for text."""
-    if config.is_encoder_decoder:
-        return AutoModelForSeq2SeqLM
-    sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    if sees and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsFiles | None]:
@@ -99,29 +78,24 @@ def _options(cfg: TargetConfig) -> dict[str, Any]:
 
 
 def load_model(
-    cfg: TargetConfig,
-    path: str,
-    config: Any,
-    kind: Any = None,
-    rules: dict[str, str] | None = None,
+    cfg: TargetConfig, path: str, config: Any, auto: Any, rules: dict[str, str] | None = None
 ) -> Any:
-    """The model of a resolved configuration, on its device and packed if `cfg` says so, of the auto
-    class `kind` (None: the config's own). With `rules` (see `rules_of`) it is this process's part
-    of the model. Raises UserError if it cannot be loaded, or if the checkpoint does not hold all of
-    its weights."""
-    kind = kind or auto_class(config)
+    """The model of a resolved configuration, on its device and packed if `cfg` says so, of the
+    class `auto` of transformers. With `rules` (see `rules_of`) it is this process's part of the
+    model. Raises UserError if it cannot be loaded, or if the checkpoint does not hold all of its
+    weights."""
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     # quantised layers are made on their device, and some cannot be moved later
     places: dict[str, Any] | None = {"": cfg.device} if quantised else None
     with loading_errors(cfg):
         options, offloaded = _options(cfg), None
         if cfg.device_map:
-            places = _places(cfg, kind, config)
+            places = _places(cfg, auto, config)
             if DISK in places.values():  # weights that the files hold in another form go there
                 root = make_folder(Path(cfg.cache))
                 offloaded = tempfile.TemporaryDirectory(prefix="offloaded-", dir=root)
                 options["offload_folder"] = offloaded.name
-        model, loading = kind.from_pretrained(
+        model, loading = auto.from_pretrained(
             path,
             config=config,
             dtype=DTYPES[cfg.dtype],
@@ -154,30 +128,30 @@ def _over_processes(rules: dict[str, str]) -> DistributedConfig:
     return DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan=rules)
 
 
-def _places(cfg: TargetConfig, kind: Any, config: Any) -> dict[str, Any]:
+def _places(cfg: TargetConfig, auto: Any, config: Any) -> dict[str, Any]:
     """See `device_map` in spread.py."""
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
         "target.device_map=auto spreads one target over all devices: start one process",
     )
-    empty = empty_model(cfg, config, kind)
+    empty = empty_model(cfg, config, auto)
     count = depth_of(config.get_text_config(decoder=True))
     device, dtype = torch.device(cfg.device), DTYPES[cfg.dtype]
     bytes_each = itemsize(config, dtype, device.type == "cpu")
     return device_map(empty, count, device, dtype, cfg.max_memory, bytes_each)
 
 
-def empty_model(cfg: TargetConfig, config: Any, kind: Any = None) -> Any:
+def empty_model(cfg: TargetConfig, config: Any, auto: Any) -> Any:
     """The model of a config on the meta device, with plain weights (see `load_model`)."""
-    kind, config = kind or auto_class(config), copy.deepcopy(config)
+    config = copy.deepcopy(config)
     if method(config) is not None:
         del config.quantization_config
     with torch.device("meta"):
-        return kind.from_config(config, trust_remote_code=cfg.trust_remote_code)
+        return auto.from_config(config, trust_remote_code=cfg.trust_remote_code)
 
 
-def load_source(kind: Any, source: str, device: str) -> Any:
-    """The model that a draft starts from, of transformers' auto class `kind`, in float32 and with
+def load_source(auto: Any, source: str, device: str) -> Any:
+    """The model that a draft starts from, of transformers' class `auto`, in float32 and with
     plain weights even if they are stored quantised. Raises UserError if it cannot be loaded so."""
     cfg = TargetConfig(path=source, dtype="float32", device="cpu", packed=False)
     try:
@@ -185,13 +159,13 @@ def load_source(kind: Any, source: str, device: str) -> Any:
             config = AutoConfig.from_pretrained(source)
         require_packages(cfg.path, config)
         if (quantisation := method(config)) is None:
-            return load_model(cfg, source, config, kind)
+            return load_model(cfg, source, config, auto)
         # some quantised layers compute on one kind of device alone
-        model = load_model(replace(cfg, device=device), source, copy.deepcopy(config), kind)
+        model = load_model(replace(cfg, device=device), source, copy.deepcopy(config), auto)
     except UserError as error:
         raise UserError(str(error).replace("target.path", "drafter.source")) from error
     keys = without_method(config.to_dict())
-    whole = kind.from_config(AutoConfig.for_model(**keys), trust_remote_code=False).float()
+    whole = auto.from_config(AutoConfig.for_model(**keys), trust_remote_code=False).float()
     try:
         whole.load_state_dict(plain_state(model, torch.float32))
     except (UserError, RuntimeError) as error:

@@ -38,7 +38,6 @@ from specdec.measure.setup import Setup
 from specdec.runtime.cpu.compiled_pass import Compiled
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.causal import CausalTarget
 from specdec.targets.target import Target
 from tests.drafters.families import SHAPES, VOCAB, V, make_drafter, make_target, text
 from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
@@ -112,7 +111,7 @@ def test_rejected_drafts_stand_before_what_corrects_them(
 ) -> None:
     """Without them the pieces are the answer. What is rejected is the rest of a chain, or a branch
     of a tree; at T = 0 its first token is not the one that the target writes there."""
-    words = CausalTarget(target.model, make_tokenizer(), "words")
+    words = Target(target.model, make_tokenizer(), "words")
     kinds: set[str] = set()
     for g in decode(words, PROMPTS, Way(drafter, shape), max_new_tokens=20, eos=(5,)):
         at = 1
@@ -131,7 +130,7 @@ def test_rejected_drafts_stand_before_what_corrects_them(
 
 def test_stop_strings_end_with_the_token_that_completes_one(target: Target) -> None:
     """A tokenizer of words and spaces, one token each, over the same 61 ids."""
-    words = CausalTarget(target.model, make_tokenizer(), "words")
+    words = Target(target.model, make_tokenizer(), "words")
     drafter = make_drafter("lm", target, noise=0.05)
     plain = generate(words, PROMPTS[0], max_new_tokens=40).ids
     said = [words.tokenizer.decode([i]) for i in plain]

@@ -75,7 +75,7 @@ def test_a_fixed_cache_has_room_for_all_that_is_grown(
     name: str, shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiled path's cache, without the compiler: from one token left to a full cache."""
-    monkeypatch.setattr("specdec.targets.causal.Compiled", lambda run: run)
+    monkeypatch.setattr("specdec.targets.target.Compiled", lambda run: run)
     target = make_target()
     drafter = make_drafter(name, target, noise=0.05)
     slots = capacity(220, drafter, shape)

@@ -28,7 +28,6 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Shape, Static
-from specdec.targets.causal import CausalTarget
 from specdec.targets.target import Target
 from tests.drafters.families import L, make_drafter, make_target, text
 from tests.lab.drafters.test_translated import byte_tokenizer, piece_tokenizer
@@ -302,7 +301,7 @@ def test_stop_strings_are_found_where_transformers_finds_them(
     tokenizer.clean_up_tokenization_spaces = True
     torch.manual_seed(0)
     model = random_target(architectures(len(tokenizer), 2)["llama"]).model
-    target = CausalTarget(model, tokenizer, "words")
+    target = Target(model, tokenizer, "words")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     said = tokenizer(prompt + answer, add_special_tokens=False).input_ids[len(ids) :]
     if of == "pieces":

@@ -15,8 +15,7 @@ from specdec.drafters.lm import LMConfig
 from specdec.drafters.medusa import MedusaConfig, TargetLoraOptions
 from specdec.drafters.pretrained import LoraOptions
 from specdec.lab.drafters.early_exit import EarlyExitConfig
-from specdec.targets.causal import CausalTarget
-from specdec.targets.transformers_model import auto_class
+from specdec.targets.target import Target
 from tests.tiny import REPOSITORY, random_drafter
 
 # these make no mask of packed documents from position ids; Llama 4 also scales its queries by the
@@ -25,7 +24,7 @@ KINDS = ("opt", "biogpt", "xglm", "gpt_oss", "afmoe", "bert", "qwen2_vl", "llama
 LENGTHS = (7, 12, 5)  # of the documents of a row, before one token of padding
 
 
-def target_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> CausalTarget:
+def target_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> Target:
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     from benches import tiny
 
@@ -34,10 +33,10 @@ def target_of(kind: str, monkeypatch: pytest.MonkeyPatch) -> CausalTarget:
     if kind == "llama4_text":
         text.floor_scale, text.attn_scale = 4, 1.0
     torch.manual_seed(0)
-    model = auto_class(config).from_config(config, attn_implementation="eager").float()
+    model = Target.auto_class(config).from_config(config, attn_implementation="eager").float()
     for weight in model.parameters():
         weight.data += 0.05 * torch.randn_like(weight)
-    return CausalTarget(model, None, kind)
+    return Target(model, None, kind)
 
 
 def packed() -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import T5
 from tests.tiny import WORDS, architectures, batch_of, make_tokenizer
 
@@ -35,11 +35,11 @@ TEXT = [5, 60, 7, 80, 9, 30, 11, 12, 13, 14]
 CAT, DOG = (TOKENIZER.convert_tokens_to_ids(word) for word in ("cat", "dog"))
 
 
-def target_of(rows: int, tokenizer: Any = TOKENIZER) -> CausalTarget:
+def target_of(rows: int, tokenizer: Any = TOKENIZER) -> Target:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(architectures(rows, 3)["llama"]).float()
     model.generation_config.eos_token_id = None
-    return CausalTarget(model, tokenizer, "tiny")
+    return Target(model, tokenizer, "tiny")
 
 
 def source_of(folder: Path, rows: int, kind: str = "llama", tied: bool = True) -> LMConfig:

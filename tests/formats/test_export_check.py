@@ -39,7 +39,6 @@ from specdec.drafters.layers import Rope, _full_attention, config_of, llama_of, 
 from specdec.drafters.mtp import MTPConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
-from specdec.targets.causal import CausalTarget
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS
@@ -124,7 +123,7 @@ def target_of(name: str) -> Target:
         config, attn_implementation="eager" if eager else "sdpa"
     )
     model.generation_config.eos_token_id = None
-    return CausalTarget(model.float(), None, f"tiny {name}")
+    return Target(model.float(), None, f"tiny {name}")
 
 
 def draft(config: Any, target: Target) -> Drafter:

@@ -20,8 +20,8 @@ from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export
-from specdec.targets.causal import CausalTarget
 from specdec.targets.saved import with_older_rope_keys
+from specdec.targets.target import Target
 from tests.tiny import REPOSITORY, make_tokenizer, random_drafter
 
 Reader = subprocess.Popen[str]
@@ -115,13 +115,13 @@ def some_ids() -> torch.Tensor:
     return torch.randint(3, len(TOKENIZER), (1, 150), generator=draw)
 
 
-def target_of(name: str) -> CausalTarget:
+def target_of(name: str) -> Target:
     torch.manual_seed(0)
     kind, options = TARGETS[name]
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(kind, **SIZES | options), attn_implementation="eager"
     )
-    return CausalTarget(model.float(), TOKENIZER, name)
+    return Target(model.float(), TOKENIZER, name)
 
 
 @pytest.mark.serving

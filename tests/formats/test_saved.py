@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint, draft_export
-from specdec.targets.causal import CausalTarget
 from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS, V, context, logits_at, make_drafter, make_target, text
 from tests.runs import as_before
@@ -81,7 +80,7 @@ def test_a_draft_that_does_not_fit_is_told_in_one_line(
 def test_export_reads_back_and_names_what_is_wrong(
     target: Target, tmp_path, name: str, layout: str
 ) -> None:
-    target = CausalTarget(target.model, _Tokenizer(), "tiny")
+    target = Target(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
     draft_export.write_export(tmp_path / "out", drafter, target, layout)
     again = draft_export.read_export(tmp_path / "out", drafter, target, layout)
@@ -106,7 +105,7 @@ def test_export_reads_back_and_names_what_is_wrong(
 
 @pytest.mark.parametrize("name", ["eagle3", "medusa", "lm"])
 def test_export_refuses_weights_that_are_not_finite(target: Target, tmp_path, name: str) -> None:
-    target = CausalTarget(target.model, _Tokenizer(), "tiny")
+    target = Target(target.model, _Tokenizer(), "tiny")
     drafter = make_drafter(name, target)
     weight = next(p for p in drafter.parameters() if p.requires_grad)
     with torch.no_grad():

@@ -32,9 +32,8 @@ from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import self_check
-from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import load_parts, load_target
-from specdec.targets.target import Target
+from specdec.targets.target import Reading, Target
 from specdec.targets.target_config import TargetConfig
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.tiny import learn, make_tokenizer
@@ -75,7 +74,7 @@ def target_of(kind: str, **config: Any) -> Target:
     )
     model = AutoModelForCausalLM.from_config(made).float().eval()
     model.generation_config.eos_token_id = None
-    return CausalTarget(model, None, kind)
+    return Target(model, None, kind)
 
 
 def phi3() -> Target:
@@ -438,7 +437,7 @@ def test_models_with_ways_of_their_own(kind: str) -> None:
     share a row."""
     reading, config = OWN[kind]
     target = target_of(kind, **config)
-    assert isinstance(target, CausalTarget) and target.reading is reading
+    assert isinstance(target, Target) and target.reading is reading
     prompts = [words(13), words(6, 4)]
     expected = [transformers_ids(target, prompt, 16) for prompt in prompts]
     drafter = DRAFTERS["bigram"].build(BigramConfig(depth=2), target)
@@ -551,7 +550,7 @@ def test_norms_are_told_by_what_they_multiply_by(kind: str) -> None:
 def test_a_norm_in_bfloat16_is_told_by_large_weights_too() -> None:
     """400 + 1 is 400 in bfloat16; and 1 + 2^-9, which Gemma's norm multiplies by, would be 1."""
     made = target_of("gemma2", **SMALL, head_dim=8)
-    target = CausalTarget(made.model.bfloat16(), None, "gemma2")
+    target = Target(made.model.bfloat16(), None, "gemma2")
     target.norm.weight.data.fill_(400.0)
     assert torch.equal(target.norm_weight, torch.full((32,), 401.0))
     target.norm.weight.data.fill_(2**-9)
@@ -588,7 +587,7 @@ def test_the_norm_of_a_model_that_also_sees_is_found_beside_its_layers() -> None
     text = dict(**SMALL, head_dim=8, vocab_size=V, pad_token_id=0)
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
-    target = CausalTarget(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
+    target = Target(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
     assert target.norm is target.model.base_model.language_model.norm
     assert target.norm_weight is not None and bool((target.norm_weight == 1).all())
 
@@ -613,7 +612,7 @@ def test_the_layers_of_a_model_that_also_sees_are_those_that_read_the_text() -> 
     text = dict(**SMALL, head_dim=8, vocab_size=V, pad_token_id=0)
     vision = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2)
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
-    target = CausalTarget(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
+    target = Target(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
     assert target.layers is target.model.base_model.language_model.layers
     ctx, _ = target.features(torch.tensor([words(9)]), FeatureSpec(layers=(1, 4)))
     assert ctx.layers_BTF is not None and ctx.layers_BTF.shape == (1, 9, 2 * 32)
@@ -630,7 +629,7 @@ def dory() -> Target:
     model = AutoModelForCausalLM.from_config(config).float().eval()
     model.generation_config.eos_token_id = None
     nn.init.normal_(model.lm_head.logit_scale, 0.3, 0.1)
-    return CausalTarget(model, None, "dory")
+    return Target(model, None, "dory")
 
 
 def test_a_head_with_factors_of_its_own_becomes_a_linear_one() -> None:

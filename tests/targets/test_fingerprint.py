@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from specdec.targets import stored
-from specdec.targets.causal import CausalTarget
 from specdec.targets.fingerprint import computing_keys, digest_of
 from specdec.targets.loading import load_target
+from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import make_tokenizer
 
@@ -131,7 +131,7 @@ def test_other_weights_are_another_target(tmp_path: Path, change: Any) -> None:
 
 
 def in_memory(cfg: TargetConfig) -> str:
-    return CausalTarget(AutoModelForCausalLM.from_pretrained(cfg.path), None, "x").fingerprint()
+    return Target(AutoModelForCausalLM.from_pretrained(cfg.path), None, "x").fingerprint()
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -176,9 +176,9 @@ def test_it_does_not_depend_on_when_it_is_computed() -> None:
     model = AutoModelForCausalLM.from_config(config).eval()
     fresh = AutoModelForCausalLM.from_config(config).eval()
     fresh.load_state_dict(model.state_dict())
-    target = CausalTarget(model, None, "rwkv")
+    target = Target(model, None, "rwkv")
     model(torch.arange(4)[None])
-    assert target.fingerprint() == CausalTarget(fresh, None, "rwkv").fingerprint()
+    assert target.fingerprint() == Target(fresh, None, "rwkv").fingerprint()
 
 
 def test_a_digest_by_hand() -> None:

@@ -32,11 +32,11 @@ from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear, is_packed, pack
 from specdec.runtime.quantised import dense_linear, is_plain, plain_state
 from specdec.targets import transformers_model
-from specdec.targets.causal import CausalTarget
 from specdec.targets.fingerprint import digest_of_weights
 from specdec.targets.loading import TargetLoader, load_parts, load_target, opening
 from specdec.targets.output_head import flat
 from specdec.targets.stored import StoredTargetParts
+from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
 
@@ -142,7 +142,7 @@ def test_a_draft_starts_from_what_a_quantised_model_computes_with(
     fp8(tmp_path)
     theirs = load_target(config_of(tmp_path))
     bigger = LlamaConfig(**{**dense_model().config.to_dict(), "vocab_size": len(TOKENIZER) + more})
-    target = CausalTarget(AutoModelForCausalLM.from_config(bigger), TOKENIZER, "plain")
+    target = Target(AutoModelForCausalLM.from_config(bigger), TOKENIZER, "plain")
     config = LMConfig(source=str(tmp_path / "model"))
     drafter = DRAFTERS["lm"].build(config, target).float().eval()
     for k in range(4):
@@ -167,7 +167,7 @@ def test_a_quantised_source_that_cannot_be_read_is_refused(
         return model
 
     monkeypatch.setattr(transformers_model, "load_model", of_integers)
-    target = CausalTarget(dense_model(), TOKENIZER, "plain")
+    target = Target(dense_model(), TOKENIZER, "plain")
     with pytest.raises(UserError, match=r"stores its weights quantised \(fp8\).*embed_tokens"):
         DRAFTERS["lm"].build(LMConfig(source=str(tmp_path / "model")), target)
 
@@ -178,7 +178,7 @@ def test_a_source_that_cannot_be_loaded_is_told_by_its_setting(tmp_path: Path) -
     TOKENIZER.save_pretrained(path)
     whole = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
-    target = CausalTarget(dense_model(), TOKENIZER, "plain")
+    target = Target(dense_model(), TOKENIZER, "plain")
     with pytest.raises(UserError, match=r"drafter\.source=.*could not be loaded"):
         DRAFTERS["lm"].build(LMConfig(source=str(path)), target)
 
@@ -404,7 +404,7 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
     """Eight bits: every weight is within half of 1 / 127 of its row's largest."""
     model, plain = dense_model(), dense_model()
     quantise(model)
-    target = CausalTarget(model, TOKENIZER, "tiny", quantisation="int8")
+    target = Target(model, TOKENIZER, "tiny", quantisation="int8")
     pack(target.model)
     assert not any(isinstance(m, PackedLinear) for m in target.layers.modules())
     before = target.checksum()
@@ -438,7 +438,7 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
 def test_the_adapters_of_a_quantised_target_and_odd_parts_are_refused() -> None:
     model = dense_model()
     by_modules(model)
-    target = CausalTarget(model, TOKENIZER, "tiny", quantisation="int8")
+    target = Target(model, TOKENIZER, "tiny", quantisation="int8")
     config = EarlyExitConfig(lora=LoraOptions(rank=4))
     with pytest.raises(UserError, match="adapters cannot be added"):
         DRAFTERS["early_exit"].build(config, target)

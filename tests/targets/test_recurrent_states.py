@@ -29,8 +29,7 @@ from specdec.lab.drafters.lookahead import LookaheadConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
 from specdec.targets import self_check
-from specdec.targets.causal import CausalTarget, Reading
-from specdec.targets.target import Target
+from specdec.targets.target import Reading, Target
 from tests.laws import law
 from tests.tiny import Tiny, conversations, learn, make_tokenizer, random_drafter, write_jsonl
 
@@ -109,7 +108,7 @@ def model_of(kind: str, seed: int = 0, **more: Any) -> Any:
 
 
 def target_of(kind: str, **more: Any) -> Target:
-    return CausalTarget(model_of(kind, **more), None, kind)
+    return Target(model_of(kind, **more), None, kind)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -195,7 +194,7 @@ def test_rows_leave_a_batch_and_prompts_repeat(target: Target) -> None:
 def test_in_16_bits_states_are_kept_and_moved_as_well(kind: str) -> None:
     """Also where a model passes float32 between its layers. In 16 bits, chains and plain decoding
     may round to other tokens, so what is compared is logits."""
-    target = CausalTarget(model_of(kind).bfloat16(), None, kind)
+    target = Target(model_of(kind).bfloat16(), None, kind)
     prompt = texts(1, 7)[0]
     cache = target.new_cache()
     needs = FeatureSpec((2,), final_hidden=True)
@@ -320,7 +319,7 @@ def test_states_that_move_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch
     """As Zamba 2's, whose steps of one token do not bound what its whole pass bounds."""
     right = self_check._step_error
 
-    def wrong(target: CausalTarget) -> float:
+    def wrong(target: Target) -> float:
         return right(target) + 0.01 * (target.reading is not Reading.RECOMPUTE)
 
     monkeypatch.setattr(self_check, "_step_error", wrong)
@@ -332,14 +331,14 @@ def test_states_that_move_otherwise_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_how_each_kind_is_read(target: Target) -> None:
-    assert isinstance(target, CausalTarget)
+    assert isinstance(target, Target)
     assert target.reading is (Reading.APART if target.name == "rwkv" else Reading.SLOTS)
 
 
 def test_positions_do_not_depend_on_what_the_first_layer_keeps() -> None:
     """MiniMax-01 begins with lightning attention, and counts its positions by the first layer."""
     target = target_of("minimax", layer_types=["linear_attention", "full_attention"] * 2)
-    assert isinstance(target, CausalTarget) and target.reading is Reading.SLOTS
+    assert isinstance(target, Target) and target.reading is Reading.SLOTS
 
 
 def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.errors import UserError
 from specdec.targets import self_check, transformers_model
-from specdec.targets.causal import CausalTarget, Reading
 from specdec.targets.loading import load_target, opening
 from specdec.targets.self_check import check_causal, few_layers
 from specdec.targets.shrunken_twin import SHARP
+from specdec.targets.target import Reading, Target
 from specdec.targets.target_config import TargetConfig
 from tests.targets.test_architectures import EXPERTS, LONGROPE, SHARED, SMALL, V
 from tests.tiny import save_target
@@ -83,7 +83,7 @@ def test_what_is_read_rightly_is_accepted_in_bfloat16(kind: str, size: float) ->
     """The sharp part of the check has two orders of magnitude to spare, and changes nothing."""
     model = model_of(kind, RIGHT[kind], size, torch.bfloat16)
     before = json.dumps(model.config.to_dict(), default=str)
-    target = CausalTarget(model, None, kind)
+    target = Target(model, None, kind)
     checksum = target.checksum()
     few = few_layers(target)
     assert few is not None and few.dtype is torch.float32
@@ -104,7 +104,7 @@ def test_what_is_read_rightly_is_accepted_in_bfloat16(kind: str, size: float) ->
 def test_positions_by_slots_are_seen_in_every_precision(dtype: torch.dtype, size: float) -> None:
     if dtype is torch.float32 and size > 1:
         return  # attention sees one token whatever its bias: this is read as the model reads it
-    target = CausalTarget(model_of("mpt", MPT, size, dtype), None, "mpt")
+    target = Target(model_of("mpt", MPT, size, dtype), None, "mpt")
     assert target.reading is Reading.ROWS and not target.reads_trees
 
 
@@ -129,17 +129,17 @@ def test_quantised_layers_are_checked_as_sharply(kind: str) -> None:
         if isinstance(layer, nn.Linear) and "head" not in path:
             model.set_submodule(path, Halves(layer))
     if kind == "llama":
-        few = few_layers(CausalTarget(model, None, kind, quantisation="int8"))
+        few = few_layers(Target(model, None, kind, quantisation="int8"))
         assert few is not None and self_check._cache_error(few) < SHARP / 100
     else:
-        target = CausalTarget(model, None, kind, quantisation="int8")
+        target = Target(model, None, kind, quantisation="int8")
         assert target.reading is Reading.ROWS
 
 
 @pytest.mark.parametrize(("rounding", "accepted"), [(0.01, False), (0.15, True)])
 def test_much_of_little(monkeypatch: pytest.MonkeyPatch, rounding: float, accepted: bool) -> None:
     """In 16 bits, logits may be off by more than a fifth if as much comes of rounding the input."""
-    target = CausalTarget(model_of("llama", SMALL, 0.1, torch.bfloat16), None, "tiny")
+    target = Target(model_of("llama", SMALL, 0.1, torch.bfloat16), None, "tiny")
     sharp = self_check._cache_error
     monkeypatch.setattr(self_check, "_cache_error", lambda x: 0.5 if x is target else sharp(x))
     monkeypatch.setattr(self_check, "_rounding_error", lambda _: rounding)
@@ -153,7 +153,7 @@ def test_much_of_little(monkeypatch: pytest.MonkeyPatch, rounding: float, accept
 def test_rounding_the_input_is_seen_in_the_logits() -> None:
     """By about 2^-8 in bfloat16 and 2^-23 in float32, times what the layers make of it."""
     for dtype, eps in ((torch.bfloat16, 2**-7), (torch.float32, 2**-23)):
-        target = CausalTarget(model_of("llama", SMALL, 0.1, dtype), None, "tiny")
+        target = Target(model_of("llama", SMALL, 0.1, dtype), None, "tiny")
         with torch.no_grad():
             assert eps / 8 < self_check._rounding_error(target) < 8 * eps
         assert not target.embedding._forward_hooks

@@ -24,8 +24,7 @@ from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache
 from specdec.runtime.cpu import grouped_attention
 from specdec.runtime.cpu.grouped_attention import group
-from specdec.targets import causal, sequence_packing, shrunken_twin
-from specdec.targets.causal import CausalTarget, Reading
+from specdec.targets import sequence_packing, shrunken_twin
 from specdec.targets.loading import opening
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
 from specdec.targets.shrunken_twin import (
@@ -35,6 +34,7 @@ from specdec.targets.shrunken_twin import (
     errors_of_texts,
     errors_over_cache,
 )
+from specdec.targets.target import Reading, Target
 from specdec.targets.target_config import TargetConfig
 from tests.targets.test_architectures import CHUNKED, LONGROPE, SMALL, words
 from tests.tiny import make_tokenizer
@@ -92,12 +92,12 @@ def model_of(kind: str, config: dict[str, Any]) -> Any:
     return model
 
 
-def loaded(kind: str, config: dict[str, Any]) -> tuple[CausalTarget, Any]:
+def loaded(kind: str, config: dict[str, Any]) -> tuple[Target, Any]:
     """A target as `load_target` makes it, and the same model, untouched."""
     model = model_of(kind, config)
     theirs = copy.deepcopy(model)
     group(model)
-    return CausalTarget(model, None, kind), theirs
+    return Target(model, None, kind), theirs
 
 
 def transformers_ids(model: Any, prompt: list[int], new: int) -> list[int]:
@@ -144,7 +144,7 @@ def test_sparse_layers_of_any_name_stay_sparse() -> None:
 def worst(kind: str, config: dict[str, Any], reading: Reading = Reading.SLOTS) -> float:
     """The largest error that the twin of a kind of model shows, as it is read in `reading`."""
     twin = ShrunkenTwin(model_of(kind, config), "sdpa")
-    target = CausalTarget(twin.ours, None, kind, checked=False)
+    target = Target(twin.ours, None, kind, checked=False)
     target.reading, target.lean_allowed = reading, False
     return max(max(errors_of_texts(target, twin)), max(errors_over_cache(target, twin)))
 
@@ -164,21 +164,21 @@ def test_lengths_of_the_longest_row_are_found(monkeypatch: pytest.MonkeyPatch) -
 def test_batches_across_the_line_of_longrope_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worst("phi3", LINE) < 1e-4
     apart = sequence_packing.document_groups
-    monkeypatch.setattr(causal, "document_groups", lambda p, d, lines: apart(p, d))
+    monkeypatch.setattr("specdec.targets.target.document_groups", lambda p, d, lines: apart(p, d))
     assert worst("phi3", LINE) > 0.01
 
 
 def test_windows_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {**SMALL, "head_dim": 8, "sliding_window": 40, **LONG}
     assert worst("mistral", config) < 1e-4
-    seen = causal.model_inputs
+    seen = cache.model_inputs
 
     def unbounded(config: Any, *rest: Any) -> Any:
         config = copy.copy(config)
         config.sliding_window = None
         return seen(config, *rest)
 
-    monkeypatch.setattr(causal, "model_inputs", unbounded)
+    monkeypatch.setattr("specdec.targets.target.model_inputs", unbounded)
     assert worst("mistral", config) > 0.01
 
 
@@ -186,7 +186,7 @@ def test_documents_that_see_each_other_are_found(monkeypatch: pytest.MonkeyPatch
     def joined(self: Any, ids: Any, needs: Any, *_: Any) -> Any:
         return self._pass(ids, needs)
 
-    monkeypatch.setattr(CausalTarget, "_read", joined)
+    monkeypatch.setattr(Target, "_read", joined)
     assert worst("opt", {**SMALL, "ffn_dim": 48, "word_embed_proj_dim": 32}) > 0.01
 
 
@@ -205,12 +205,12 @@ def test_a_difference_that_no_reading_avoids_is_rejected(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(base, "forward", fading)
     group(model)
-    target = CausalTarget(model, None, "fading")
+    target = Target(model, None, "fading")
     assert attention_of(model.config) == "sdpa" and target.reading is Reading.SLOTS
     TwinCheck.forget()
     monkeypatch.setattr(shrunken_twin, "errors_of_texts", lambda *_: iter([0.5]))
     with pytest.raises(UserError, match="once a text is longer than one of the lengths"):
-        CausalTarget(model, None, "fading")
+        Target(model, None, "fading")
 
 
 # --- The twin itself ----------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.Monkey
     monkeypatch.setattr(shrunken_twin, "shrunken_config", none)
     model = model_of("llama", SMALL)
     group(model)
-    target = CausalTarget(model, None, "alone")
+    target = Target(model, None, "alone")
     assert target.without_twin == "no small one can be made"
     assert target.lean is None and attention_of(model.config) == "sdpa"
     assert "could be made to check ours (no small one can be made)" in opening(
@@ -285,7 +285,7 @@ def test_weights_that_a_forward_pass_rescales(tmp_path: Path) -> None:
     """RWKV divides weights of its later layers in place, in its first forward pass."""
     model = model_of("rwkv", RWKV)
     stored = {name: x.clone() for name, x in model.state_dict().items()}
-    target = CausalTarget(model, make_tokenizer(), "rwkv")
+    target = Target(model, make_tokenizer(), "rwkv")
     before, ids = target.checksum(), torch.tensor([words(20)])
     theirs = target.model(ids).logits
     assert model.rwkv.layers_are_rescaled
@@ -297,7 +297,7 @@ def test_weights_that_a_forward_pass_rescales(tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     torch.testing.assert_close(again(ids).logits, theirs, rtol=1e-5, atol=1e-5)
     target.model(ids)
-    assert target.checksum() == before == CausalTarget(again, None, "again").checksum()
+    assert target.checksum() == before == Target(again, None, "again").checksum()
 
 
 def test_the_draft_of_such_a_model_keeps_its_weights() -> None:

@@ -96,8 +96,8 @@ def read_run_data(
     several processes, the first reads the data, and all of them render and tokenise. Raises
     UserError if the data is missing, holds no usable conversation or nothing to measure on."""
     require(
-        not (cfg.format in TEXTS and target.model.config.is_encoder_decoder),
-        f"{target.title} is an encoder-decoder, which does not read plain text: give data=pairs",
+        target.reads_pairs is None or cfg.format not in TEXTS,
+        f"{target.title} is {target.reads_pairs}, which does not read plain text: give data=pairs",
     )
 
     def split_with(share: SharedWork) -> DataSplit[Any]:

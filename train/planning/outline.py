@@ -17,10 +17,10 @@ from specdec.drafters.base import Trainable
 from specdec.errors import UserError, first_line
 from specdec.runtime.quantised import itemsize
 from specdec.targets.gguf import model_path
+from specdec.targets.loading import kind_of
 from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import DTYPES, TargetConfig
 from specdec.targets.tensor_parallel import divided_weights
-from specdec.targets.transformers_model import auto_class
 
 FULL = 4  # bytes of a weight in training
 # config keys that say how many experts a layer has, and how many of them read a token
@@ -109,6 +109,7 @@ def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outlin
             "hub name or a folder with the config.json of a model of transformers"
         ) from error
     parts = TargetParts(model, None, cfg.path)
+    parts.reads_pairs = kind_of(config).reads_pairs
     layers = next((m for m in model.modules() if _is_stack(m, parts.config)), None)
     if layers is not None:
         parts.layers = layers
@@ -117,9 +118,9 @@ def outline(cfg: TargetConfig, dtype: str, on_cpu: bool = False) -> tuple[Outlin
 
 def unfilled(config: Any, dtype: torch.dtype) -> Any:
     """The model of a config on the meta device."""
-    kind = auto_class(config)
+    auto = kind_of(config).auto_class(config)
     with torch.device("meta"):
-        return kind.from_config(config, dtype=dtype)
+        return auto.from_config(config, dtype=dtype)
 
 
 def outline_of(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -> Outline:

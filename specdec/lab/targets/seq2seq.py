@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.compat import relative_position_bucket
 from specdec.context import FeatureSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
-from specdec.sampling.choose import Processor
 from specdec.targets.parts import UNBOUNDED
-from specdec.targets.self_check import check_encoder_decoder, understood
-from specdec.targets.target import PassStates, Target, concatenated
+from specdec.targets.self_check import ROUGH, SAME, twin_check_of, understood, unlike_transformers
+from specdec.targets.shrunken_twin import distance
+from specdec.targets.target import PassStates, Reading, Target, concatenated
 
 NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "
@@ -286,7 +287,18 @@ class Seq2SeqTarget(Target):
     tokenizer has no chat template, a copy of it gets one. Raises UserError for a model that would
     be read wrongly."""
 
+    reads_pairs = "an encoder-decoder"
+    separable = False
     refills = False
+    lean_allowed = False
+
+    @classmethod
+    def loads(cls, config: Any) -> bool:
+        return bool(config.is_encoder_decoder)
+
+    @classmethod
+    def auto_class(cls, config: Any) -> Any:
+        return AutoModelForSeq2SeqLM
 
     def __init__(
         self,
@@ -300,10 +312,8 @@ class Seq2SeqTarget(Target):
         checked: bool = True,
     ) -> None:
         """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
-        super().__init__(model, tokenizer, name, revision, quantisation, fingerprint=fingerprint)
-        with understood(self):
-            self.seq2seq = Seq2SeqModel(model)
-        self.layers = self.seq2seq.layers
+        of_target = model, tokenizer, name, revision, quantisation
+        super().__init__(*of_target, fingerprint=fingerprint, checked=False)
         self.config = copy.deepcopy(self.config)
         self.config.num_hidden_layers = len(self.layers)
         if getattr(self.config, "max_position_embeddings", None) is None:
@@ -314,13 +324,71 @@ class Seq2SeqTarget(Target):
             start = tokenizer.convert_ids_to_tokens(self.seq2seq.start)
             self.tokenizer.chat_template = TEMPLATE % {"eos": tokenizer.eos_token, "start": start}
         if checked:
-            check_encoder_decoder(self)
+            self.check()
 
-    def twin_target(self, model: Any) -> "Seq2SeqTarget":
-        """A small model of the same classes as a target, for the self-check."""
-        twin = Seq2SeqTarget(model, None, self.name, fingerprint="", checked=False)
-        twin.seq2seq.encodes_apart = self.seq2seq.encodes_apart
-        return twin
+    def decoder_layers(self) -> nn.ModuleList:
+        self.seq2seq = Seq2SeqModel(self.model)
+        return self.seq2seq.layers
+
+    def possible_readings(self) -> list[Reading]:
+        return [Reading.SLOTS]
+
+    def settle_head(self) -> None:
+        """Nothing: `check` compares what all of the model computes."""
+
+    @property
+    def texts_apart(self) -> bool:
+        return self.seq2seq.encodes_apart
+
+    @texts_apart.setter
+    def texts_apart(self, apart: bool) -> None:
+        self.seq2seq.encodes_apart = apart
+
+    def check(self) -> None:
+        """Raise UserError unless `logits(final)` equals what the model itself returns, and unless
+        the target's shrunken twin gives transformers' logits beyond every length threshold. Settle
+        whether texts of unequal length can be encoded together."""
+        twin = twin_check_of(self)  # before a short text has the encoder change its attention
+        start, marks = self.seq2seq.start, self._marks
+        some = [i for i in range(self.vocab_size) if i != start][:4]
+        text_1T = torch.tensor([[*some, *marks, *some]], device=self.device)
+        with understood(self), torch.no_grad():
+            _, final = self.features(text_1T, FeatureSpec())
+            theirs = self.own_logits(text_1T)
+            ours = self.logits(final[:, -theirs.shape[1] :])
+        require(
+            distance(ours, theirs)
+            <= (SAME if self.dtype in (torch.float32, torch.float64) else ROUGH),
+            f"{self.title} decodes in a way that is not supported: give a T5, T5-v1.1, mT5 or BART",
+        )
+        if twin is not None and not (twin.texts_right() and twin.cache_right()):
+            self.texts_apart = True
+            if not (twin.texts_right() and twin.cache_right()):
+                raise unlike_transformers(self)
+
+    @property
+    def _marks(self) -> list[int]:
+        """The tokens between the encoder's and the response: the start token, which follows the
+        encoder's eos if it is the eos as well."""
+        return [self.seq2seq.start] * (2 if self.seq2seq.twice else 1)
+
+    def own_logits(self, ids_BT: Tensor, model: Any = None) -> Tensor:
+        """Like `Target.own_logits`, for texts whose decoders start at the same place."""
+        model, (start, *_) = self.model if model is None else model, self.seq2seq.starts(ids_BT)
+        if model is not self.model:
+            for part in model.modules():  # it may have read a short text before
+                if hasattr(part, "set_attention_type"):
+                    part.set_attention_type(model.config.attention_type)
+        parts = {"input_ids": ids_BT[:, :start], "decoder_input_ids": ids_BT[:, start:]}
+        logits: Tensor = model(use_cache=False, **parts).logits
+        return logits
+
+    def example(self, words: Sequence[int]) -> list[int]:
+        """Like `Target.example`; the last few tokens are for the decoder."""
+        start, marks = self.seq2seq.start, self._marks
+        text = [word if word != start else (start + 1) % self.vocab_size for word in words]
+        decoded = max(1, min(len(text) // 4, 9))
+        return [*text[: -decoded - len(marks)], *marks, *text[-decoded:]]
 
     @property
     def depth(self) -> int:
@@ -330,15 +398,6 @@ class Seq2SeqTarget(Target):
         """The tokens that `decode` continues: the encoder's, then the decoder's start token."""
         ids: list[int] = self.tokenizer(text).input_ids + [self.seq2seq.start]
         return ids
-
-    @property
-    def decoder_start(self) -> int:
-        return self.seq2seq.start
-
-    def example_ids(self, length: int) -> Tensor:
-        ids_BT = torch.full((1, length), (self.seq2seq.start + 1) % self.vocab_size)
-        ids_BT[:, 2:4] = self.seq2seq.start  # BART's texts hold two in a row
-        return ids_BT.to(self.device)
 
     def prompt_for_decoding(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that `decode` continues, made from the encoder's `tokens`. Raises UserError if
@@ -359,18 +418,6 @@ class Seq2SeqTarget(Target):
 
     def placed(self, prompt: Sequence[int]) -> int:
         return len(prompt) - self.seq2seq.starts(torch.tensor([prompt]))[0]
-
-    def shown(self, processors: Sequence[Processor]) -> list[Processor]:
-        """Like `Target.shown`: processors get the decoder's tokens, from the start token on."""
-
-        def of_decoder(processor: Processor) -> Processor:
-            def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
-                rows = zip(self.seq2seq.starts(ids_BT), ids_BT, scores_BV)
-                return torch.cat([processor(ids[None, n:], z[None]) for n, ids, z in rows])
-
-            return processed
-
-        return [of_decoder(p) for p in processors]
 
     def new_cache(self, capacity: int | None = None) -> Seq2SeqCache:
         require(

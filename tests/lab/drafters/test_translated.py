@@ -28,7 +28,6 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.causal import CausalTarget
 from specdec.targets.loading import load_target
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
@@ -438,7 +437,7 @@ def test_mistakes_are_told_in_one_line(folders: dict[str, Path], tmp_path: Path)
         with pytest.raises(UserError, match=message):
             Translated.build(TranslatedConfig(source=source, method=method), target)
     with pytest.raises(UserError, match="target's tokenizer"):
-        bare = CausalTarget(target.model, None, "bare")
+        bare = Target(target.model, None, "bare")
         Translated.build(TranslatedConfig(source=str(folders["bytes"])), bare)
     other = save(tmp_path / "letters", "letters", 7)
     draft_checkpoint.write_draft(tmp_path / "draft", make(target, other, "tli"), target)

@@ -44,7 +44,7 @@ from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain, Dynamic, Shape, Static
-from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 from tests.laws import law
 from tests.tiny import batch_of, make_tiny, make_tokenizer
 
@@ -378,7 +378,7 @@ def test_mistakes_are_told_in_one_line() -> None:
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=V, hidden_size=16, num_hidden_layers=1,
         intermediate_size=16, num_attention_heads=2))  # fmt: skip
     with pytest.raises(UserError, match="encoder-decoder target"):
-        Seq2SeqLM.build(Seq2SeqLMConfig(source="random"), CausalTarget(llama, None, "llama"))
+        Seq2SeqLM.build(Seq2SeqLMConfig(source="random"), Target(llama, None, "llama"))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

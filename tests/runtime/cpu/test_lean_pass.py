@@ -17,7 +17,7 @@ from specdec.context import FeatureSpec
 from specdec.runtime.cpu import packed_linear as packing
 from specdec.runtime.cpu.machine_probes import ProbeResult
 from specdec.runtime.cpu.packed_linear import obstacle, pack
-from specdec.targets.causal import CausalTarget
+from specdec.targets.target import Target
 
 V, LAYERS = 61, (1, 3)
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
@@ -53,7 +53,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def target_of(
     kind: str, dtype: torch.dtype = torch.float32, packed: bool = False, **config: Any
-) -> CausalTarget:
+) -> Target:
     torch.manual_seed(0)
     made = AutoConfig.for_model(
         kind, **SMALL | HEADS | {"vocab_size": V, "initializer_range": 0.3} | config
@@ -64,10 +64,10 @@ def target_of(
             torch.nn.init.normal_(x, 1.0 if name.endswith("weight") else 0.0, 0.3)
     if packed:
         pack(model)
-    return CausalTarget(model, None, kind)
+    return Target(model, None, kind)
 
 
-def passes(target: CausalTarget, lean: bool) -> list[Tensor]:
+def passes(target: Target, lean: bool) -> list[Tensor]:
     """States of layers, and logits, of a prefill, of chains, of a tree and of single tokens, over
     rows of equal and unequal length."""
     target.lean_allowed, needs = lean, FeatureSpec(layers=LAYERS, final_hidden=True)
@@ -159,14 +159,14 @@ def test_parts_of_another_kind_are_called() -> None:
     halved = passes(target, True)
     assert not torch.allclose(halved[-1], before[-1])
     assert all(map(torch.equal, halved, passes(target, False)))
-    assert CausalTarget(target.model, None, "halved").lean is None
+    assert Target(target.model, None, "halved").lean is None
 
 
 def test_a_method_that_was_replaced_is_called() -> None:
     model = target_of("llama").model
     inner = model.model.layers[1].forward
     model.model.layers[1].forward = lambda *args, **more: inner(*args, **more) * 2
-    assert CausalTarget(model, None, "patched").lean is None
+    assert Target(model, None, "patched").lean is None
 
 
 @pytest.mark.parametrize("part", ["model", "model.layers.1.mlp", "lm_head"])
