@@ -1,18 +1,15 @@
 """Jobs on one process or on several that are killed at planted places and then go on to their end.
 
-Python starts once for all jobs of a test module: each process of a job is a fork of one that has
-imported everything. `Lives.run` is what tests call; this file is also that process's program.
+Each process of a job is a fork of one that has imported everything.
 """
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +18,10 @@ import torch
 from specdec import errors
 from specdec.errors import Elsewhere, UserError
 from tests.kills import plant
-from tests.processes import environment
-from tests.tiny import REPOSITORY, Tiny, compose
+from tests.processes import fork_of_server
+from tests.tiny import Tiny
 from train import pipeline
+from train.run_config import Config
 
 Kill = tuple[str, int, bool]  # a place in `PLACES`, at which call, and whether after it
 
@@ -38,19 +36,11 @@ class Life:
     kills: Mapping[int, Kill] | None = None
 
 
+@dataclass(frozen=True)
 class Lives:
-    """The process whose forks the jobs of a tiny target are."""
+    """Jobs of a tiny target."""
 
-    def __init__(self, tiny: Tiny) -> None:
-        self.tiny = tiny
-        self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.lives"],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    tiny: Tiny
 
     def run(
         self, folder: Path, drafter: str, lives: Sequence[Life], *more: str, fails: bool = False
@@ -58,46 +48,38 @@ class Lives:
         """Live these lives one after another. Returns how each process of each life ended (0, the
         negative exit code, or the signal) and what all printed. Raises AssertionError if the last
         life fails, or with `fails` if it does not."""
-        assert self._driver.stdin is not None and self._driver.stdout is not None
-        log = folder.with_suffix(".log")
-        plan = {"overrides": self.tiny.overrides(drafter, *more), "folder": str(folder)}
-        plan |= {"lives": [asdict(life) for life in lives], "log": str(log)}
-        print(json.dumps(plan), file=self._driver.stdin, flush=True)
-        ends: list[list[int]] = json.loads(self._driver.stdout.readline())
+        log, config = folder.with_suffix(".log"), self.tiny.config(drafter, *more)
+        log.touch()
+        ends = [_lived(config, folder, log, life, number) for number, life in enumerate(lives)]
         printed = log.read_text()
         assert any(ends[-1]) == fails, printed[-3000:]
         return ends, printed
 
-    def close(self) -> None:
-        self._driver.communicate()
+
+def _lived(config: Config, folder: Path, log: Path, life: Life, number: int) -> list[int]:
+    """Run the processes of a life to their ends. Like a launcher, kill all once one failed."""
+    ranks = range(life.processes)
+    children = [fork_of_server(_be, config, folder, log, life, number, rank) for rank in ranks]
+    running = {child.sentinel: child for child in children}
+    while running:
+        for ended in wait(list(running)):
+            child = running.pop(ended)  # type: ignore[arg-type]
+            child.join()
+            if child.exitcode:
+                for other in running.values():
+                    other.kill()
+    return [-(child.exitcode or 0) for child in children]
 
 
-def _lived(plan: Mapping[str, Any], life: Life, number: int) -> list[int]:
-    """Fork the processes of a life and wait for them. Like a launcher, kill all once one failed."""
-    ranks: dict[int, int] = {}
-    for rank in range(life.processes):
-        if (child := os.fork()) == 0:
-            _be(plan, life, number, rank)
-        ranks[child] = rank
-    ends, left = [0] * life.processes, set(ranks)
-    while left:
-        child, status = os.wait()
-        left.remove(child)
-        code = os.waitstatus_to_exitcode(status)
-        ends[ranks[child]] = -code
-        if code:
-            for other in left:
-                os.kill(other, signal.SIGKILL)
-    return ends
-
-
-def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
+def _be(config: Config, folder: Path, log: Path, life: Life, number: int, rank: int) -> None:
     """Be one process of a life, to its end."""
-    sys.stdout = sys.stderr = open(plan["log"], "a")  # noqa: SIM115
+    sys.stdout = sys.stderr = log.open("a")
     code = 1
     try:
+        torch.set_num_threads(1)
+        pipeline.finished = lambda *_: None  # type: ignore[assignment]
         if life.processes > 1:
-            meeting = Path(plan["log"]).with_suffix(f".life-{number}")
+            meeting = log.with_suffix(f".life-{number}")
             world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": life.processes}
             world |= {"LOCAL_WORLD_SIZE": life.processes, "ACCELERATE_USE_CPU": "true"}
             if life.sharded:
@@ -107,7 +89,7 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
             torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", **where)
         if life.kills and rank in life.kills:
             plant(*life.kills[rank])
-        pipeline.run(compose(plan["overrides"]), plan["folder"])
+        pipeline.run(config, folder)
         code = 0
     except Elsewhere:  # as `command` does: the other prints its line first
         time.sleep(errors.GRACE)
@@ -120,23 +102,3 @@ def _be(plan: Mapping[str, Any], life: Life, number: int, rank: int) -> None:
     finally:
         sys.stdout.flush()
         os._exit(code)
-
-
-def main() -> None:
-    torch.set_num_threads(1)
-    pipeline.finished = lambda *_: None
-    number = 0
-    for line in sys.stdin:
-        plan, ends = json.loads(line), []
-        compose(
-            plan["overrides"]
-        )  # once, rather than in each fork: half of the time of a short job
-        for described in plan["lives"]:
-            kills = {int(rank): kill for rank, kill in (described.pop("kills") or {}).items()}
-            number += 1
-            ends.append(_lived(plan, Life(**described, kills=kills), number))
-        print(json.dumps(ends), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -10,20 +10,18 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
-from typing import Any
 from unittest.mock import patch
 
 from tests.tiny import REPOSITORY
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["tests.processes", "train.pipeline", "transformers.models.llama.modeling_llama"]
-)
+FORKS.set_forkserver_preload(["tests.preloaded"])
 
 
 def environment() -> dict[str, str]:
@@ -42,9 +40,9 @@ def environment() -> dict[str, str]:
 def process(
     arguments: Sequence[str], timeout: float = 120, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python ARGUMENTS` in the repository, to its end. A new Python is started if `more` sets
-    environment variables, or for anything but a script of the repository."""
-    if more or not (REPOSITORY / arguments[0]).is_file():
+    """Run `python ARGUMENTS` in the repository, to its end, with `more` in its environment. A
+    script is run by `forked`; a new Python is started for a module or for code."""
+    if arguments[0].startswith("-"):
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=REPOSITORY,
@@ -55,9 +53,7 @@ def process(
         )
     with TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
-        child = FORKS.Process(target=_run, args=(list(arguments), out, err))
-        with patch.dict(os.environ, environment(), clear=True):  # the first one starts the server
-            child.start()
+        child = forked(arguments, out, err, **more)
         child.join(timeout)
         if child.exitcode is None:
             child.kill()
@@ -67,8 +63,25 @@ def process(
         )
 
 
+def forked(arguments: Sequence[str], out: Path, err: Path, **more: str) -> BaseProcess:
+    """A process that runs this script as `python ARGUMENTS` does, and writes to these files or
+    pipes. It is a fork of one that has imported what scripts import: `more` in its environment
+    is seen by what reads variables later than that."""
+    return fork_of_server(_run, list(arguments), out, err, environment() | more)
+
+
+def fork_of_server(target: Callable[..., object], *args: object) -> BaseProcess:
+    """A started process that calls this function of an importable module."""
+    child = FORKS.Process(target=target, args=args)
+    with patch.dict(os.environ, environment(), clear=True):  # the first one starts the server
+        child.start()
+    return child
+
+
 @contextmanager
-def launched(arguments: Sequence[str], count: int, folder: Path) -> Iterator[list[Any]]:
+def launched(
+    arguments: Sequence[str], count: int, folder: Path, **more: str
+) -> Iterator[list[BaseProcess]]:
     """`count` processes of `python ARGUMENTS` that form a group, as a launcher starts them. What
     they print is in `folder`/RANK.out and .err. Whichever still run at the end are killed."""
     folder.mkdir(exist_ok=True)
@@ -78,12 +91,9 @@ def launched(arguments: Sequence[str], count: int, folder: Path) -> Iterator[lis
     group = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     children = []
     for rank in range(count):
-        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        written = [folder / f"{rank}.{kind}" for kind in ("out", "err")]
-        child = FORKS.Process(target=_run, args=(list(arguments), *written, own))
-        with patch.dict(os.environ, environment(), clear=True):
-            child.start()
-        children.append(child)
+        own = group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | more
+        out, err = folder / f"{rank}.out", folder / f"{rank}.err"
+        children.append(forked(arguments, out, err, **own))
     try:
         yield children
     finally:
@@ -92,9 +102,11 @@ def launched(arguments: Sequence[str], count: int, folder: Path) -> Iterator[lis
             child.join()
 
 
-def together(arguments: Sequence[str], count: int, folder: Path, timeout: float = 240) -> None:
+def together(
+    arguments: Sequence[str], count: int, folder: Path, timeout: float = 240, **more: str
+) -> None:
     """Run `launched` processes to their end; fails as soon as one of them does."""
-    with launched(arguments, count, folder) as children:
+    with launched(arguments, count, folder, **more) as children:
         until = time.monotonic() + timeout
         while any(child.exitcode is None for child in children):
             ended = [child.exitcode for child in children]
@@ -105,10 +117,12 @@ def together(arguments: Sequence[str], count: int, folder: Path, timeout: float 
             time.sleep(0.05)
 
 
-def _run(arguments: list[str], out: Path, err: Path, more: Mapping[str, str] | None = None) -> None:
-    os.environ.update(more or {})
+def _run(arguments: list[str], out: Path, err: Path, given: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(given)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     os.chdir(REPOSITORY)
     sys.argv, sys.path[0] = arguments, str((REPOSITORY / arguments[0]).parent)
+    sys.path[1:1] = given["PYTHONPATH"].split(os.pathsep)
     runpy.run_path(arguments[0], run_name="__main__")

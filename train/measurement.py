@@ -3,7 +3,7 @@ the report is written and the draft exported."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from platform import python_version
 from shlex import quote
@@ -271,9 +271,15 @@ def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, process
         "fast paths": [fast_paths_on(), cfg.target.packed],
         "drafts": [draft_checkpoint.digest_of_draft(path) for path in drafts_of],
         "results": of_file(results) if results.exists() else None,
-        "code": of_code([Path(__file__), *(p for n in MEASURING for p in _sources(SPECDEC / n))]),
+        "code": measuring_code(),
     }
     return of_value(how)
+
+
+@cache
+def measuring_code() -> str:
+    """The checksum of the code that measures. Half a second of work, so a process does it once."""
+    return of_code([Path(__file__), *(p for n in MEASURING for p in _sources(SPECDEC / n))])
 
 
 def _sources(place: Path) -> list[Path]:

@@ -6,7 +6,6 @@ Run alone: python -m pytest tests/train/test_continued.py
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +27,8 @@ KILLED = signal.SIGKILL
 
 
 @pytest.fixture(scope="module")
-def lives(tiny: Tiny) -> Iterator[Lives]:
-    driver = Lives(tiny)
-    yield driver
-    driver.close()
+def lives(tiny: Tiny) -> Lives:
+    return Lives(tiny)
 
 
 DEATHS: dict[str, list[dict[int, Kill]]] = {

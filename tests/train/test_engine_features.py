@@ -115,12 +115,8 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
 def test_two_processes_share_the_requests(tiny: Tiny, tmp_path: Path, serve: Serve) -> None:
     """Each asks for its share, once, and both train on what one process would."""
     engine, options = serve(), ["data.answers=target", *BY_TARGET[1:], "loop.epochs=1"]
-    lives = Lives(tiny)
-    try:
-        more = [*options, f"features.from={engine.url}", *roots(tmp_path / "two")]
-        lives.run(tmp_path / "two", "eagle3", [Life(processes=2)], *more)
-    finally:
-        lives.close()
+    more = [*options, f"features.from={engine.url}", *roots(tmp_path / "two")]
+    Lives(tiny).run(tmp_path / "two", "eagle3", [Life(processes=2)], *more)
     assert len(engine.prompts) == len({*engine.prompts}) == 29
     tiny.job(tmp_path / "one", "eagle3", *options, *roots(tmp_path / "one"))
     described = [

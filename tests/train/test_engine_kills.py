@@ -9,10 +9,8 @@ import socket
 import time
 import urllib.request
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,7 +21,7 @@ from specdec.errors import UserError
 from specdec.targets.loading import load_target
 from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine
-from tests.processes import FORKS, environment
+from tests.processes import fork_of_server
 from tests.tiny import LAYERS, Tiny, compose
 from train import pipeline
 from train.data import engine_responses
@@ -63,13 +61,6 @@ def job(overrides: list[str], folder: str) -> None:
         pipeline.run(compose(overrides), folder)
 
 
-def started(target: Any, *args: Any) -> BaseProcess:
-    child = FORKS.Process(target=target, args=args)
-    with patch.dict("os.environ", environment(), clear=True):
-        child.start()
-    return child
-
-
 def answering(port: int) -> None:
     for _ in range(600):
         with suppress(OSError):
@@ -99,14 +90,14 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
     options += [f"features.root={tmp_path / 'features'}", "loop.epochs=1"]
     overrides, run = tiny.overrides("eagle3", *options), str(tmp_path / "run")
     notes, deaths = tmp_path / "asked", 0
-    serving = started(engine, str(tiny.target), port, str(tmp_path))
+    serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
     for _ in range(LIVES):
         if not serving.is_alive():
-            serving = started(engine, str(tiny.target), port, str(tmp_path))
+            serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
         answering(port)
         known = written(tmp_path / "answers")
         asked = len(lines(notes))
-        training = started(job, overrides, run)
+        training = fork_of_server(job, overrides, run)
         while len(lines(notes)) == asked and training.is_alive():
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.2))
@@ -120,11 +111,11 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
         if len(written(tmp_path / "answers")) == 29:
             break
     if not serving.is_alive():
-        serving = started(engine, str(tiny.target), port, str(tmp_path))
+        serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
         answering(port)
     known, asked = written(tmp_path / "answers"), len(lines(notes))
     assert known and deaths > 2, "answers were written, and processes were killed"
-    training = started(job, overrides, run)
+    training = fork_of_server(job, overrides, run)
     training.join(100)
     assert training.exitcode == 0 and (tmp_path / "run" / "best").is_dir()
     assert not {*lines(notes)[asked:]} & known

@@ -5,14 +5,13 @@ Run alone: python -m pytest tests/train/test_resume.py
 
 import functools
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,9 +28,9 @@ from specdec.errors import UserError
 from specdec.files import read_lines, write_whole
 from specdec.targets.loading import TargetLoader
 from tests.lives import Kill, Life, Lives
-from tests.processes import environment, process
+from tests.processes import forked, process, together
 from tests.runs import draft, require_equal, require_same_run
-from tests.tiny import DRAFTER_OVERRIDES, REPOSITORY, Tiny, losses
+from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
 from train.data.sequences import Document, Row
 from train.hidden_states import filling
 from train.hidden_states import store as features
@@ -47,7 +46,7 @@ Killed = Callable[..., list[int]]
 
 
 @pytest.fixture(scope="module")
-def killed(tiny: Tiny) -> Iterator[Killed]:
+def killed(tiny: Tiny) -> Killed:
     """Runs a job that dies of SIGKILL at each of the given places in turn, and then goes on to its
     end. Returns the signals."""
     lives = Lives(tiny)
@@ -57,8 +56,7 @@ def killed(tiny: Tiny) -> Iterator[Killed]:
         ends, _ = lives.run(folder, drafter, [*deaths, Life()], *more)
         return [signal for (signal,) in ends[:-1]]
 
-    yield run
-    lives.close()
+    return run
 
 
 KILLS: dict[str, list[Kill]] = {
@@ -123,21 +121,16 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
     assert process(tiny.command(whole, "medusa", *more)).returncode == 0
     seen = 0
     for lines in (5, 17):
-        running = subprocess.Popen(
-            [sys.executable, *tiny.command(folder, "medusa", *more)],
-            cwd=REPOSITORY,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        running = forked(tiny.command(folder, "medusa", *more), Path(os.devnull), Path(os.devnull))
         deadline = time.monotonic() + 60
-        while running.poll() is None and time.monotonic() < deadline:
+        while running.is_alive() and time.monotonic() < deadline:
             path = folder / "metrics.jsonl"
             if path.exists() and path.read_bytes().count(b"\n") >= max(lines, seen + 3):
                 break
             time.sleep(0.002)
         running.kill()
-        assert running.wait() == -signal.SIGKILL, "it ended before it was killed"
+        running.join()
+        assert running.exitcode == -signal.SIGKILL, "it ended before it was killed"
         assert 0 < read_lines(folder / "metrics.jsonl", ["step"])[-1]["step"] < 42, (
             "it was killed, but not while it trained"
         )
@@ -355,10 +348,9 @@ def test_two_processes_are_one_that_accumulates(
 ) -> None:
     """Both read the same micro-batches and sum the same gradients, but in another order and as two
     halves (the all-reduce's mean, times two). Float32 rounding, 6e-8 per operation, grows to some
-    1e-6 over 12 steps of AdamW; the tolerance is 1e-5, relative. torchrun is used because
-    `accelerate launch --cpu` starts several processes through MPI alone; the variable is what it
-    sets for them. One start of the processes, which takes longer than training, serves all
-    families."""
+    1e-6 over 12 steps of AdamW; the tolerance is 1e-5, relative. The variable is what
+    `accelerate launch --cpu` sets. One start of the processes, which takes longer than training,
+    serves all families."""
     tail = f"features.root={tmp_path / 'features'}"
     jobs = [
         (tiny.overrides(name, tail, "loop.accumulate=1"), str(tmp_path / f"two-{name}"))
@@ -367,9 +359,8 @@ def test_two_processes_are_one_that_accumulates(
     for name in TRAINABLE:
         tiny.job(tmp_path / name, name, tail)
     (tmp_path / "driver.py").write_text(SEVERAL)
-    command = [*TORCHRUN, str(tmp_path / "driver.py"), json.dumps(jobs)]
-    both = process(command, timeout=400, ACCELERATE_USE_CPU="true")
-    assert both.returncode == 0, reasons(both.stderr)
+    command = [str(tmp_path / "driver.py"), json.dumps(jobs)]
+    together(command, 2, tmp_path / "said", timeout=400, ACCELERATE_USE_CPU="true")
     for name in TRAINABLE:
         require_equal(name, tmp_path / f"two-{name}", tmp_path / name)
 

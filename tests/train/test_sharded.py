@@ -7,8 +7,6 @@ FSDP2 is torch's `fully_shard`, which `accelerate launch --use_fsdp --fsdp_versi
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target_config import TargetConfig
 from tests.drafters.families import make_drafter, make_target, text
-from tests.processes import process
+from tests.processes import process, together
 from tests.runs import draft
 from tests.tiny import Tiny, batch_of, losses
 from train import accelerated, optim, training_checkpoint
@@ -117,13 +115,10 @@ def test_other_kinds_of_processes_are_refused(monkeypatch: pytest.MonkeyPatch, k
         accelerated.accelerator_of(TargetConfig())
 
 
-def test_two_sharded_processes_equal_the_whole() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc_per_node", "2", "-m", "tests.train.test_sharded"]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:3000]  # the launcher's own words come last
-    assert done.stdout.count("equal") == 4 + len(PRECISIONS)
+def test_two_sharded_processes_equal_the_whole(tmp_path: Path) -> None:
+    together([__file__], 2, tmp_path / "said")
+    said = [(tmp_path / "said" / f"{rank}.out").read_text() for rank in range(2)]
+    assert [text.count("equal") for text in said] == [4 + len(PRECISIONS), 0]
 
 
 # dtype of the target, precision of the draft

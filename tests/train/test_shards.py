@@ -4,7 +4,6 @@ Run alone: python -m pytest tests/train/test_shards.py (about 30 s)
 """
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from accelerate.utils import DistributedType
 from safetensors import safe_open
 
 from specdec.errors import UserError
+from tests.processes import forked
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny, compose
 from train.data.responses import _groups_of
@@ -97,18 +97,14 @@ def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> No
     roots = [f"answers.root={tmp_path / 'answers'}", f"features.root={tmp_path / 'features'}"]
     more = ["data.answers=target", "answers.batch=3", *roots]
     command = tiny.command(tmp_path / "run", "eagle3", *more)
+    logs = [tmp_path / f"{i}.log" for i in (1, 2)]
     both = [
-        subprocess.Popen(
-            [sys.executable, *command, f"answers.shard={i}/2"],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for i in (1, 2)
+        forked([*command, f"answers.shard={i}/2"], log, log) for i, log in enumerate(logs, start=1)
     ]
-    said = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
+    for child in both:
+        child.join(120)
+    said = [log.read_text() for log in logs]
+    assert [child.exitcode for child in both] == [0, 0], said
     files = [*(tmp_path / "answers").rglob("*.jsonl")]
     lines = [line for path in files for line in path.read_text().splitlines()]
     assert len(lines) == 29, "each prompt is answered once"

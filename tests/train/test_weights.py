@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from specdec.errors import UserError
-from tests.processes import process
+from tests.processes import together
 from tests.runs import final_state, require_equal, require_same_run
 from tests.tiny import Tiny, conversations, losses, write_jsonl
-from tests.train.test_resume import SEVERAL, TORCHRUN
+from tests.train.test_resume import SEVERAL
 from tests.train.test_training_rounds import ON_POLICY
 from train import folder, optim
 from train.data.sequences import Document
@@ -120,7 +120,6 @@ def test_two_processes_weigh_as_one(tiny: Tiny, tmp_path: Path) -> None:
     two = (tiny.overrides("eagle3", tail, data, "loop.accumulate=1"), str(tmp_path / "two"))
     tiny.job(tmp_path / "one", "eagle3", tail, data)
     (tmp_path / "driver.py").write_text(SEVERAL)
-    command = [*TORCHRUN, str(tmp_path / "driver.py"), json.dumps([two])]
-    both = process(command, timeout=400, ACCELERATE_USE_CPU="true")
-    assert both.returncode == 0, both.stderr
+    command = [str(tmp_path / "driver.py"), json.dumps([two])]
+    together(command, 2, tmp_path / "said", ACCELERATE_USE_CPU="true")
     require_equal("eagle3", tmp_path / "two", tmp_path / "one")
