@@ -34,7 +34,8 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
-from specdec.targets.parts import TargetParts, body_of, head_scaling, longrope_lines
+from specdec.targets.output_head import head_scaling
+from specdec.targets.parts import TargetParts, body_of, longrope_lines
 from specdec.targets.sequence_packing import by_document
 from specdec.targets.transformers_model import load_source
 

@@ -12,7 +12,8 @@ from transformers import LlamaConfig
 
 from specdec.drafters.layers import share_of
 from specdec.errors import require
-from specdec.targets.parts import TargetParts, soft_cap
+from specdec.targets.output_head import soft_cap
+from specdec.targets.parts import TargetParts
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 OVERRIDES = "target-overrides.json"  # keys to add to the target's config when it is served

@@ -24,10 +24,10 @@ from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.runtime.device import free_bytes
 from specdec.runtime.quantised import method
 from specdec.targets import transformers_model
+from specdec.targets.checkpoint_files import SIGNIFICANT, StoredLayers
 from specdec.targets.parts import TargetParts, config_of_layers
 from specdec.targets.self_check import check_head
 from specdec.targets.spread import AUTO, in_words, is_spread
-from specdec.targets.stored import SIGNIFICANT, StoredTargetParts
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig, target_name
 from specdec.targets.tensor_parallel import (
@@ -84,7 +84,7 @@ def kind_of(config: Any) -> type[Target]:
     return next((kind for kind in TARGETS.values() if kind.loads(config)), Target)
 
 
-def load_parts(cfg: TargetConfig) -> StoredTargetParts | None:
+def load_parts(cfg: TargetConfig) -> TargetParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for a kind that is not `separable`, a model that cannot be made without layers, a
     checkpoint that is not in safetensors, or one whose weights have not been read yet (see
@@ -102,14 +102,14 @@ def load_parts(cfg: TargetConfig) -> StoredTargetParts | None:
         text.update(config_of_layers(text.to_dict(), []) | {"num_hidden_layers": 0})
         with without_warnings():  # about the layers' weights, which are left unread
             model = transformers_model.load_model(in_one, path, bare, auto)
-        of_parts = model, tokenizer, target_name(cfg), cfg.revision, method(config)
-        parts = StoredTargetParts(
-            *of_parts,
+        layers = StoredLayers(
+            files=weights,
             config=config,
-            weights=weights,
             empty=partial(empty_model, cfg, config, auto),
             whole=partial(_in_one_piece if cfg.tensor_parallel else load_target, cfg),
         )
+        of_parts = model, tokenizer, target_name(cfg), cfg.revision, method(config)
+        parts = TargetParts(*of_parts, fingerprint=weights.fingerprint(), stored=layers)
         check_head(parts)
         return parts
     except Exception:  # a model without layers may raise anything, even if the whole one does not
@@ -125,32 +125,35 @@ def _in_one_piece(cfg: TargetConfig) -> TargetParts:
     )
 
 
-def note_fingerprint(cfg: TargetConfig) -> None:
-    """Note the hash of a checkpoint whose layers this run does not load."""
-    _, _, config, _, weights = opened(cfg)
-    if weights is not None and kind_of(config).separable:
-        weights.fingerprint()
-
-
 class TargetLoader:
-    """A job's target: only what the job needs at the time is in memory. `alone`: the parts are
-    loaded without ever loading the layers, where the checkpoint allows it."""
+    """The owner of a job's target: only what the job needs at the time is in memory.
+
+    | in memory | from | until |
+    | --- | --- | --- |
+    | the parts around the layers | the first use of `parts` | the end of the job |
+    | the layers as well | `whole()` | `release()` |
+
+    A checkpoint that has never been hashed is loaded whole at first, and so is one whose parts
+    cannot be loaded alone, which `release` keeps. With `alone`, the files are hashed instead, so
+    that the parts are loaded without ever loading the layers, where the checkpoint allows it."""
 
     def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg = cfg
         self._whole: Target | None = None
-        if cfg.tensor_parallel:
-            complete, _, config, _, weights = opened(cfg)
-            division_rules(complete, config, kind_of(config), weights)
         if alone := alone or cfg.tensor_parallel:
-            note_fingerprint(cfg)
+            complete, _, config, _, weights = opened(cfg)
+            kind = kind_of(config)
+            if cfg.tensor_parallel:
+                division_rules(complete, config, kind, weights)
+            if weights is not None and kind.separable:
+                weights.fingerprint()  # which notes it
         self._stored = load_parts(cfg)
         require(
             not cfg.tensor_parallel or self._stored is not None,
             f"target.path={cfg.path!r}: target.tensor_parallel needs a model whose parts can be "
             "loaded without its layers: leave it out",
         )
-        self.team = TensorParallelTeam(self) if cfg.tensor_parallel else None
+        self.team = TensorParallelTeam(self.whole, self.release) if cfg.tensor_parallel else None
         if alone and self._stored is None:
             tell(
                 f"target.path={cfg.path!r}: its parts cannot be loaded alone, as its checkpoint is "
@@ -171,9 +174,7 @@ class TargetLoader:
             if self.team is not None:
                 self.team.tell(LOAD)
             self._whole = load_target(self.cfg)
-            if isinstance(self._whole, TensorParallelTarget) and isinstance(
-                self._stored, StoredTargetParts
-            ):
+            if isinstance(self._whole, TensorParallelTarget) and self._stored is not None:
                 self._whole.team = self.team
                 self._whole.take_parts(self._stored)
             require(

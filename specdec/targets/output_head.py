@@ -1,18 +1,57 @@
 """What a model does between its last hidden state and its logits.
 
-Most models multiply by one matrix. BERT and its relatives transform the state first: that is then a
-part of what comes before the head, as a final norm is, and the head stays linear.
+Most models multiply by one matrix. Some scale or cap the product. BERT and its relatives transform
+the state first: that is then a part of what comes before the head, as a final norm is, and the head
+stays linear.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.compat import twin
 from specdec.runtime.quantised import without_bias
+
+
+def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
+    """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
+    divisor; most models have none."""
+    if cap := soft_cap(config):
+        return lambda z: cap * torch.tanh(z / cap)
+    if factor := getattr(config, "logit_scale", None):
+        return lambda z: z * factor
+    divisor = _divisor(config)
+    return lambda z: z / divisor if divisor else z
+
+
+def soft_cap(config: Any) -> float | None:
+    """The most that a model's logits can be, if it caps them."""
+    keys = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+    return next((float(x) for key in keys if (x := getattr(config, key, None))), None)
+
+
+def head_factor(config: Any) -> float:
+    """The linear part of a model's `head_scaling`."""
+    factor = getattr(config, "logit_scale", None) or 1.0
+    return float(factor / (_divisor(config) or 1.0))
+
+
+def _divisor(config: Any) -> float | None:
+    """What a model divides its logits by (Granite), or the states before them (Inkling)."""
+    keys = ("logits_scaling", "logits_mup_width_multiplier")
+    return next((x for key in keys if (x := getattr(config, key, None))), None)
+
+
+def first_rows(head: nn.Linear, rows: int) -> nn.Linear:
+    """A head without the rows that pad its vocabulary; it shares its weights with `head`."""
+    cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
+    cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
+    if head.bias is not None:
+        cut.bias = nn.Parameter(head.bias[:rows], requires_grad=False)
+    return cut
 
 
 @torch.no_grad()

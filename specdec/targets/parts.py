@@ -1,6 +1,8 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
-`Target` (target.py) adds the layers; `StoredTargetParts` (stored.py) leaves the layers on disk.
+`TargetParts` alone leaves the layers in the checkpoint's files (checkpoint_files.py), or has sizes
+and no weights, for a plan. `Target` (target.py) has the layers in memory and runs them. Which of
+the two a job holds at what time, its `TargetLoader` decides (loading.py).
 """
 
 import hashlib
@@ -15,13 +17,20 @@ from specdec.compat import restore_rescaled_weights
 from specdec.errors import UserError, require
 from specdec.runtime.cache import keeps_states
 from specdec.runtime.quantised import dense_linear, plain, plain_state
+from specdec.targets.checkpoint_files import SafetensorsFiles, StoredLayers
 from specdec.targets.fingerprint import (
     computing_keys,
     digest_of_weights,
     fingerprint_of,
     untied,
 )
-from specdec.targets.output_head import flat, transform_of
+from specdec.targets.output_head import (
+    first_rows,
+    flat,
+    head_factor,
+    head_scaling,
+    transform_of,
+)
 from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.spread import is_spread, tensors
 
@@ -37,7 +46,8 @@ class TargetParts:
     layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
     _turn_ends: tuple[Any, TurnEnds] | None = None  # and their template
     head_factor: float  # by which the head's logits are multiplied, where that is all
-    weights: Any = None  # the checkpoint's files (see stored.py), if they are safetensors
+    weights: SafetensorsFiles | None = None  # the checkpoint's files, if they are safetensors
+    stored: StoredLayers | None = None  # where the weights of layers are read; None: from memory
     transform: nn.Module | None = None  # from the last hidden state to the head's input
     reads_pairs: str | None = None  # what it is, if it reads a prompt apart from its response
 
@@ -50,10 +60,12 @@ class TargetParts:
         quantisation: str | None = None,
         *,
         fingerprint: str | None = None,
+        stored: StoredLayers | None = None,
     ) -> None:
         """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain.
         `fingerprint` is that of the checkpoint; None: of a model that has no files, it is computed
-        here, before a forward pass can change a weight (RWKV rescales its own)."""
+        here, before a forward pass can change a weight (RWKV rescales its own). `stored` are the
+        layers of a `model` that was made without them."""
         self.quantisation = quantisation
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -70,7 +82,7 @@ class TargetParts:
         if not plain(self.head.weight):
             self.head = dense_linear(self.head, self.dtype)
         if 0 < (getattr(self.config, "unpadded_vocab_size", None) or 0) < self.vocab_size:
-            self.head = _first_rows(self.head, self.config.unpadded_vocab_size)
+            self.head = first_rows(self.head, self.config.unpadded_vocab_size)
         self._scale, self.head_factor = head_scaling(self.config), head_factor(self.config)
         if fingerprint is None and self.embedding.weight.is_meta:  # sizes alone, for a plan
             fingerprint = ""
@@ -79,6 +91,11 @@ class TargetParts:
             weights = digest_of_weights(held if is_spread(self.model) else untied(held))
             fingerprint = fingerprint_of(weights, computing_keys(self.model.config))
         self._fingerprint = fingerprint
+        if stored is not None:
+            self.stored, self.weights = stored, stored.files
+            self.config = stored.config.get_text_config(decoder=True)
+            stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList))
+            self.layers = next(m for m in stacks if not len(m))
 
     @property
     def title(self) -> str:
@@ -310,7 +327,14 @@ class TargetParts:
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer, as plain numbers
         even if they are stored quantised. Raises UserError where they cannot be read so."""
-        return self._state(self.layers[k])
+        if self.stored is None:
+            return self._state(self.layers[k])
+        name = f"{self.prefix}.{k % self.depth}"
+        tensors = {} if self.quantisation else self.stored.weights(name)
+        if not tensors:
+            of_layer: dict[str, Tensor] = self.stored.whole().layer(k)
+            return of_layer
+        return {name: x.to(self.device, self.dtype) for name, x in tensors.items()}
 
     def _state(self, module: nn.Module, without: str | None = None) -> dict[str, Tensor]:
         """The state dict of a part of the model, as plain numbers. Quantised weights at the path
@@ -437,44 +461,6 @@ def depth_of(config: Any) -> int:
     if derived and hasattr(config, "num_layers"):
         return int(config.num_layers)
     return int(getattr(config, "num_layers_per_stack", None) or config.num_hidden_layers)
-
-
-def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
-    divisor; most models have none."""
-    if cap := soft_cap(config):
-        return lambda z: cap * torch.tanh(z / cap)
-    if factor := getattr(config, "logit_scale", None):
-        return lambda z: z * factor
-    divisor = _divisor(config)
-    return lambda z: z / divisor if divisor else z
-
-
-def soft_cap(config: Any) -> float | None:
-    """The most that a model's logits can be, if it caps them."""
-    keys = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    return next((float(x) for key in keys if (x := getattr(config, key, None))), None)
-
-
-def head_factor(config: Any) -> float:
-    """The linear part of a model's `head_scaling`."""
-    factor = getattr(config, "logit_scale", None) or 1.0
-    return float(factor / (_divisor(config) or 1.0))
-
-
-def _divisor(config: Any) -> float | None:
-    """What a model divides its logits by (Granite), or the states before them (Inkling)."""
-    keys = ("logits_scaling", "logits_mup_width_multiplier")
-    return next((x for key in keys if (x := getattr(config, key, None))), None)
-
-
-def _first_rows(head: nn.Linear, rows: int) -> nn.Linear:
-    """A head without the rows that pad its vocabulary; it shares its weights with `head`."""
-    cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
-    cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
-    if head.bias is not None:
-        cut.bias = nn.Parameter(head.bias[:rows], requires_grad=False)
-    return cut
 
 
 def config_of_layers(model: dict[str, Any], kept: list[int]) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def check_head(target: TargetParts) -> None:
     require(
         right,
         f"{target.title} turns hidden states into logits in a way that is not supported: give "
-        "another target (or add its scaling to head_scaling in specdec/targets/parts.py)",
+        "another target (or add its scaling to head_scaling in specdec/targets/output_head.py)",
     )
 
 

@@ -10,10 +10,10 @@ and no two processes can come to different decisions.
 import copy
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 from weakref import finalize
 
 import torch
@@ -25,10 +25,10 @@ from specdec.context import FeatureSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
-from specdec.targets.parts import config_of_layers, depth_of
+from specdec.targets.checkpoint_files import SafetensorsFiles
+from specdec.targets.parts import TargetParts, config_of_layers, depth_of
 from specdec.targets.self_check import ROUGH
 from specdec.targets.shrunken_twin import SHARP, distance
-from specdec.targets.stored import SafetensorsFiles, StoredTargetParts
 from specdec.targets.target import PassStates, Target
 from specdec.targets.target_config import TargetConfig, target_name
 from specdec.targets.transformers_model import empty_model, load_model, without_warnings
@@ -40,19 +40,13 @@ DIVIDING |= {"colwise_rep", "rowwise_rep", "rowwise_split_input"}
 END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10)  # what is told
 
 
-class Held(Protocol):
-    """What loads and frees a process's part of a target."""
-
-    def whole(self) -> Any: ...
-    def release(self) -> None: ...
-
-
 class TensorParallelTeam:
     """The processes that hold a target together, as this one sees them. While the first one leads,
-    the others `help`."""
+    the others `help`. It lasts as long as the job; the target is loaded and freed while it does:
+    `whole` loads this process's part of it, if it is not there, and `release` frees it."""
 
-    def __init__(self, held: Held) -> None:
-        self._held = held
+    def __init__(self, whole: Callable[[], Any], release: Callable[[], None]) -> None:
+        self._whole, self._release = whole, release
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.leads = False
         self.broken = False  # whether a pass failed in the middle, so that no more can follow
@@ -121,15 +115,15 @@ class TensorParallelTeam:
                 failure: str | None = arguments[0]
                 return failure
             if what == LOAD:
-                self._held.whole()
+                self._whole()
             elif what == FREE:
-                self._held.release()
+                self._release()
             else:
                 self._follow(what, arguments)
 
     @torch.inference_mode()
     def _follow(self, what: int, arguments: Sequence[Any]) -> None:
-        target: TensorParallelTarget = self._held.whole()
+        target: TensorParallelTarget = self._whole()
         if what == READ:
             target.follow(*_moved(arguments, target.device))
             return
@@ -206,11 +200,10 @@ def _mirrored(kind: Any) -> Any:
 
 class TensorParallelTarget(Target):
     """This process's part of a causal target. Its embedding, head and norms are whole. What drafts
-    read of the layers, they read from the checkpoint's files (`parts`)."""
+    read of the layers, they read from the checkpoint's files (see `take_parts`)."""
 
     lean_allowed = False  # it packs weights, which would have to be whole
     team: TensorParallelTeam | None = None
-    parts: StoredTargetParts
 
     def __init__(self, *of_target: Any, fingerprint: str) -> None:
         self.processes = dist.get_world_size()
@@ -263,23 +256,21 @@ class TensorParallelTarget(Target):
         cache = super().new_cache()
         return cache if self.team is None else self.team.watch(cache)
 
-    def layer(self, k: int) -> dict[str, Tensor]:
-        return self.parts.layer(k)
-
     def _state(self, module: Any, without: str | None = None) -> dict[str, Tensor]:
         raise UserError(
             f"{self.title} is divided over processes, but its layers are needed in one piece here: "
             "leave out target.tensor_parallel"
         )
 
-    def take_parts(self, parts: StoredTargetParts) -> None:
-        """Share the embedding and the head with these parts, so that a process holds them once."""
+    def take_parts(self, parts: TargetParts) -> None:
+        """Share the embedding and the head with these parts, so that a process holds them once, and
+        read layers from where the parts do."""
         pairs = [(self.embedding, parts.embedding), (self.head, parts.head)]
         pairs.append((self.model.get_output_embeddings(), parts.model.get_output_embeddings()))
         for ours, theirs in pairs:
             if ours.weight.shape == theirs.weight.shape:
                 ours.weight = theirs.weight
-        self.parts = parts
+        self.stored = parts.stored
 
 
 def division_rules(

@@ -35,11 +35,11 @@ from specdec.runtime.quantised import (
     unpack_weights,
     without_method,
 )
+from specdec.targets.checkpoint_files import AGAIN, SafetensorsFiles
 from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of, in_files
 from specdec.targets.gguf import model_path
 from specdec.targets.parts import depth_of
 from specdec.targets.spread import DISK, device_map
-from specdec.targets.stored import AGAIN, SafetensorsFiles
 from specdec.targets.target_config import DTYPES, TargetConfig, resolved
 from specdec.terminal import one_line
 

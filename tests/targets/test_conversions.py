@@ -19,9 +19,8 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets import loading
-from specdec.targets.conversions import converted_tensors
+from specdec.targets.checkpoint_files import converted_tensors
 from specdec.targets.loading import TargetLoader, load_parts
-from specdec.targets.stored import StoredTargetParts
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import make_tokenizer
 
@@ -89,7 +88,7 @@ def test_what_is_read_of_the_files_is_what_the_loaded_model_has(
 
     monkeypatch.setattr(loading, "load_target", loaded)
     alone = TargetLoader(cfg, alone=True).parts
-    assert isinstance(alone, StoredTargetParts) and not len(alone.layers)
+    assert alone.stored is not None and not len(alone.layers)
     assert alone.fingerprint() == whole.fingerprint()
     for ours, theirs in (
         (alone.layer(-1), whole.layer(-1)),
@@ -120,7 +119,7 @@ def test_a_draft_of_experts_starts_from_parts_as_from_the_whole(tmp_path: Path) 
         target = TargetLoader(cfg)
         starts.append(DRAFTERS["lm"].build(LMConfig(layers=[0, 2]), target.parts).state_dict())
         target.whole()
-    assert isinstance(load_parts(cfg), StoredTargetParts) and starts[0].keys() == starts[1].keys()
+    assert load_parts(cfg).stored is not None and starts[0].keys() == starts[1].keys()
     assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from specdec.targets import stored
+from specdec.targets.checkpoint_files import SafetensorsFiles
 from specdec.targets.fingerprint import computing_keys, digest_of
 from specdec.targets.loading import load_target
 from specdec.targets.target import Target
@@ -153,13 +153,13 @@ def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """A checkpoint of 60 GB takes a minute to read. After a change, it is read again."""
     cfg = checkpoint(tmp_path)
     first, reads = fingerprint(cfg), list[str]()
-    read = stored.SafetensorsFiles.tensor
+    read = SafetensorsFiles.tensor
 
     def counted(self: Any, name: str) -> Tensor:
         reads.append(name)
         return read(self, name)
 
-    monkeypatch.setattr(stored.SafetensorsFiles, "tensor", counted)
+    monkeypatch.setattr(SafetensorsFiles, "tensor", counted)
     assert fingerprint(cfg) == first and not reads
     edit_config(cfg, rms_norm_eps=1e-2)
     assert fingerprint(cfg) != first and not reads

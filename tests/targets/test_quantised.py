@@ -35,7 +35,6 @@ from specdec.targets import transformers_model
 from specdec.targets.fingerprint import digest_of_weights
 from specdec.targets.loading import TargetLoader, load_parts, load_target, opening
 from specdec.targets.output_head import flat
-from specdec.targets.stored import StoredTargetParts
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, conversations, make_tokenizer, write_jsonl
@@ -102,7 +101,7 @@ def test_every_reader_of_float8_applies_the_scales(tmp_path: Path) -> None:
     cfg = config_of(tmp_path)
     target = TargetLoader(cfg)
     whole, parts = target.whole(), load_parts(cfg)
-    assert isinstance(parts, StoredTargetParts) and parts.fingerprint() == whole.fingerprint()
+    assert parts.stored is not None and parts.fingerprint() == whole.fingerprint()
     assert "quantised: fp8" in opening(whole, cfg)
     for reader in (whole, parts):
         for k in (0, 3):
@@ -130,7 +129,7 @@ def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, co
         draft_checkpoint.write_draft(tmp_path / "draft", drafter, target.parts)
         assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
         target.whole()
-    assert isinstance(TargetLoader(config_of(tmp_path)).parts, StoredTargetParts)
+    assert TargetLoader(config_of(tmp_path)).parts.stored is not None
     assert all(torch.equal(starts[0][name], x) for name, x in starts[1].items())
 
 

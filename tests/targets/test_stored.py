@@ -17,7 +17,7 @@ from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
 from specdec.targets.loading import TargetLoader, load_parts, load_target
-from specdec.targets.stored import StoredTargetParts
+from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
@@ -35,7 +35,7 @@ def saved(folder: Path, kind: str = "llama", seed: int = 0, shard: str = "1GB") 
     return TargetConfig(*where, packed=False, cache=str(folder / "cache"))
 
 
-def both(cfg: TargetConfig) -> tuple[Target, StoredTargetParts]:
+def both(cfg: TargetConfig) -> tuple[Target, TargetParts]:
     whole = TargetLoader(cfg).whole()
     parts = load_parts(cfg)
     assert parts is not None
@@ -97,7 +97,7 @@ def test_no_layer_is_made_for_the_parts(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", made)
     target = TargetLoader(cfg)
-    assert isinstance(target.parts, StoredTargetParts)
+    assert target.parts.stored is not None
     DRAFTERS["eagle3"].build(Eagle3Config(layers=[1, 2, 3], draft_vocab=None), target.parts)
     with pytest.raises(UserError, match="a decoder layer"):
         target.whole()
@@ -108,7 +108,7 @@ def test_the_whole_is_given_back(tmp_path: Path) -> None:
     assert target.parts is target.whole(), "nothing was noted yet: the whole is loaded"
     kept = target.parts.embedding.weight
     target.release()
-    assert isinstance(target.parts, StoredTargetParts)
+    assert target.parts.stored is not None
     assert torch.equal(target.parts.embedding.weight, kept)
 
 

@@ -32,7 +32,7 @@ from specdec.errors import UserError
 from specdec.ranks import Ranks
 from specdec.sampling.trees import Chain, Static
 from specdec.targets.loading import TargetLoader, load_target
-from specdec.targets.stored import StoredTargetParts
+from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import TargetConfig
 from specdec.targets.tensor_parallel import TensorParallelTarget
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
@@ -230,7 +230,7 @@ def run(notes: Path, arguments: list[str]) -> None:
     """`train.py`, in which each process notes what it holds of the target's layers."""
     take = TensorParallelTarget.take_parts
 
-    def taken(target: TensorParallelTarget, parts: StoredTargetParts) -> None:
+    def taken(target: TensorParallelTarget, parts: TargetParts) -> None:
         take(target, parts)
         weights = list(target.layers.parameters())
         ours = sum(p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes for p in weights)

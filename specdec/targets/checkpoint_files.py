@@ -1,14 +1,19 @@
-"""The parts of a target whose layers stay on disk.
+"""The safetensors files of a checkpoint: tensors by name, the hash of all, and the layers that stay
+on disk.
 
 A layer's weights are read by name when a draft starts from them. The hash of all weights is noted
 in the cache of targets when they are first read, and holds while the files are unchanged.
+transformers renames many tensors when it loads a model, and puts some together: the experts of a
+layer, which most checkpoints store one by one, become one tensor. Here it is done for a part of the
+model at a time, so that a checkpoint can be read without holding the model.
 """
 
+import copy
 import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +22,16 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file
 
@@ -26,9 +40,7 @@ from specdec.files import reading, write_whole
 from specdec.integrity import of_value
 from specdec.progress import tell
 from specdec.runtime.quantised import plain
-from specdec.targets.conversions import ConvertedTensors, converted_tensors
 from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of
-from specdec.targets.parts import TargetParts
 
 # floating-point types in the header of a safetensors file, by their significant bits
 SIGNIFICANT = {"F64": 53, "F32": 24, "F16": 11, "BF16": 8}
@@ -165,52 +177,84 @@ def _weight_map(index: Path) -> dict[str, str]:
     raise UserError(f"{index} cannot be read ({reason}): {AGAIN}")
 
 
-class StoredTargetParts(TargetParts):
-    """The parts of a checkpoint: `model` has no layers, and `config` is that of the whole model.
-    `empty` makes the whole model on the meta device, by which the files are read, and `whole` loads
-    the target, in order to read layers that are stored quantised."""
+@dataclass
+class StoredLayers:
+    """The layers of a target that stay in its checkpoint's files, from which they are read one at a
+    time. `config` is that of the complete model, `empty` makes it on the meta device, by which the
+    files are read, and `whole` loads the target, in order to read layers that are stored in another
+    way."""
 
-    def __init__(
-        self,
-        *of_parts: Any,
-        config: Any,
-        weights: SafetensorsFiles,
-        empty: Callable[[], nn.Module],
-        whole: Callable[[], TargetParts],
-    ) -> None:
-        super().__init__(*of_parts, fingerprint=weights.fingerprint())
-        self.config = config.get_text_config(decoder=True)
-        self.layers = next(
-            m for m in self.model.modules() if isinstance(m, nn.ModuleList) and not len(m)
+    files: SafetensorsFiles
+    config: Any
+    empty: Callable[[], nn.Module]
+    whole: Callable[[], Any]
+
+    def weights(self, layer: str) -> dict[str, Tensor]:
+        """The weights of the layer of this name in the model, by their names within it, as the
+        model has them: none if the files do not hold all of them as plain numbers."""
+        prefix = f"{layer}."
+        tensors = self.files.under(prefix)
+        renamed = get_checkpoint_conversion_mapping(
+            self.config.get_text_config(decoder=True).model_type
         )
-        self.weights, self._empty, self._whole = weights, empty, whole
-
-    def layer(self, k: int) -> dict[str, Tensor]:
-        if self.quantisation:
-            return self._whole().layer(k)
-        prefix = f"{self.prefix}.{k % self.depth}."
-        tensors = self.weights.under(prefix)
-        if not tensors or get_checkpoint_conversion_mapping(self.config.model_type):
+        if not tensors or renamed:
             tensors = self._converted(prefix)
-        if not tensors or not all(map(plain, tensors.values())):
-            return self._whole().layer(k)
-        return {name: x.to(self.device, self.dtype) for name, x in tensors.items()}
+        return tensors if all(map(plain, tensors.values())) else {}
 
     def _converted(self, prefix: str) -> dict[str, Tensor]:
-        """The model's tensors whose names begin with `prefix`, by the rest of their names; none if
-        the files do not hold all of them."""
         model, of_files = self._named
         expected = [name for name in model.state_dict() if name.startswith(prefix)]
         tensors: dict[str, Tensor] = {}
         for part in of_files:
             if part.name.startswith(prefix):
-                tensors |= part.tensors(model, self.weights.tensor)
+                tensors |= part.tensors(model, self.files.tensor)
         if tensors.keys() != set(expected):
             return {}
         return {name.removeprefix(prefix): tensors[name] for name in expected}
 
     @cached_property
-    def _named(self) -> tuple[nn.Module, list[ConvertedTensors]]:
+    def _named(self) -> tuple[nn.Module, list["ConvertedTensors"]]:
         """The empty model, and how the tensors of the files become its own."""
-        model = self._empty()
-        return model, converted_tensors(model, self.weights.files)
+        model = self.empty()
+        return model, converted_tensors(model, self.files.files)
+
+
+@dataclass
+class ConvertedTensors:
+    """Tensors of the files that become one or more tensors of the model; `converter` is None where
+    one tensor is only renamed. `sources` are their names and the patterns that these match."""
+
+    name: str
+    converter: Any
+    sources: list[tuple[str, Any]]
+
+    def tensors(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The model's tensors by name; `read` gives a tensor of the files."""
+        if self.converter is None:
+            return {self.name: read(self.sources[0][0])}
+        conversion: Any = copy.deepcopy(self.converter)  # it keeps what it collects
+        for source, pattern in self.sources:
+            conversion.add_tensor(self.name, source, pattern, read(source))
+        converted = conversion.convert(self.name, model=model, config=model.config)
+        return {name: x[0] if isinstance(x, list) else x for name, x in converted.items()}
+
+
+def converted_tensors(model: Any, names: Iterable[str]) -> list[ConvertedTensors]:
+    """How the tensors of these names in a checkpoint's files become tensors of `model`, which may
+    be on the meta device. What transformers would not load, such as modules for multi-token
+    prediction, is left out."""
+    state = dict[str, Tensor](model.state_dict())
+    transforms = get_model_conversion_mapping(model)
+    renamings = [x for x in transforms if isinstance(x, WeightRenaming)]
+    converters = [x for x in transforms if isinstance(x, WeightConverter)]
+    by_pattern = {pattern: x for x in converters for pattern in x.source_patterns}
+    prefix, by_name = model.base_model_prefix, dict[str, ConvertedTensors]()
+    for source in sorted(names, key=dot_natural_key):
+        name, pattern = rename_source_key(source, renamings, converters, prefix, state)
+        if name not in state and source in state:
+            name, pattern = rename_source_key(source, [], [], prefix, state)
+        if name in state:
+            converter = None if pattern is None else by_pattern[pattern]
+            group = by_name.setdefault(name, ConvertedTensors(name, converter, []))
+            group.sources.append((source, pattern))
+    return list(by_name.values())
