@@ -86,38 +86,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> "Tiny":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of `LONG` files, and order all so that workers share them out well: files with
-    slow tests come first, so that none is left for the end, and then those of `LONG`."""
+    """Mark the tests of `LONG` files, and order all so that workers share them out well. The tests
+    on the real target come first, so that one worker runs them, with one target and one vLLM.
+    Files with slow tests follow, so that none is left for the end, and then those of `LONG`."""
     long = {HERE / name for name in LONG}
     assert all(path.exists() for path in long), "LONG names a file that is not there"
     for item in items:
         if item.path in long:
             item.add_marker(pytest.mark.long)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: 0 if item.path in slow else 1 if item.path in long else 2)
-    at = [n for n, item in enumerate(items) if item.path.name == "test_end_to_end.py"]
-    for n, item in zip(at, _shared_out([items[n] for n in at]), strict=True):
-        items[n] = item
 
+    def place(item: pytest.Item) -> tuple[int, str]:
+        if item.path.name == "test_end_to_end.py":
+            return (0, _drafter(item))
+        return (1 if item.path in slow else 2 if item.path in long else 3, "")
 
-def _shared_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests on the real target. Each of two workers begins with a half of them. Those of one
-    drafter stand together, so that a worker seldom waits for a draft that another one trains; and
-    each half begins with a long test that needs no draft, as the first to need one waits for the
-    answers that all learn."""
-    first, second, rest = [], [], []
-    for item in items:
-        fixtures = getattr(item, "fixturenames", ())
-        if "tools" in fixtures:
-            second.append(item)
-        else:
-            (rest if "runs" in fixtures else first).append(item)
-    rest.sort(key=_drafter)
-    half = len(items) // 2 - len(first)
-    return first + rest[:half] + second + rest[half:]
+    items.sort(key=place)
 
 
 def _drafter(item: pytest.Item) -> str:
+    """The drafter of a test on the real target. Tests of one stand together: a worker that helps at
+    the end then seldom waits for a draft that another one trains. Those that start a server, which
+    take longest, are first."""
+    fixtures = getattr(item, "fixturenames", ())
+    if "runs" not in fixtures:
+        return ""
     spec = getattr(item, "callspec", None)
     return spec.params.get("name", "eagle3") if spec else "eagle3"
 

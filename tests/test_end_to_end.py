@@ -5,7 +5,7 @@ it rounds, they draft tokens that are accepted. How well a draft does on other t
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
 With the serving engine: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env)
-With -n 2, as in scripts/test, the workers share out the drafters (see conftest.py).
+In scripts/test one worker begins with this file, and others help at the end (see conftest.py).
 """
 
 import json
@@ -112,8 +112,8 @@ Runs = Callable[[str], Path]  # the folder of a drafter's run
 Served = Callable[[str], tuple[Drafter, list[Generation]]]
 
 
-@pytest.fixture(scope="session")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Trains a drafter for some seconds when a test first asks for it, anew in every session: a
     draft of an earlier one would hide what was broken since. eagle3 is trained by `python train.py`
     as a user's is, the others by the same job in this process, with one target and without the
@@ -155,7 +155,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             return train_once(name)
 
     run("ngram")
-    return run
+    yield run
+    Shared.loaded = None  # the worker has other files to test, some of them of memory
 
 
 def loaded(dtype: str) -> Target:
@@ -280,9 +281,9 @@ def test_alpha_rises_on_texts_that_are_read_again(runs: Runs, name: str) -> None
     assert sum(sampled[-3:]) / 3 > sampled[0] + 0.08
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Any]:
-    """vLLM, which is imported once in a session."""
+    """vLLM, which is imported once by a worker, and ends with the tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         from benches.engine import VllmWorker

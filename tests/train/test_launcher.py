@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import environment
+from tests.processes import environment, process
 from tests.tiny import REPOSITORY
 
 # A launcher and its two ranks, one of which waits for the other in a collective operation. All
@@ -69,21 +69,61 @@ def test_only_a_launched_process_watches_its_parent(launched: bool) -> None:
     assert done.stdout == f"{['MainThread', *(['watch-launcher'] if launched else [])]}\n"
 
 
-@pytest.mark.parametrize("launched", [False, True])
-@pytest.mark.parametrize(("work", "code"), [("--help", 0), ("drafter=none", 2)])
+# `train.py WORK` in forks of one new Python, launched or not: they end as that Python would, and
+# write to WORK-LAUNCHED.out and .err in a folder. Prints their exit codes.
+ENDING = """
+import atexit, os, runpy, sys
+# as if it were the program: what is imported keeps hold of __main__, and so of `kept`
+runpy.run_module("train.pipeline", run_name="__main__", alter_sys=True)
+
+def say(text):
+    os.write(2, text + b"\\n")
+
+class Kept:
+    def __del__(self, say=say):
+        say(b"taken apart")
+
+codes = []
+for case in sys.argv[2:]:
+    work, launched = case.split(":")
+    if (child := os.fork()) == 0:
+        for number, kind in ((1, "out"), (2, "err")):
+            path = f"{sys.argv[1]}/{work}-{launched}.{kind}"
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+        os.environ.pop("TORCHELASTIC_RUN_ID", None)
+        if launched == "True":
+            os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        kept = Kept()
+        atexit.register(say, b"at exit")
+        sys.argv = ["train.py", work]
+        runpy.run_path("train.py", run_name="__main__")
+        sys.exit()
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(*codes)
+"""
+ENDS = [(work, code, how) for work, code in (("--help", 0), ("drafter=none", 2)) for how in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """The folder of what `ENDING` wrote, and the exit codes in the order of `ENDS`."""
+    folder = tmp_path_factory.mktemp("ended")
+    cases = [f"{work}:{bool(how)}" for work, _, how in ENDS]
+    done = process(["-c", ENDING, str(folder), *cases])
+    assert done.returncode == 0, done.stderr
+    return folder, [int(code) for code in done.stdout.split()]
+
+
+@pytest.mark.parametrize(("work", "code", "launched"), ENDS)
 def test_a_launched_process_ends_before_python_is_taken_apart(
-    work: str, code: int, launched: bool
+    ended: tuple[Path, list[int]], work: str, code: int, launched: int
 ) -> None:
     """Then no thread of torch.distributed can abort it. What is to run at exit does run."""
-    program = "import atexit, os, runpy, sys; say = lambda text: os.write(2, text + b'\\n')\n"
-    program += "class Kept:\n  def __del__(self, say=say): say(b'taken apart')\n"
-    program += "kept = Kept(); atexit.register(say, b'at exit'); sys.argv[0] = 'train.py'\n"
-    program += "runpy.run_path('train.py', run_name='__main__')"
-    known = {k: v for k, v in environment().items() if k != "TORCHELASTIC_RUN_ID"}
-    known |= {"TORCHELASTIC_RUN_ID": "none"} if launched else {}
-    command = [sys.executable, "-c", program, work]
-    done = subprocess.run(command, cwd=REPOSITORY, env=known, capture_output=True, text=True)
-    assert done.returncode == code
-    assert (done.stdout.count("\n") > 10) == (code == 0)  # all of the help is flushed
-    said = [line for line in done.stderr.splitlines() if line in ("at exit", "taken apart")]
+    folder, codes = ended
+    assert codes[ENDS.index((work, code, launched))] == code
+    output, errors = (
+        (folder / f"{work}-{bool(launched)}.{kind}").read_text() for kind in ("out", "err")
+    )
+    assert (output.count("\n") > 10) == (code == 0)  # all of the help is flushed
+    said = [line for line in errors.splitlines() if line in ("at exit", "taken apart")]
     assert said == ["at exit", *([] if launched else ["taken apart"])]
