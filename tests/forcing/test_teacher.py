@@ -347,7 +347,11 @@ def test_a_token_outside_the_draft_s_nucleus_has_a_gradient(
     assert (gradient[inside] < 0).all()
 
 
-@pytest.mark.parametrize("name", ["kl", "nla", "lk_hybrid", "reverse_kl", "jsd", "tv"])
+RAISED = ["kl", "nla", "lk_hybrid", "reverse_kl", "jsd", "tv"]
+
+
+# a device can break no more of one loss than of another here: test_losses.py has numbers of each
+@pytest.mark.parametrize("name", RAISED if DEVICE.type == "cpu" else RAISED[:1])
 def test_training_with_cutoffs_raises_alpha_as_it_is_served(target: Target, name: str) -> None:
     """From disjoint nuclei, 300 steps on the logits themselves bring α with the cutoffs from 0 to
     above .9."""
