@@ -127,6 +127,20 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
     module.forward = forward
 
 
+@contextmanager
+def with_attributes(module: Any, **values: Any) -> Iterator[None]:
+    """A block in which a module of a library has other values of these attributes, for which its
+    forward pass takes no arguments: a bias, a bound of time steps, a state that it keeps itself."""
+    own = {name: getattr(module, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(module, name, value)
+        yield
+    finally:
+        for name, value in own.items():
+            setattr(module, name, value)
+
+
 def change_class(thing: Any, kind: type) -> None:
     """Make an object that exists an instance of a subclass of its own class. Caches need it that
     are made before anyone knows that other processes mirror them: a proxy would be no instance of
@@ -242,6 +256,29 @@ def logits_processors(
     to be put in its order by hand."""
     config._eos_token_tensor = eos
     return model._get_logits_processor(config, *args, **more)
+
+
+class TokensBefore(Tensor):
+    """How many tokens come before those of a pass, for each row and token [B, T], less 0 to T - 1.
+
+    Llama 4 scales the queries of some layers by their positions. It is told no positions there: it
+    adds 0 to T - 1 to the length of the cache, as if all rows were equally long and no token were a
+    branch. Given this for the length, its sum is the tokens' true positions, and it lays the scales
+    out [B, T, 1, 1], not [1, T, 1, 1]. Nothing public tells these layers their positions."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.view:
+            return args[0].as_subclass(Tensor)[..., None, None]
+        devices = [x.device for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
+        if devices:  # a layer may be on another device than the text
+            args = tuple(
+                x.as_subclass(Tensor).to(devices[0]).as_subclass(cls) if isinstance(x, cls) else x
+                for x in args
+            )
+        return super().__torch_function__(  # type: ignore[no-untyped-call]
+            func, types, args, kwargs or {}
+        )
 
 
 def relative_position_bucket(attention: Any, distance_BTP: Tensor) -> Tensor:

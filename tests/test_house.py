@@ -325,6 +325,9 @@ def test_objects_of_libraries_are_changed_in_one_file() -> None:
         if any(isinstance(x, ast.Constant) and x.value == "forward" for x in call.args)
     }
     assert {where.partition(":")[0] for where in changed} == {"specdec/compat.py"}, sorted(changed)
+    # ConfigParser's own documentation changes how it reads names in this way
+    replaced = {n for n in modules() if "ignore[method-assign" in (ROOT / path_of(n)).read_text()}
+    assert {n for n in replaced if n.startswith(("specdec", "train"))} <= {"specdec.plugins"}
 
 
 VAGUE = ("read", "begin", "of", "keep", "start", "some", "theirs", "told")

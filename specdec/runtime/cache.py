@@ -6,7 +6,7 @@ copied except an accepted path whose slots are not consecutive.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
-from specdec.compat import attention_of, mark_static_address
+from specdec.compat import TokensBefore, attention_of, mark_static_address
 from specdec.errors import UserError, require
 from specdec.runtime.recurrent_states import RecurrentStates
 
@@ -47,30 +47,6 @@ class Place(NamedTuple):
             return self.mask_BTP
         slot_P = torch.arange(shown, device=self.position_BT.device)
         return slot_P <= self.position_BT[..., None]
-
-
-class TokensBefore(Tensor):
-    """How many tokens come before those of a pass, for each row and token [B, T], less 0 to T - 1.
-
-    Llama 4 scales the queries of some layers by their positions. It is told no positions there: it
-    adds 0 to T - 1 to the length of the cache, as if all rows were equally long and no token were a
-    branch. Given this for the length, its sum is the tokens' true positions, and it lays the scales
-    out [B, T, 1, 1], not [1, T, 1, 1]."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.view:
-            return args[0].as_subclass(Tensor)[..., None, None]
-        devices = [x.device for x in args if isinstance(x, Tensor) and not isinstance(x, cls)]
-        if devices:  # a layer may be on another device than the text
-            args = tuple(_moved(x, devices[0]) if isinstance(x, cls) else x for x in args)
-        return super().__torch_function__(  # type: ignore[no-untyped-call]
-            func, types, args, kwargs or {}
-        )
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    return x.as_subclass(Tensor).to(device).as_subclass(TokensBefore)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -203,6 +179,7 @@ class SlotCache(Cache):
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
         self._sees_BPP: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
         self.before_BT: Tensor | None = None  # what the current pass counts (see `TokensBefore`)
+        self.asked: Callable[[], None] | None = None  # called whenever a layer asks for its length
         self.states = RecurrentStates()
 
     @property
@@ -391,6 +368,8 @@ class SlotCache(Cache):
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
+        if self.asked is not None:
+            self.asked()
         if self.before_BT is not None and self.part is None:
             return self.before_BT  # type: ignore[return-value]
         return max(self.lengths) if self.part is None else self.offset

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specdec.compat import own_state
+from specdec.compat import own_state, with_attributes
 from specdec.errors import UserError, first_line, require
 
 
@@ -210,11 +210,8 @@ def without_bias(layer: Any) -> Iterator[None]:
     zeros = torch.zeros_like(bias.data)
     if isinstance(bias, nn.Parameter):
         zeros = nn.Parameter(zeros, requires_grad=False)
-    layer.bias = zeros
-    try:
+    with with_attributes(layer, bias=zeros):
         yield
-    finally:
-        layer.bias = bias
 
 
 def _kind(x: Tensor) -> str:

@@ -10,7 +10,7 @@ the model are not run again: nothing that they computed for a kept token has cha
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from specdec.compat import own_forward, replace_forward
+from specdec.compat import own_forward, replace_forward, with_attributes
 
 # conv, recurrent or held (by a module itself), the layer, and the number of the state in the layer
 Key = tuple[str, int, int]
@@ -182,12 +182,13 @@ def _brought_in(
     states = next(_states_in(args, kwargs), None)
     if states is None:
         return type(module).forward(module, *args, **kwargs)
-    for i, (part, name) in enumerate(held):
-        setattr(part, name, states.current(("held", number, i)))
-    out = type(module).forward(module, *args, **kwargs)
-    for i, (part, name) in enumerate(held):
-        states.move(("held", number, i), getattr(part, name))
-        setattr(part, name, None)
+    with ExitStack() as lent:
+        for i, (part, name) in enumerate(held):
+            state = states.current(("held", number, i))
+            lent.enter_context(with_attributes(part, **{name: state}))
+        out = type(module).forward(module, *args, **kwargs)
+        for i, (part, name) in enumerate(held):
+            states.move(("held", number, i), getattr(part, name))
     return out
 
 
@@ -201,14 +202,13 @@ def bounds_steps(module: Any) -> bool:
 def _unbounded(module: Any, *args: Any, **kwargs: Any) -> Any:
     """Go on from a state as steps of one token would, and as transformers' `generate` does. The
     beginning of a text is read with the bounds, as `generate` reads a prompt."""
-    own, limit = partial(type(module).forward, module), module.time_step_limit
     states = next(_states_in(args, kwargs), None)
+    begun = states is not None and states.begun(module)
+    limit = (0.0, math.inf) if begun else module.time_step_limit
     try:
-        if states is not None and states.begun(module):
-            module.time_step_limit = (0.0, math.inf)
-        return own(*args, **kwargs)
+        with with_attributes(module, time_step_limit=limit):
+            return type(module).forward(module, *args, **kwargs)
     finally:
-        module.time_step_limit = limit
         if states is not None:
             states.ran.add(module)
 
