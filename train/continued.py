@@ -66,6 +66,7 @@ CHANGES: dict[str, Change] = {
     "planning.devices": Change.NO_EFFECT,
     "planning.tokens": Change.NO_EFFECT,
     "planning.alpha": Change.NO_EFFECT,
+    "planning.fsdp": Change.NO_EFFECT,
 }
 
 

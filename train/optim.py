@@ -54,6 +54,12 @@ class OptimConfig:
         )
 
 
+def trained_by_muon(p: Tensor, cfg: OptimConfig, sizes: Sizes) -> bool:
+    """Whether Muon trains this parameter of a drafter of these sizes."""
+    vocabularies = {sizes.target_vocab, sizes.draft_vocab}
+    return cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
+
+
 def build(
     model: nn.Module, cfg: OptimConfig, sizes: Sizes, of_drafter: Mapping[str, float] | None = None
 ) -> list[torch.optim.Optimizer]:
@@ -61,7 +67,6 @@ def build(
     group's learning rate is the common one times its `scale`, the product of the matching factors
     in the config's `rates` and in `of_drafter`. `sizes` are those of the drafter, with the sizes of
     both vocabularies. Raises UserError if a pattern in the config matches no parameter."""
-    vocabularies = {sizes.target_vocab, sizes.draft_vocab}
     rates = [*(of_drafter or {}).items(), *cfg.rates.items()]
     named = {n.removeprefix("drafter."): p for n, p in model.named_parameters() if p.requires_grad}
     for pattern in cfg.rates:
@@ -73,7 +78,7 @@ def build(
     assert cfg.lr is not None  # `train.run_config.resolve` sets it
     groups: dict[tuple[bool, float, float], list[Tensor]] = {}
     for name, p in named.items():
-        hidden = cfg.hidden == "muon" and p.ndim == 2 and not vocabularies & {*p.shape}
+        hidden = trained_by_muon(p, cfg, sizes)
         decay = cfg.weight_decay if p.ndim >= 2 else 0.0
         scale = math.prod(x for pattern, x in rates if fnmatchcase(name, pattern))
         groups.setdefault((hidden, decay, scale), []).append(p)

@@ -38,7 +38,7 @@ from train.folder import (
 from train.hidden_states.filling import RunHiddenStates
 from train.initialisation import earlier_drafts, initial_drafter, regress
 from train.measurement import finished
-from train.planning.outlook import say
+from train.planning import print_plan
 from train.run_checks import check_files, check_target, check_texts
 from train.run_config import Config, checked
 from train.run_documents import RunDocuments, documents_of_run, respond_to_shard, split_of_run
@@ -63,7 +63,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
     """
     cfg = checked(cfg)
     if cfg.plan:
-        say(cfg)
+        print_plan(cfg, Path(folder or Path("runs") / cfg.name))
         return 0.0
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     sharing = cfg.share

@@ -39,7 +39,7 @@ from train.initialisation import StageConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
-from train.planning.devices import PlanningConfig
+from train.sizes import PlanningConfig
 from train.tracked_run import TrackConfig
 from train.training_rounds import RoundsConfig
 

@@ -22,7 +22,7 @@ from train.data.sequences import Prompt
 from train.diagnosis import diagnose
 from train.folder import config_of, data_of_run, noted_prompts
 from train.pipeline import run
-from train.planning.outlook import outlook
+from train.planning import plan_of_run
 from train.run_config import composed, register
 
 TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|end|>"
@@ -253,7 +253,7 @@ def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
         return diagnosis.counts, _text(diagnosis.prompts)
 
     def of_plan() -> tuple[DataCounts, str]:
-        split = outlook(cfg).amount.split
+        split = plan_of_run(cfg).facts.data.split
         assert split is not None
         return DataCounts.of_split(split), _text([*split.prompts, *split.validation_prompts])
 

@@ -1,21 +1,32 @@
-"""The tables of docs/scale.md: what runs for targets of three sizes need, by `plan=true`."""
+"""The tables of docs/scale.md: what runs for targets of several sizes need, by `plan=true`."""
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from train.planning.demand import Stage, devices_for, gibibytes
-from train.planning.outlook import Outlook, hours, outlook
+from train.planning import (
+    PlannedStage,
+    RunPlan,
+    as_overrides,
+    fitting_settings,
+    gibibytes,
+    hours,
+    plan_of_run,
+    with_settings,
+)
 from train.run_config import CONF, composed, register
 
 PATH = CONF.parent / "docs" / "scale.md"
 TARGETS = Path(__file__).parent / "targets"
 NAMES = {
     "llama-3.1-8b": "8B (Llama 3.1)",
+    "qwen3-32b": "32B (Qwen3)",
     "llama-3.1-70b": "70B (Llama 3.1)",
     "qwen3-235b-a22b": "235B (Qwen3, 22B active)",
 }
-DEVICE, COUNTS = "h100", (1, 2, 8)
+DEVICE, COUNTS = "h100", (1, 8)
 # 10,000 prompts of 512 tokens, answered with about 900 tokens each
 JOB = ["target=model", "data.max_prompt=1024", "answers.max_new_tokens=1024"]
 JOB += ["data.max_length=2048", "planning.tokens=5120000", f"planning.device={DEVICE}"]
@@ -30,71 +41,51 @@ def page() -> str:
 
 
 def tables() -> str:
-    return "\n".join([_memory(), "", _remedies(), "", _times()])
+    return "\n".join([*_memory(), "", *_gains()])
 
 
 @cache
-def outlook_of(target: str, devices: int) -> Outlook:
-    """What the job needs for a target on so many devices, which hold it together if it does not fit
-    one of them and can be divided by their number."""
+def plans_of(target: str, devices: int) -> tuple[RunPlan, str, RunPlan | None]:
+    """The plan of the job for a target on so many devices; and the settings, on more devices if it
+    must be, with which it fits, and their plan."""
     register()
     path = (TARGETS / target).relative_to(CONF.parent)
-    job = [*JOB, f"target.path={path}", f"planning.devices={devices}"]
-    alone = outlook(composed(job))
-    if devices_for(alone.target, alone.device) == 1 or not alone.target.divides(devices):
-        return alone
-    return outlook(composed([*job, "target.tensor_parallel=true"]))
+    plan = plan_of_run(composed([*JOB, f"target.path={path}", f"planning.devices={devices}"]))
+    for more in (False, True):
+        if (settings := fitting_settings(plan.cfg, plan.facts, more)) is not None:
+            fits = replace(plan, cfg=with_settings(plan.cfg, settings))
+            return plan, as_overrides(settings), fits
+    return plan, "", None
 
 
-def _memory() -> str:
-    names = [stage.name for stage in outlook_of(next(iter(NAMES)), 1).stages]
-    lines = [f"| target | {DEVICE.upper()}s | each holds | {' | '.join(names)} | disk |"]
-    lines.append("| --- " * (len(names) + 4) + "|")
+def _memory() -> Iterator[str]:
+    first, _, _ = plans_of(next(iter(NAMES)), 1)
+    names = [stage.name for stage in first.stages]
+    yield f"| target | {DEVICE.upper()}s | {' | '.join(names)} | fits with | time | device-hours |"
+    yield "| --- " * (len(names) + 5) + "|"
     for target, title in NAMES.items():
         for devices in COUNTS:
-            o = outlook_of(target, devices)
-            cells = (_cell(stage) for stage in o.stages)
-            disk = gibibytes(sum(o.disk.values()))
-            holds = "a part" if o.divided else "a target"
-            lines.append(f"| {title} | {devices} | {holds} | {' | '.join(cells)} | {disk} |")
-    return "\n".join(lines)
+            plan, settings, fits = plans_of(target, devices)
+            cells = [_cell(stage) for stage in plan.stages]
+            cells += [f"`{settings}`" if settings else "the defaults"]
+            n = fits.cfg.planning.devices if fits else 0
+            cells += [hours(fits.seconds), f"{n * fits.seconds / 3600:,.1f}"] if fits else ["", ""]
+            yield f"| {title} | {devices} | {' | '.join(cells)} |"
 
 
-def _cell(stage: Stage) -> str:
+def _cell(stage: PlannedStage) -> str:
     return gibibytes(stage.bytes) if stage.fits else f"**{gibibytes(stage.bytes)}**"
 
 
-def _remedies() -> str:
-    """What the tool advises where a stage does not fit; numbers of devices and stages that need the
-    same advice share a line."""
-    lines = []
+def _gains() -> Iterator[str]:
+    first, _, _ = plans_of(next(iter(NAMES)), 1)
+    batches = [f"batch {g.batch}: break-even α, best γ" for g in first.gains]
+    yield f"| target | {' | '.join(batches)} |"
+    yield "| --- " * (len(batches) + 1) + "|"
     for target, title in NAMES.items():
-        by_advice: dict[tuple[str, str], list[str]] = {}
-        for devices in COUNTS:
-            stages: dict[str, list[str]] = {}
-            for stage in outlook_of(target, devices).stages:
-                if not stage.fits:
-                    stages.setdefault(stage.remedy, []).append(stage.name)
-            for remedy, names in stages.items():
-                by_advice.setdefault((", ".join(names), remedy), []).append(str(devices))
-        for (affected, remedy), counts in by_advice.items():
-            lines.append(f"- {title} on {' or '.join(counts)}, {affected}: {remedy}.")
-    return "\n".join(lines)
-
-
-def _times() -> str:
-    o = outlook_of(next(iter(NAMES)), 1)
-    batches = " | ".join(f"batch {g.batch}: break-even α, best γ" for g in o.gains)
-    lines = [f"| target | {DEVICE.upper()}s | time | {batches} |"]
-    lines.append("| --- " * (len(o.gains) + 3) + "|")
-    for target, title in NAMES.items():
-        for devices in COUNTS:
-            o = outlook_of(target, devices)
-            cells = []
-            for g in o.gains:
-                least = "none" if g.break_even is None else f"{g.break_even:.2f}"
-                cells.append(f"{least}, {g.gamma} ({g.speedup:.2f} times)")
-            enough = devices >= devices_for(o.target, o.device)
-            time = hours(o.time.seconds) if enough else "does not fit"
-            lines.append(f"| {title} | {devices} | {time} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        plan, _, _ = plans_of(target, 1)
+        cells = []
+        for g in plan.gains:
+            least = "none" if g.break_even is None else f"{g.break_even:.2f}"
+            cells.append(f"{least}, {g.gamma} ({g.speedup:.2f} times)")
+        yield f"| {title} | {' | '.join(cells)} |"

@@ -1,6 +1,6 @@
 """The plots of a report, as PNG files. Legends are below the axes, where they cover nothing."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -210,6 +210,33 @@ def training(path: Path, curve: Curve) -> None:
             right.plot(curve.held_out_steps, held_out, "o", color=colour, markersize=5)
         right.set(title="Sampled α: training (lines), held out (dots)", xlabel="step")
         right.set_ylim(0, None)
+
+
+def write_filled_devices(
+    path: Path, filled: Mapping[str, Mapping[str, float]], room: float, apart: str
+) -> None:
+    """What fills a device by stage, in stacked bars with a line at the `room` that it has, all in
+    bytes. The one that is named `apart`, the disk, has its own axis."""
+    gib, names = 2**30, dict.fromkeys(name for held in filled.values() for name in held)
+    colours = dict(zip(names, PALETTE, strict=False))
+    panels = [{k: x for k, x in filled.items() if (k == apart) is alone} for alone in (False, True)]
+    with _axes(path, (5.6, 4.4), 2, 3) as axes:
+        for ax, stages in zip(axes, panels, strict=True):
+            tops = [0.0] * len(stages)
+            for name, colour in colours.items():
+                sizes = [held.get(name, 0.0) / gib for held in stages.values()]
+                ax.bar(list(stages), sizes, 0.6, bottom=tops, color=colour, label=name)
+                tops = [top + size for top, size in zip(tops, sizes, strict=True)]
+            for x, top in enumerate(tops):
+                over = ax is axes[0] and top * gib > room
+                text = f"{top:,.1f}" + " (too much)" * over
+                ax.annotate(text, (x, top), (0, 3), textcoords="offset points", ha="center")
+            highest = max(*tops, room / gib if ax is axes[0] else 0.0)
+            ax.set(ylim=(0, 1.12 * highest), xticks=range(len(stages)))
+            ax.yaxis.set_major_locator(AutoLocator())
+        axes[0].axhline(room / gib, color="black", linewidth=1, linestyle="--")
+        axes[0].set(title="GiB on each device (dashed: planned for)")
+        axes[1].set(title="GiB on disk", xlim=(-1.5, 1.5))
 
 
 @contextmanager

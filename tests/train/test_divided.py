@@ -39,7 +39,7 @@ from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.processes import launched, together
 from tests.runs import draft
 from tests.tiny import Tiny, losses, make_tokenizer, random_drafter, save_target
-from train.planning.outline import outline
+from train.sizes import sizes_of_target
 
 PROMPTS = [[5, 9, 20, 33, 7, 8], [40, 41, 42], [11, 12, 13, 12, 13, 12, 13]]
 KINDS = {  # experts, windows, and states that cannot be rolled back
@@ -103,7 +103,7 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
     together(command, 2, tmp_path / "ended")
 
     held = [json.loads((tmp_path / f"held-{rank}").read_text()) for rank in (0, 1)]
-    of_target, _ = outline(tiny.config("eagle3").target, "float32")
+    of_target, _ = sizes_of_target(tiny.config("eagle3").target, "float32")
     for ours, all_of_them, once in held:
         # the norms of each layer are whole, and small
         assert all_of_them / 2 < ours < 0.52 * all_of_them and once

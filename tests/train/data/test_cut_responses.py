@@ -16,7 +16,7 @@ from train.data.response_files import ResponsesConfig, cut_responses, cut_respon
 from train.data.sequences import Document
 from train.data.split import split_prompts
 from train.diagnosis import diagnose
-from train.planning.outlook import outlook
+from train.planning import plan_of_run
 
 END = 9
 
@@ -65,7 +65,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     ]
     cfg = tiny.config("medusa", *more)
     parts = TargetLoader(TargetConfig(str(tiny.target), dtype="float32", device="cpu")).parts
-    assert outlook(cfg).cut is None
+    assert plan_of_run(cfg).facts.cut is None
     assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut is None
     tiny.job(tmp_path / "run", "medusa", *more)
     split = split_prompts(cfg.data, parts.tokenizer)
@@ -77,6 +77,6 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "were cut at answers.max\\_new\\_tokens=3" in page or str(found) in page
     assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut == found
-    planned = outlook(cfg)
+    planned = plan_of_run(cfg)
     known = cut_responses_in_cache(parts, split.train, cfg.answering)
-    assert planned.cut == known and f"stored so far: {known}" in str(planned)
+    assert planned.facts.cut == known and f"stored so far: {known}" in str(planned)

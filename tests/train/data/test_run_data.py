@@ -40,7 +40,7 @@ from train.data.sources import read_prompts_file
 from train.data.split import split_documents, split_prompts
 from train.diagnosis import STOP, TRAINED, diagnose
 from train.folder import HELD_OUT, data_of_run, noted_prompts
-from train.planning.outlook import outlook
+from train.planning import plan_of_run
 
 # loses contents that are strings, as the templates of models that also read images
 PARTS = (
@@ -250,7 +250,7 @@ def test_a_plan_counts_what_a_run_reads(
     ]
     sources = f"data.sources=[{','.join(f'{{path:{file}}}' for file in files)}]"
     cfg = tiny.config("eagle3", "data.path=''", sources, "planning.device=l4", "data.held_out=null")
-    amount = outlook(cfg).amount
+    amount = plan_of_run(cfg).facts.data
     split = read_run_data(cfg.data, TargetLoader(cfg.target).parts)
     assert amount.split is not None and DataCounts.of_split(amount.split) == DataCounts.of_split(
         split

@@ -32,7 +32,7 @@ from train.data.split import DataSplit, split_documents, split_prompts
 from train.diagnosis import diagnose
 from train.folder import data_of_run, noted_prompts
 from train.initialisation import earlier_drafts
-from train.planning.outlook import outlook
+from train.planning import plan_of_run
 from train.run_config import Config
 
 
@@ -152,7 +152,8 @@ def read_alike(cfg: Config, run: Path, noted: tuple[list[Prompt], list[Prompt]])
     assert [str(draft) for draft in earlier] == [cfg.stage.draft]
     found = diagnose(cfg.data, parts, None, 0, cfg.answering, cfg.drafter.depth, earlier)
     assert [p.id for p in found.prompts] == [*test, *validation]
-    planned = outlook(replace(cfg, planning=replace(cfg.planning, device="l4"))).amount.split
+    elsewhere = replace(cfg, planning=replace(cfg.planning, device="l4"))
+    planned = plan_of_run(elsewhere).facts.data.split
     assert planned is not None and [p.id for p in planned.prompts] == test
 
 

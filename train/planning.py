@@ -1,0 +1,834 @@
+"""`plan=true`: what fills the devices, how long a run takes, what it costs and what a draft gains,
+before anything is loaded or trained.
+
+All of it follows from one table of bytes (`stages_of`) and one cost of a forward pass
+(`forward_seconds`). On this machine, steps of the target and of training are measured first; other
+devices are estimates from their data sheets. `remedies` are settings that were tried in the same
+table.
+"""
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
+
+from specdec.context import FeatureSpec
+from specdec.decoding import fitting
+from specdec.decoding.decode import prefill
+from specdec.decoding.way import Way
+from specdec.drafters.base import Trainable
+from specdec.errors import UserError, first_line, require
+from specdec.files import make_folder
+from specdec.forcing.teacher import TeacherForcing
+from specdec.measure.calibration import CALIBRATING
+from specdec.measure.choosing import LEARNING, steps_of_a_choice
+from specdec.measure.costs import costs
+from specdec.measure.results import CutResponses
+from specdec.measure.setup import Setup
+from specdec.progress import console
+from specdec.ranks import ALONE
+from specdec.report.plots import write_filled_devices
+from specdec.sampling.trees import Chain
+from specdec.targets.gguf import model_path
+from specdec.targets.loading import TargetLoader
+from specdec.targets.target import Target
+from specdec.targets.target_config import resolved
+from specdec.targets.tensor_parallel import require_plain, rules_of
+from specdec.theory.leviathan import PassCost, best_gamma, pass_cost, walltime_by_gamma
+from train import optim
+from train.accelerated import accelerator_of
+from train.data.response_files import cut_responses_in_cache
+from train.data.run_data import DataCounts
+from train.data.sequences import Document, Prompt, pack_rows
+from train.data.split import SHARE, DataSplit, parts_of
+from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.store import SCALE, block_size
+from train.initialisation import StageConfig, earlier_drafts, initial_drafter, stride
+from train.run_config import Config
+from train.run_documents import split_of_run
+from train.sizes import (
+    DEVICES,
+    GIB,
+    Device,
+    DraftSizes,
+    TargetSizes,
+    device_here,
+    draft_sizes,
+    fastest,
+    sizes_of_target,
+)
+
+ROOM = 0.9  # of a device's memory that is planned; the rest is the runtime's own
+FULL = 4  # bytes of a number in float32
+HELD = 4  # float32 tensors over the draft's vocabulary that a chunk of anchors holds
+KEPT = 1.5  # what a training step keeps, relative to what its products read and write
+CHECKPOINTS = 3  # on disk while a new one is written
+SAID = 0.9  # share of answers.max_new_tokens that responses took up in quickstarts
+ALONG = 1.7  # counting acceptance along a text takes as many times only reading it
+AFTER = 30.0  # seconds for imports, checkpoints, report and export
+FORWARD = 1 / 3  # share of a training step that a forward pass takes
+SEVERAL = 0.85  # of the added speed that several devices give to one target
+GRAPH = 2e-5  # seconds that a layer takes to start in an engine, which replays a graph
+CONTEXT = 1024  # tokens of a sequence that is being decoded when a draft's gain is worked out
+BATCHES = (1, 8, 32, 128)  # for which a draft's gain is worked out
+TURNS = {1: 9, 8: 5, 32: 3}  # timings of each part of a speculation step on this machine, by batch
+LENGTH = 96  # tokens of the sequence that is decoded to time speculation steps
+LONGEST = 8  # tokens of the longest chain that is considered
+MOST_DEVICES = 64  # of a remedy
+SAMPLED = 400  # conversations that are read if planning.tokens says how many there are
+ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
+ENGINES = ["http://localhost:8000/v1"]  # in remedies
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+
+Settings = Mapping[str, Any]  # values by key, such as {"loop.rows": 2}
+
+
+@dataclass(frozen=True)
+class DataAmount:
+    """What a run reads: conversations to train on, of so many `tokens` before the target responds,
+    validation conversations and test prompts; how that is `known`; and all of it, unless
+    `planning.tokens` is given."""
+
+    conversations: int
+    tokens: int
+    validation: int
+    prompts: int
+    prompt: float  # mean number of tokens of a prompt
+    known: str
+    split: DataSplit[Any] | None = None
+
+
+class PlannedStage(NamedTuple):
+    """A stage of a run, or the disk: the bytes that fill it, on each device, by what they are; the
+    bytes for which there is room; and its seconds."""
+
+    name: str
+    filled: dict[str, float]
+    room: float
+    seconds: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        return sum(self.filled.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.bytes <= self.room
+
+
+class Gain(NamedTuple):
+    """What a draft gains at a batch size: the α from which some chain gains (None: none does), and
+    the γ and the speedup that are best at the expected α (γ = 0: vanilla decoding)."""
+
+    batch: int
+    break_even: float | None
+    gamma: int
+    speedup: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a plan is computed from, besides the configuration. `costs` are c, and v by γ, for each
+    batch size; `free` are the bytes that are free on the disk of this machine."""
+
+    target: TargetSizes
+    draft: DraftSizes | None
+    device: Device
+    data: DataAmount
+    costs: dict[int, tuple[float, PassCost]]
+    free: float = math.inf
+    measured: bool = False  # whether the target and the draft were timed on this machine
+    cut: CutResponses | None = None  # of responses that earlier runs have stored
+
+
+def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
+    """The table: the stages of a run on `planning.devices` devices, and the disk. A batch shrinks
+    to the free memory, as it does in a run."""
+    target, draft, data, n = facts.target, facts.draft, facts.data, cfg.planning.devices
+    room, state, new = ROOM * facts.device.memory, target.state, cfg.answers.max_new_tokens
+    # devices that hold one target, those of them that compute at the same time, and processes
+    parts, together, processes, weights = 1, 1, n, target.bytes
+    if cfg.target.tensor_parallel:
+        parts, together, weights = n, n, target.held(n)
+    elif cfg.target.device_map is not None and n > 1:  # whole layers, one after another
+        layer = (target.bytes - target.parts_bytes) / target.layers
+        parts, processes, weights = n, 1, target.bytes / n + layer
+    copies = n // parts
+    responds = cfg.data.answers == "target"
+    texts = data.conversations + data.validation
+    mean = data.tokens / data.conversations + (SAID * new if responds else 0)
+    states = target.width * state * (1 + (draft.stored if draft else 0))  # bytes of a token
+
+    def seconds(rows: int, tokens: int, context: float) -> float:
+        launch = facts.device.launch
+        return forward_seconds(target, facts.device, rows, tokens, context, together, launch)
+
+    def decoding(
+        held: dict[str, float], asked: int, least: int, new: int, kept: bool
+    ) -> tuple[int, dict[str, float]]:
+        """How many rows are decoded together, with `new` tokens each, and what they fill."""
+        row = {
+            "KV cache": fitting.GROWTH * target.cached * (cfg.data.max_prompt + new) / parts,
+            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.max_prompt,
+            "logits": fitting.LOGITS * FULL * target.vocab,
+            "hidden states": kept * fitting.GROWTH * states * (cfg.data.max_prompt + new),
+        }
+        fit = int(fitting.SHARE * (room - sum(held.values())) / sum(row.values()))
+        rows = max(least, min(asked, fit))
+        return rows, held | {name: rows * size for name, size in row.items()}
+
+    held, stages = {"target weights": weights}, list[PlannedStage]()
+    reading = seconds(1, cfg.data.max_length, 0) / cfg.data.max_length
+    kept = responds and cfg.answers_bring_features  # hidden states, while the target responds
+    if responds and not cfg.answering.engines:
+        rows, filled = decoding(held, cfg.answers.at_once(facts.device.gpu), 1, new, kept)
+        step = seconds(rows, 1, data.prompt + new / 2) / rows
+        time = texts * (SAID * new * step + data.prompt * reading) / copies
+        stages.append(PlannedStage("responses", filled, room, time))
+    if cfg.stores_features and not cfg.features.engines:
+        filled = held | {
+            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.max_length,
+            "logits": fitting.LOGITS * FULL * target.vocab * 128,
+            "hidden states": states * cfg.data.max_length,
+        }
+        time = 0.0 if kept else texts * mean * reading / copies
+        stages.append(PlannedStage("hidden states", filled, room, time))
+    if cfg.trains and draft is not None:
+        layers = cfg.needs_layers or not cfg.stores_features  # then the target runs in training
+        filled = _filled_by_training(cfg, target, draft, weights if layers else target.parts_bytes)
+        operations = _operations_of_training(cfg, target, draft)
+        time = operations * _tokens_of_training(cfg, draft, data, mean)
+        time /= (facts.device.training or facts.device.rate) * processes
+        stages.append(PlannedStage("training", filled, room, time))
+    if cfg.decode.prompts:
+        held |= {"draft weights": draft.weights * state if draft else 0.0}
+        new, batch = cfg.decode.max_new_tokens, cfg.decode.batch
+        rows, filled = decoding(held, cfg.decode.counting, batch, new, True)
+        asked = min(cfg.decode.prompts, data.prompts)
+        timed, ways = min(asked, cfg.decode.timed_prompts), 1 + cfg.decode.fastest + bool(cfg.also)
+        single, many = (seconds(b, 1, data.prompt + new / 2) / b for b in (batch, rows))
+        gamma = cfg.decode.gamma or (draft.depth if draft else 1)
+        learned = LEARNING * new + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma)
+        tokens = (1 + ways) * timed * cfg.decode.repeats * new + learned
+        counted = (asked - timed + CALIBRATING) * (1 + ways) * new
+        read = (asked + CALIBRATING) * ((1 + ways) * data.prompt + 2 * ALONG * (data.prompt + new))
+        time = tokens * single + counted * many + read * reading
+        time = AFTER + len(cfg.decode.temperatures) * time
+        stages.append(PlannedStage("measuring", filled, room, time))
+    return [*stages, PlannedStage("disk", _disk(cfg, target, draft, texts * mean), facts.free)]
+
+
+def _filled_by_training(
+    cfg: Config, target: TargetSizes, draft: DraftSizes, frozen: float
+) -> dict[str, float]:
+    """What a training step holds on a device. FSDP2 divides what lasts between steps; in a step, it
+    gathers all of the draft's weights, as one unit, and the gradients are complete before they are
+    divided."""
+    alone = not cfg.planning.fsdp or cfg.target.device_map is not None
+    shards = 1 if alone else cfg.planning.devices
+    share = draft.trained / shards if shards > 1 else 0  # beside the complete weights and gradients
+    products = min(target.state, FULL)  # bytes of a number that is multiplied
+    cast = products * draft.trained * (products < FULL)
+    positions = cfg.loop.rows * cfg.data.max_length
+    anchors = min(positions, cfg.loop.rows * (draft.anchors or positions))
+    chunk = min(cfg.objective.chunk, anchors)
+    return {
+        "target weights": frozen,
+        "draft weights": FULL * (draft.weights + share) + cast,
+        "gradients and optimizer": FULL * (draft.trained + share + draft.moments / shards),
+        "activations": KEPT * anchors * draft.depth * draft.linear * products,
+        "logits": chunk * FULL * (HELD * draft.depth * draft.head + 3 * target.vocab),
+        "hidden states": 2 * positions * target.width * (1 + draft.stored) * target.state,
+    }
+
+
+def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftSizes) -> float:
+    """For a token: a forward and a backward pass of the draft at every depth, the target's own
+    distribution, and the target's layers where they run in training."""
+    anchors = min(1.0, (draft.anchors or cfg.data.max_length) / cfg.data.max_length)
+    online = cfg.needs_layers or not cfg.stores_features
+    return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
+
+
+def _tokens_of_training(cfg: Config, draft: DraftSizes, data: DataAmount, mean: float) -> float:
+    """Tokens of all training steps, and of held-out evaluations and a closed-form initialisation,
+    which take a forward pass. Conversations have `mean` tokens."""
+    once = data.conversations * mean
+    tokens = min(once * cfg.loop.epochs * cfg.rounds.count, cfg.loop.max_tokens or math.inf)
+    step = cfg.loop.rows * cfg.loop.accumulate * cfg.planning.devices * cfg.data.max_length
+    evaluations = 1 + (tokens / step / cfg.loop.eval_every if cfg.loop.eval_every else 0)
+    solved = once / stride(int(once)) if draft.solved and cfg.stage.draft is None else 0
+    return tokens + FORWARD * (evaluations * data.validation * mean + solved)
+
+
+def _disk(
+    cfg: Config, target: TargetSizes, draft: DraftSizes | None, tokens: float
+) -> dict[str, float]:
+    """What a run over so many tokens writes, by what it is."""
+    sizes: dict[str, float] = {}
+    if draft is not None and cfg.stores_features:
+        number = (
+            1 + SCALE.itemsize / block_size(target.width) if cfg.features.bits else target.state
+        )
+        states = target.width * (target.state + draft.stored * number)
+        sizes["hidden states"] = tokens * (states + 12 + 4 * cfg.sampler.truncates)
+    if cfg.data.answers == "target":
+        sizes["responses"] = 8 * tokens
+    if draft is not None and cfg.trains:
+        kept = CHECKPOINTS * (draft.trained + draft.moments) + 2 * draft.weights
+        sizes["checkpoints"] = FULL * kept
+    return sizes
+
+
+def forward_seconds(
+    target: TargetSizes,
+    device: Device,
+    rows: int,
+    tokens: int,
+    context: float,
+    together: int = 1,
+    launch: float = 0.0,
+) -> float:
+    """Seconds of a forward pass over so many tokens of so many rows, on devices that compute
+    `together`: those of reading weights and caches, and those of the products. They add up, so each
+    token that is verified has its cost (docs/scale.md compares this with measured passes)."""
+    speed = 1 + SEVERAL * (together - 1)
+    moved = target.bytes_read(rows * tokens) + rows * context * target.cached
+    operations = 2 * target.active * rows * tokens
+    return (moved / device.bandwidth + operations / device.rate) / speed + launch * target.layers
+
+
+def speculation_costs(
+    target: TargetSizes, draft: DraftSizes, device: Device, batch: int
+) -> tuple[float, PassCost]:
+    """c, and v by γ, in vanilla steps at this batch size, in an engine that replays graphs on as
+    many devices as hold the target. The one step of a parallel draft is a part of v."""
+    together, launch = devices_for(target, device), GRAPH if device.gpu else 0.0
+    speed, width = 1 + SEVERAL * (together - 1), draft.depth if draft.parallel else 1
+
+    def checked(gamma: int) -> float:
+        return forward_seconds(target, device, batch, 1 + gamma, CONTEXT, together, launch)
+
+    moving = draft.read * target.state / device.bandwidth
+    computing = 2 * draft.read * batch * width / device.rate
+    drafted = ((moving + computing) / speed + 2 * launch) / checked(0)
+    if draft.parallel:
+        return 0.0, lambda gamma: drafted + checked(gamma) / checked(0)
+    return drafted, lambda gamma: checked(gamma) / checked(0)
+
+
+def devices_for(target: TargetSizes, device: Device) -> int:
+    """How many devices hold the target, with room for a sequence."""
+    return max(1, math.ceil(1.1 * target.bytes / (ROOM * device.memory)))
+
+
+def gain(batch: int, alpha: float, c: float, v: PassCost) -> Gain:
+    """What a draft gains if a share `alpha` of its tokens is accepted. More acceptance is never
+    slower, so the break-even α is found by bisection, to a thousandth."""
+    gamma, low, high = best_gamma(alpha, c, LONGEST, v), 0.0, 1.0
+    while high - low > 0.001:
+        middle = (low + high) / 2
+        low, high = (low, middle) if best_gamma(middle, c, LONGEST, v) else (middle, high)
+    pays = best_gamma(1.0, c, LONGEST, v) > 0
+    speedup = walltime_by_gamma(alpha, c, LONGEST, v)[gamma]
+    return Gain(batch, high if pays else None, gamma, speedup)
+
+
+def with_settings(cfg: Config, settings: Settings) -> Config:
+    """The configuration with other values of these keys, as the command line would set them. Raises
+    UserError for values that do not go together."""
+    for key, value in settings.items():
+        group, name = key.split(".")
+        owner = replace(getattr(cfg, group), **{"engines" if name == "from" else name: value})
+        cfg = replace(cfg, **{group: owner})
+    cfg.check()
+    require(
+        not (cfg.target.tensor_parallel and cfg.target.device_map),
+        "target.tensor_parallel and target.device_map exclude each other",
+    )
+    return cfg
+
+
+def as_overrides(settings: Settings) -> str:
+    """Settings as arguments of train.py."""
+    texts = {key: x[0] if isinstance(x, list) else x for key, x in settings.items()}
+    return " ".join(
+        f"{key}={str(x).lower() if isinstance(x, bool) else x}" for key, x in texts.items()
+    )
+
+
+def remedies(cfg: Config, facts: Facts, name: str) -> list[Settings]:
+    """Settings with which the stage of this name fits, and no stage that fits now ceases to: the
+    least change of each kind, and none that contains the keys of another."""
+    unfit = {stage.name for stage in stages_of(cfg, facts) if not stage.fits}
+
+    def fits(settings: Settings) -> bool:
+        try:
+            stages = stages_of(with_settings(cfg, settings), facts)
+        except UserError:  # they do not go with the others
+            return False
+        return {stage.name for stage in stages if not stage.fits} <= unfit - {name}
+
+    fitted = list[Settings]()
+    for kind in _candidates(cfg, facts.target, name):
+        kind = [x for x in kind if not any(x.keys() >= known.keys() for known in fitted)]
+        fitted += [settings for settings in kind if fits(settings)][:1]
+    return fitted
+
+
+def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Settings]]:
+    """Settings to try for a stage, by kind, the least change first."""
+    n, rows = cfg.planning.devices, cfg.loop.rows
+    larger = [2**k for k in range(1, 10) if n < 2**k <= MOST_DEVICES]
+
+    def halves(key: str, value: int, least: int) -> list[Settings]:
+        return [{key: value >> k} for k in range(1, 32) if value >> k >= least]
+
+    if name == "disk":
+        yield [{"features.bits": 8}]
+        yield [{"features.cache": "online"}]
+        return
+    smaller: list[Settings] = [{}]  # training steps that hold less, but read as many rows
+    if name == "training":
+        fewer: list[Settings] = [
+            {"loop.rows": r, "loop.accumulate": cfg.loop.accumulate * rows // r}
+            for r in range(rows - 1, 0, -1)
+            if rows % r == 0
+        ]
+        chunks = halves("objective.chunk", cfg.objective.chunk, 32)
+        yield fewer
+        yield chunks
+        yield [{**r, **c} for r in fewer for c in chunks]
+        smaller += [{**r, **c} for r in fewer[-1:] or [{}] for c in chunks[-1:]]
+        yield [{"features.cache": "disk", **s} for s in smaller]
+        yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
+        yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
+        yield [{**smaller[-1], **s} for s in halves("data.max_length", cfg.data.max_length, 64)]
+    ways: list[Settings] = [{"target.tensor_parallel": True}, {"target.device_map": "auto"}]
+    for way in [{}] if cfg.target.tensor_parallel or cfg.target.device_map else ways:
+        divides = cfg.target.tensor_parallel or "target.tensor_parallel" in way
+        counts = [m for m in (n, *larger) if m > 1 and (target.divides(m) or not divides)]
+        yield [{**way, **s} for m in counts if m == n for s in smaller]
+        yield [{"planning.devices": m, **way, **s} for m in counts if m > n for s in smaller]
+    if name in ("responses", "hidden states"):
+        if name == "responses":
+            yield [{"answers.from": ENGINES}]
+            yield halves("answers.max_new_tokens", cfg.answers.max_new_tokens, 16)
+        yield [{"features.from": ENGINES}]
+        yield halves("data.max_length", cfg.data.max_length, 64)
+    if name == "measuring":
+        yield halves("decode.batch", cfg.decode.batch, 1)
+        yield [{"decode.prompts": 0}]
+
+
+def fitting_settings(cfg: Config, facts: Facts, more: bool = False) -> Settings | None:
+    """Settings with which all stages fit, on `more` devices if that is given; None if there are
+    none: of the remedies of a stage, always the one that leaves the fewest others."""
+    settings: Settings = {}
+    while True:
+        now = with_settings(cfg, settings)
+        unfit = [stage.name for stage in stages_of(now, facts) if not stage.fits]
+        if not unfit:
+            return settings
+        options = [{**settings, **option} for option in remedies(now, facts, unfit[0])]
+        if not more:
+            options = [option for option in options if "planning.devices" not in option]
+        if not options:
+            return None
+        settings = min(options, key=lambda option: _unfit(with_settings(cfg, option), facts))
+
+
+def _unfit(cfg: Config, facts: Facts) -> int:
+    return sum(not stage.fits for stage in stages_of(cfg, facts))
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run needs, takes and gains."""
+
+    cfg: Config
+    facts: Facts
+
+    @property
+    def stages(self) -> list[PlannedStage]:
+        return stages_of(self.cfg, self.facts)
+
+    @property
+    def fits(self) -> bool:
+        return all(stage.fits for stage in self.stages)
+
+    @property
+    def seconds(self) -> float:
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def gains(self) -> list[Gain]:
+        alpha = self.cfg.planning.alpha
+        return [gain(batch, alpha, c, v) for batch, (c, v) in self.facts.costs.items()]
+
+    def __str__(self) -> str:
+        f, n, t = self.facts, self.cfg.planning.devices, self.facts.target
+        of_draft = "it has no weights that could be counted without those of the target"
+        if f.draft is not None:
+            of_draft = f"{_count(f.draft.weights)} weights, {_count(f.draft.trained)} are trained"
+        how = "an estimate from the data sheet: nobody has measured it"
+        if f.device.name == "this machine":
+            how = "estimated from matrix products here"
+        how = "from steps measured here" if f.measured else how
+        limit = self.cfg.budget.minutes
+        return "\n".join(
+            [
+                f"target {t.title}: {_count(t.weights)} weights ({_count(int(t.active))} for a "
+                f"token), {gibibytes(t.bytes)}; a token takes {t.cached / 1024:,.0f} KiB of KV "
+                "cache",
+                f"draft: {of_draft}",
+                f"data: {f.data.conversations:,} conversations to train on, "
+                f"{_count(f.data.tokens)} tokens ({f.data.known})",
+                *([] if f.cut is None else [f"stored so far: {f.cut}"]),
+                "",
+                f"GiB on each of {n} × {f.device.name} with {gibibytes(f.device.memory)}, and on "
+                "disk",
+                table(self.stages),
+                "",
+                *self.advice(),
+                f"time ({how}): {hours(self.seconds)} on {n} {'device' if n == 1 else 'devices'}"
+                f" = {n * self.seconds / 3600:,.1f} device-hours"
+                f"{f', of which budget.minutes={limit:g} allows {limit:g}' if limit else ''}"
+                f"{'; responses of engines are not counted' if self.cfg.answering.engines else ''}",
+                f"gain ({how}), if a share α = {self.cfg.planning.alpha:g} of the drafts is "
+                f"accepted:{'' if f.costs else ' unknown until the draft is made'}",
+                *map(_of_gain, self.gains),
+                self.verdict,
+            ]
+        )
+
+    def advice(self) -> Iterator[str]:
+        """What to set for each stage that does not fit, and for all of them together; where all
+        fit, tensor parallelism if the run then takes less than two thirds of the time."""
+        for stage in self.stages:
+            if not stage.fits:
+                helping = [as_overrides(s) for s in remedies(self.cfg, self.facts, stage.name)]
+                yield f"{stage.name}: does not fit{'; each of these helps:' * bool(helping)}"
+                yield from (f"  {settings}" for settings in helping)
+        for more in (False, True):
+            if (settings := fitting_settings(self.cfg, self.facts, more)) is not None:
+                break
+        else:
+            yield "no settings were found with which all stages fit"
+            return
+        reason = "all stages fit with these settings"
+        if self.fits and self.facts.target.divides(self.cfg.planning.devices):
+            reason, settings = "faster, as larger batches fit", {"target.tensor_parallel": True}
+        try:
+            plan = replace(self, cfg=with_settings(self.cfg, settings))
+        except UserError:  # this way of holding the target does not go with the other settings
+            return
+        if not self.fits or (plan.fits and plan.seconds < self.seconds / 1.5):
+            devices = f"{plan.cfg.planning.devices} × {self.facts.device.name}"
+            yield f"{reason}: {hours(plan.seconds)} on {devices}"
+            yield f"  {as_overrides(settings)}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the run fits and pays."""
+        pays = [g for g in self.gains if g.gamma]
+        gains = f"will not pay at α = {self.cfg.planning.alpha:g}"
+        if pays:
+            at = " and ".join(str(g.batch) for g in pays)
+            best = max(g.speedup for g in pays)
+            gains = f"will pay at batch {at}: up to {best:.2f} times as fast"
+        gains = gains if self.gains else "whether it pays is unknown"
+        return f"this run {'fits' if self.fits else 'does not fit'} here, and {gains}"
+
+
+def table(stages: Sequence[PlannedStage]) -> str:
+    """The table in GiB and hours: what fills a device, by stage."""
+    names = dict.fromkeys(name for stage in stages for name in stage.filled)
+    rows = [["", *(stage.name for stage in stages)]]
+    for name in names:
+        cells = (stage.filled.get(name, 0) / GIB for stage in stages)
+        rows.append([name, *(f"{x:,.2f}" if x >= 0.005 else "" for x in cells)])
+    rows.append(["all", *(f"{stage.bytes / GIB:,.2f}" for stage in stages)])
+    rows.append(
+        ["planned for", *("" if math.isinf(s.room) else f"{s.room / GIB:,.2f}" for s in stages)]
+    )
+    rows.append(["", *("fits" if stage.fits else "too much" for stage in stages)])
+    rows.append(["time", *(hours(s.seconds) if s.seconds else "" for s in stages)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def print_plan(cfg: Config, folder: Path) -> None:
+    """Print the plan of a run, and draw its table as plan.png in the run's folder. Raises UserError
+    as `plan_of_run` does."""
+    plan = plan_of_run(cfg)
+    if PartialState().is_main_process:
+        console.print(str(plan), soft_wrap=True, highlight=False)
+        picture = make_folder(folder) / "plan.png"
+        filled = {stage.name: stage.filled for stage in plan.stages}
+        *_, disk = plan.stages
+        write_filled_devices(picture, filled, ROOM * plan.facts.device.memory, disk.name)
+        console.print(f"picture: {picture}")
+
+
+def plan_of_run(cfg: Config) -> RunPlan:
+    """The plan of this configuration's run. Raises UserError if the target has no config or the
+    data cannot be read."""
+    planning, here = cfg.planning, cfg.planning.device == "here"
+    if here:
+        accelerator = accelerator_of(cfg.target, cfg.loop.precision)
+        target = resolved(replace(cfg.target, device=str(accelerator.device)))
+    else:
+        dtype = "bfloat16" if cfg.target.dtype == "auto" else cfg.target.dtype
+        target = replace(cfg.target, dtype=dtype, device="cpu")
+    cfg = replace(cfg, target=target)
+    on_cpu = here and accelerator.device.type == "cpu"
+    sizes, parts = sizes_of_target(target, target.dtype, on_cpu)
+    if target.tensor_parallel:
+        require(
+            planning.devices > 1,
+            "planning.devices=1: target.tensor_parallel divides the target over several devices: "
+            "give their number, or leave target.tensor_parallel out",
+        )
+        title = f"target.path={target.path!r}"
+        require_plain(parts.model.config, title)
+        rules_of(parts.model, title, planning.devices)
+    draft = draft_sizes(cfg.drafter, parts, cfg.optim) if cfg.trains else None
+    device = device_here(accelerator.device, parts.dtype) if here else DEVICES[planning.device]
+    whole = None  # a target that several devices hold is not loaded here
+    if (
+        here
+        and not target.tensor_parallel
+        and _has_weights(cfg)
+        and sizes.bytes < 0.8 * device.memory
+    ):
+        whole = TargetLoader(target).whole()
+    data, texts = _data_of_run(cfg, whole or parts)
+    by_batch = {b: speculation_costs(sizes, draft, device, b) for b in BATCHES} if draft else {}
+    facts = Facts(sizes, draft, device, data, by_batch, _free_disk(cfg) if here else math.inf)
+    if whole is not None and texts:
+        prompts = [text for text in texts if isinstance(text, Prompt)]
+        cut = cut_responses_in_cache(whole, prompts, cfg.answering) if prompts else None
+        console.print("timing this machine, for up to a minute")
+        device = _device_timed(cfg, facts, whole, texts, accelerator)
+        timed = _speculation_timed(cfg, whole, texts)
+        facts = replace(facts, device=device, costs=timed, measured=True, cut=cut)
+    if (limit := cfg.budget.minutes) is not None:
+        facts = replace(facts, data=_within(60 * limit, stages_of(cfg, facts), data))
+    return RunPlan(cfg, facts)
+
+
+def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) -> DataAmount:
+    """As much of the data as fits into so many seconds, a quarter of which measuring may take."""
+    measuring = sum(stage.seconds for stage in stages if stage.name == "measuring")
+    others = sum(stage.seconds for stage in stages) - measuring
+    share = min(1.0, (seconds - min(measuring, seconds / 4)) / others) if others else 1.0
+    if share == 1:
+        return data
+    n = max(1, int(share * data.conversations))
+    known = f"{data.known}; of {data.conversations:,}, as many as fit budget.minutes"
+    tokens = round(data.tokens * n / data.conversations)
+    return replace(data, conversations=n, tokens=tokens, known=known)
+
+
+def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | Prompt]]:
+    """How much a run reads, and some of it: what it reads itself (`split_of_run`), unless
+    `planning.tokens` says how much that is."""
+    asked, responds = cfg.planning.tokens, cfg.data.answers == "target"
+    parts.tokenizer = parts.tokenizer or _tokenizer(cfg)
+
+    def amount(n: int, tokens: int, known: str) -> DataAmount:
+        held_out = max(1, round(n * (SHARE if cfg.data.held_out is None else cfg.data.held_out)))
+        validation, test = parts_of(held_out, cfg.data.validation)
+        prompt = min(tokens / n, cfg.data.max_prompt)
+        return DataAmount(n, tokens, validation or held_out, test, prompt, known)
+
+    if parts.tokenizer is None:
+        tokens = asked or ASSUMED
+        length = (cfg.data.max_prompt if responds else cfg.data.max_length) // 2
+        known = "as planning.tokens says" if asked else "assumed: planning.tokens sets it"
+        return amount(max(1, tokens // length), tokens, known), []
+    if asked:
+        few = min(SAMPLED, cfg.data.limit or SAMPLED)
+        with console.capture():  # what is said of a sample of the data is not true of all of it
+            split = split_of_run(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
+        mean = np.mean([len(text.ids) for text in split.train])
+        return amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
+    console.print(
+        f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
+    )
+    starts_from = earlier_drafts(cfg.stage, cfg.drafter)
+    split = split_of_run(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
+    counts, prompts = DataCounts.of_split(split), [len(prompt.ids) for prompt in split.prompts]
+    amount_read = DataAmount(
+        conversations=counts.train,
+        tokens=counts.train_tokens,
+        validation=len(split.validation),
+        prompts=len(prompts),
+        prompt=sum(prompts) / max(1, len(prompts)),
+        known=f"counted in {counts.records:,} records",
+        split=split,
+    )
+    return amount_read, split.train
+
+
+def _tokenizer(cfg: Config) -> Any:
+    """The target's tokenizer; None where there is only a config, for which transformers would make
+    an empty one."""
+    path = model_path(cfg.target.path, Path(cfg.target.cache))
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZERS):
+        return None
+    options = {"revision": cfg.target.revision, "trust_remote_code": cfg.target.trust_remote_code}
+    try:
+        return AutoTokenizer.from_pretrained(path, **options)
+    except Exception:  # transformers raises errors of many classes for a folder without one
+        return None
+
+
+def _has_weights(cfg: Config) -> bool:
+    """Whether the target's weights are on this machine. Nothing is downloaded."""
+    path = model_path(cfg.target.path, Path(cfg.target.cache))
+    if Path(path).is_dir():
+        return any((Path(path) / name).is_file() for name in WEIGHTS)
+    options: Any = {"_raise_exceptions_for_missing_entries": False}
+    options |= {"_raise_exceptions_for_connection_errors": False, "local_files_only": True}
+    return any(
+        cached_file(path, name, revision=cfg.target.revision, **options) is not None
+        for name in WEIGHTS
+    )
+
+
+def _free_disk(cfg: Config) -> float:
+    """The bytes that are free where the hidden states, the largest files, will be."""
+    folder = Path(cfg.features.path or cfg.features.root).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    return float(shutil.disk_usage(there).free)
+
+
+def _device_timed(
+    cfg: Config,
+    facts: Facts,
+    target: Target,
+    texts: Sequence[Document | Prompt],
+    accelerator: Accelerator,
+) -> Device:
+    """This machine with the bandwidth and the rate that the target reaches in a step of one token
+    and in a forward pass over a sequence, and the rate of a training step of a throwaway draft."""
+    sizes, device = facts.target, target.device
+    ids = np.resize(texts[0].ids, min(LENGTH, cfg.data.max_length, target.positions - 2)).tolist()
+    with torch.inference_mode():
+        cache = target.new_cache()
+        rows, _ = prefill(target, [ids], FeatureSpec(), cache)
+
+        def step() -> None:
+            target.step(rows.anchors(), FeatureSpec(), cache, None)
+            cache.drop()
+
+        one = fastest(step, device, TURNS[1])
+        many = fastest(lambda: prefill(target, [ids], FeatureSpec(), target.new_cache()), device)
+    rate = 2 * sizes.active * (len(ids) - 1) / max(many - one, many / 10)
+    reading = max(one - 2 * sizes.active / rate, one / 2)
+    timed = replace(facts.device, bandwidth=sizes.bytes_read(1) / reading, rate=rate)
+    if facts.draft is None:
+        return timed
+    documents = list[Document]()
+    for text in texts[: 8 * cfg.loop.rows]:
+        if isinstance(text, Prompt):  # its response is not written yet: repeat the prompt instead
+            repeated = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+            text = Document(text.id, repeated, np.arange(len(repeated)) >= len(text.ids))
+        documents.append(text)
+    drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0)
+    assert isinstance(drafter, Trainable)
+    packed = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
+    batch = OnlineBatches(target, drafter.needs, cfg.sampler, packed).batch(range(len(packed)))
+    reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
+    optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
+
+    def train() -> None:
+        anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in packed]
+        with accelerator.autocast():
+            loss, _ = forcing(batch, anchors)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    tokens = sum(len(row.ids) for row in packed)
+    operations = tokens * _operations_of_training(cfg, sizes, facts.draft)
+    return replace(timed, training=operations / fastest(train, device))
+
+
+def _speculation_timed(
+    cfg: Config, target: Target, texts: Sequence[Document | Prompt]
+) -> dict[int, tuple[float, PassCost]]:
+    """c, and v by γ, on this machine at each batch size, with a draft that is not trained: what it
+    proposes does not matter."""
+    if cfg.family.copies:
+        return {}
+    documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
+    try:
+        drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0).to(target.dtype)
+    except UserError as error:
+        console.print(f"the gain is not measured: {first_line(error)}")
+        return {}
+    drafter.eval()
+    prompt = np.resize(texts[0].ids, LENGTH).tolist()
+    gammas = sorted({1, cfg.decode.gamma or drafter.depth})
+    by_batch: dict[int, tuple[float, PassCost]] = {}
+    for batch, turns in TURNS.items():
+        setup = Setup(target, batch=batch)
+        each = {g: costs(setup, Way(drafter, Chain(g)), prompt, turns) for g in gammas}
+        # a pass over more tokens is not shorter: what says so is the noise of another program
+        points = {g: max(1.0, cost.v.value) for g, cost in each.items()}
+        c = each[gammas[-1]].c.value
+        if drafter.limits.parallel:  # its one step is a part of v
+            points = {g: v + c * gammas[-1] for g, v in points.items()}
+            c = 0.0
+        by_batch[batch] = c, pass_cost(points)
+    return by_batch
+
+
+def _of_gain(at: Gain) -> str:
+    if at.break_even is None:
+        return f"  batch {at.batch}: no draft of this kind pays, however often it is accepted"
+    least = f"  batch {at.batch}: pays above α = {at.break_even:.2f}"
+    if not at.gamma:
+        return f"{least}: not here"
+    size = "1 token" if at.gamma == 1 else f"{at.gamma} tokens"
+    return f"{least}; chains of {size} are {at.speedup:.2f} times as fast"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:,.1f} {letter}"
+    return str(number)
+
+
+def gibibytes(count: float) -> str:
+    """A number of bytes in GiB, or in MiB if it is small."""
+    return f"{count / GIB:,.1f} GiB" if count >= 0.1 * GIB else f"{count / 2**20:,.0f} MiB"
+
+
+def hours(seconds: float) -> str:
+    """A time in hours, minutes or seconds."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:,.1f} h"
