@@ -30,6 +30,8 @@ from specdec.progress import console, tell
 from train.loop import Diverged
 from train.run_config import (
     Arguments,
+    Config,
+    checked,
     composed,
     folder_of_hydra,
     of_hydra,
@@ -41,6 +43,7 @@ from train.run_config import (
 from train.sweep import SweepTrial, best_of, tracked
 
 TRIALS: list[SweepTrial] = []  # of the sweep that this process runs
+CHECKED: list[Config] = []  # the configuration of a single run, composed before Hydra writes
 GIVEN: list[str] = []  # settings on this process's command line, which all trials share
 
 
@@ -49,8 +52,11 @@ def run(cfg: DictConfig) -> float:
     hydra_of = HydraConfig.get()
     folder, objective = Path(hydra_of.runtime.output_dir), None
     try:
-        require_texts_in_files(hydra_of)
-        config = resolve(cfg)
+        if CHECKED:
+            (config,) = CHECKED
+        else:
+            require_texts_in_files(hydra_of)
+            config = checked(resolve(cfg))
         if hydra_of.mode is RunMode.MULTIRUN:
             own = [x for x in hydra_of.overrides.task if x not in GIVEN]
             config.track = tracked(config.track, config.name, hydra_of.job.num, own)
@@ -100,13 +106,14 @@ def _only_of_hydra(folder: Path) -> bool:
 
 def run_command(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
-    single run is first composed here, as an error is then told before anything is written."""
+    single run is composed and checked here, as an error is then told before anything is written;
+    those of a sweep's trials are checked as they begin."""
     asked = Arguments.parsed(arguments)
     folder = None
     if asked.runs:
         folder, sweeps = folder_of_hydra(asked)
         if not sweeps:
-            composed(asked.overrides, asked)
+            CHECKED[:] = [composed(asked.overrides, asked)]
         GIVEN[:] = quoted(asked.overrides)
     with tidied(folder) if folder is not None else nullcontext():
         sys.argv[1:] = quoted(arguments)

@@ -1,10 +1,22 @@
-"""Training: everything before a draft exists. `train.run(cfg)` runs the whole job."""
+"""Training: everything before a draft exists. `train.run(cfg)` does the job of a configuration."""
 
+from pathlib import Path
 from typing import Any
 
 
-def run(*args: Any, **kwargs: Any) -> float:
-    """See `train.pipeline.run`, which is imported only here: it loads torch and transformers."""
-    from train.pipeline import run as run_pipeline
+def run(cfg: Any, folder: Any = None) -> float:
+    """Do the job that a checked configuration (`run_config.composed`) describes: print a plan
+    (`plan=true`), fill a shard (`answers.shard`, `features.shard`), or train, measure and export a
+    draft. Returns the objective of `pipeline.run`; 0 for the other jobs. The job is imported only
+    here: it loads torch and transformers."""
+    if cfg.plan:
+        from train.planning import print_plan
 
-    return run_pipeline(*args, **kwargs)
+        print_plan(cfg, Path(folder or Path("runs") / cfg.name))
+        return 0.0
+    from train import pipeline
+
+    if cfg.share is not None:
+        pipeline.fill_shard(cfg, folder)
+        return 0.0
+    return pipeline.run(cfg, folder)

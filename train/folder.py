@@ -5,14 +5,15 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from specdec.decoding.config import DecodeConfig
@@ -30,10 +31,10 @@ from specdec.files import (
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
-from specdec.ranks import Ranks
 from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.targets.target_config import TargetConfig, resolved
 from train import training_checkpoint
+from train.accelerated import accelerator_of, ranks_of
 from train.continued import Change, change_of
 from train.data.conversations import DataConfig
 from train.data.response_files import RESPONSES_READ
@@ -176,29 +177,37 @@ def require_same_texts(folder: Path, of: dict[str, str]) -> None:
 
 
 def describe(
-    cfg: Config,
     folder: Path,
     identity: str,
+    settings: Mapping[str, Any],
+    drafts: Mapping[str, str | None],
     portion: RowsPerStep,
     fingerprint: str,
     texts: RunDocuments,
 ) -> None:
-    """Write the run's config.json, unless the folder holds a run of other texts or models: then
-    raise UserError. Until here, an error leaves the folder free for another run."""
+    """Write the run's config.json: its `settings` and what it reads, namely the target with this
+    fingerprint, the texts, and `drafts` by what they are to the run. If the folder holds a run of
+    other texts or models, raise UserError instead. Until here, an error leaves the folder free for
+    another run."""
     of = {"target": fingerprint, "training data": digest(texts.train)}
     of["held-out data"] = digest(texts.validation)
     of["held-out prompts"] = of_value([prompt.ids.tolist() for prompt in texts.prompts])
-    if cfg.stage.draft is not None:
-        of["draft that training starts from"] = draft_checkpoint.digest_of_draft(cfg.stage.draft)
-    if cfg.objective.reference is not None:
-        of["reference draft"] = draft_checkpoint.digest_of_draft(cfg.objective.reference)
+    for name, draft in drafts.items():
+        if draft is not None:
+            of[name] = draft_checkpoint.digest_of_draft(draft)
     if (plan := folder / PLAN).exists():
         of["plan"] = of_value(read_json(plan))
     require_same_texts(folder, of)
-    described = asdict(cfg) | {"of": of, "records": texts.records, "identity": identity}
-    described["loop"] |= {"rows": portion.rows, "accumulate": portion.accumulate}
+    described = {**settings, "of": of, "records": texts.records, "identity": identity}
+    described["loop"] = described["loop"] | {
+        "rows": portion.rows,
+        "accumulate": portion.accumulate,
+    }
     described["processes"] = portion.processes
-    described["data"] |= {"held_out": texts.share, "validation": texts.validation_share}
+    described["data"] = described["data"] | {
+        "held_out": texts.share,
+        "validation": texts.validation_share,
+    }
     note_prompts(folder, identity, texts)
     if texts.counts is not None:
         described["read"] = asdict(texts.counts)
@@ -373,23 +382,37 @@ def date_of_run(date: str | None, folder: Path) -> str:
     return str(date)
 
 
-def as_begun(
-    cfg: Config, folder: Path, dtype: str, ranks: Ranks
-) -> tuple[Config, RowsPerStep, str]:
-    """The configuration with what the run in this folder keeps since it began: the `dtype` of the
-    target, the date, the parts of the data that it holds out and selects on, and the rows that a
-    step reads, on however many processes. Also these rows, and what to tell the user about them.
-    Raises UserError if the folder holds a run of other settings."""
+@dataclass(frozen=True)
+class SettledRun:
+    """A run as it is done now: its configuration with all that it keeps since it began, and the
+    processes that do it."""
+
+    cfg: Config
+    accelerator: Accelerator
+    rows: RowsPerStep  # as the run began
+    spread: str  # what to tell the user about the rows of these processes
+    dtype_reason: str  # why the target has its dtype, where that was not given
+
+
+def settled(cfg: Config, folder: Path) -> SettledRun:
+    """Start the processes and settle the configuration of the run in this folder, here alone: the
+    dtype of the target, the date, the parts of the data that it holds out and selects on, and the
+    rows that a step reads, on however many processes. A run keeps all of them. Raises UserError if
+    the folder holds a run of other settings."""
+    dtype, reason = dtype_of_run(cfg.target, folder)
+    target = replace(cfg.target, dtype=dtype)
+    accelerator = accelerator_of(target, cfg.loop.precision)
+    ranks = ranks_of(accelerator)
     data = replace(cfg.data, date=date_of_run(cfg.data.date, folder))
     if (known := config_of(folder).get("data")) is not None:
         began = {"held_out": SHARE} | WITHOUT_VALIDATION | known
         names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
         data = replace(data, **{name: began[name] for name in names})
-    cfg = replace(cfg, target=replace(cfg.target, dtype=dtype), data=data)
+    cfg = replace(cfg, target=target, data=data)
     ranks.first(lambda: require_same_run(folder, cfg))
     rows = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
-    loop, told = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
-    return replace(cfg, loop=loop), rows, told
+    loop, spread = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
+    return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason)
 
 
 def note_date(date: str | None, folder: Path) -> None:

@@ -83,6 +83,15 @@ def initial_drafter(
     return drafter
 
 
+def reference_draft(named: str | None, target: TargetParts) -> Drafter | None:
+    """The frozen draft that objectives compare with; None if there is none."""
+    if named is None:
+        return None
+    reference = draft_checkpoint.read_draft(named, target).to(target.device)
+    reference.attach(target)
+    return reference.eval().requires_grad_(False)
+
+
 def require_starts(stage: StageConfig, config: Any, target: TargetParts) -> None:
     """Raise UserError for an earlier draft that no stage of this config can start from, whatever
     its texts turn out to be: the draft of `drafter.from`, and one that is a part of the drafter."""

@@ -427,6 +427,7 @@ def trained(learner: Learner) -> Training:
         objective=state.best.value,
         held_out=state.best.figures,
         stopped_early=early,
+        trained_on=str(learner.forcing.objective),
     )
 
 

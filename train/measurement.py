@@ -2,7 +2,7 @@
 the report is written and the draft exported."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from platform import python_version
@@ -31,7 +31,6 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.sequences import Prompt
-from train.run_config import Config
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
@@ -44,13 +43,26 @@ MEASURING = (
 )
 
 
+@dataclass(frozen=True)
+class FinalSettings:
+    """What a run's settings say about the time after its training."""
+
+    name: str  # of the run
+    data: str  # the name of its data
+    decode: DecodeConfig
+    also: str | None  # the retrieval-based method of the hybrid that is measured too
+    export: str | None  # the layout
+    needs_layers: bool  # whether the draft runs the target's layers
+    packed: bool  # `target.packed`
+
+
 @memory_for(
     "measuring the draft",
     "lower decode.batch, decode.counting or decode.max_new_tokens; training is complete, and the "
     "same command measures again",
 )
 def finished(
-    cfg: Config,
+    cfg: FinalSettings,
     folder: Path,
     texts: RunDocuments,
     training: Training | None,
@@ -94,7 +106,6 @@ def finished(
         results.training = replace(
             training,
             curve=seen,
-            trained_on=str(cfg.objective),
             validation=len(texts.validation) if texts.validation_share else 0,
         )
     results.cut = texts.cut
@@ -105,7 +116,7 @@ def finished(
     return results
 
 
-def _unmeasured(cfg: Config, folder: Path, on_demand: TargetLoader) -> None:
+def _unmeasured(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
     """Export the best draft of a run that is not measured. The target's parts are enough, unless
     the draft runs the target's layers."""
     if not cfg.needs_layers:
@@ -124,7 +135,7 @@ def _unmeasured(cfg: Config, folder: Path, on_demand: TargetLoader) -> None:
 
 
 def _measured(
-    cfg: Config,
+    cfg: FinalSettings,
     folder: Path,
     texts: RunDocuments,
     drafter: Drafter,
@@ -150,7 +161,7 @@ def _measured(
 
     others = others_of(texts)
     return measure_draft(
-        Subject(cfg.name, target, drafter, cfg.data.name, original=original),
+        Subject(cfg.name, target, drafter, cfg.data, original=original),
         best,
         replace(cfg.decode, prompts=texts.measured),
         asked=texts.prompts[: texts.measured],
@@ -208,7 +219,7 @@ def others_of(texts: RunDocuments) -> list[Prompt]:
 
 
 def _write(
-    cfg: Config,
+    cfg: FinalSettings,
     folder: Path,
     results: Results,
     drafter: Drafter,
@@ -227,22 +238,24 @@ def _write(
         console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
-def _export(cfg: Config, folder: Path, drafter: Drafter, target: TargetParts) -> None:
-    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
+def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
+    if cfg.export is not None and draft_export.layout_names(drafter.config.name):
         checked = draft_export.write_export(
             folder / "export", drafter, target, cfg.export, folder / "best"
         )
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
 
 
-def note(cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int) -> None:
+def note(
+    cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
+) -> None:
     """Write down how the results in the folder's report were measured."""
     how = _how(cfg, folder, texts, target, processes)
     write_json(folder / "report" / RECORD, {"how": how})
 
 
 def results_of(
-    cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int
+    cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
 ) -> Results | None:
     """The results of the run, if they are on the disk as they were written and another measurement
     would only repeat them, with the same draft, prompts, settings, machine and code."""
@@ -255,20 +268,22 @@ def results_of(
     return None
 
 
-def _how(cfg: Config, folder: Path, texts: RunDocuments, target: Target, processes: int) -> str:
+def _how(
+    cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
+) -> str:
     """A checksum of all that the results depend on, and of the results themselves."""
     results, drafts_of = folder / "report" / FILE, [folder / "best"]
     if cfg.also is not None:
         drafts_of.append(folder / f"with-{cfg.also}")
     how = {
-        "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data.name, texts.measured],
+        "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data, texts.measured],
         "prompts": [p.ids.tolist() for p in (*texts.prompts, *texts.validation_prompts)],
         "kinds": [prompt.kind for prompt in texts.prompts],
         # without the reason for its dtype, which is words
         "machine": asdict(replace(machine_of(target), reason="")),
         "versions": [python_version(), transformers.__version__],
         "processes": processes,
-        "fast paths": [fast_paths_on(), cfg.target.packed],
+        "fast paths": [fast_paths_on(), cfg.packed],
         "drafts": [draft_checkpoint.digest_of_draft(path) for path in drafts_of],
         "results": of_file(results) if results.exists() else None,
         "code": measuring_code(),

@@ -1,14 +1,25 @@
-"""The checks before work begins, each as early as it can be made: of the settings and the data, of
-what they ask of the target, and of what the texts ask of target and draft. A check changes nothing,
-and raises UserError if something is wrong."""
+"""The checks of a user's settings, each as early as it can be made. A check changes nothing, and
+raises UserError if something is wrong.
+
+| what is checked | where | when |
+| --- | --- | --- |
+| a value by itself | `__post_init__` of the group's dataclass | as it is made |
+| unknown keys, types, what is missing | `run_config.resolve` | as Hydra composes |
+| settings that do not go together | `Config.check`, from `run_config.checked` | after that |
+| that a run in this folder may go on with them | `folder.settled` | as the run begins |
+| files: the data, the tracker, the drafts | `check_files` | before the target is loaded |
+| what they ask of the target and the disk | `check_target` | before a text is read |
+| what the texts ask of target and draft | `check_texts` | before training |
+"""
 
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from specdec.decoding.config import beyond_training, require_fitting
+from specdec.decoding.config import DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.decode import require_room
 from specdec.decoding.draft_answers import require_writes
 from specdec.drafters import family
@@ -22,8 +33,7 @@ from train import training_checkpoint
 from train.data.conversations import DataConfig
 from train.data.reader import require_readable
 from train.hidden_states.store import in_megabytes
-from train.initialisation import require_starts
-from train.run_config import Config
+from train.initialisation import StageConfig, require_starts
 from train.run_documents import RunDocuments
 from train.tracked_run import TrackConfig
 from train.tracking import require_tracker
@@ -39,48 +49,51 @@ def check_files(data: DataConfig, track: TrackConfig, drafts: Sequence[str | Non
             draft_checkpoint.read_card(named)
 
 
-def check_target(cfg: Config, folder: Path, parts: TargetParts) -> None:
-    """Everything that can be checked before a text is read: that engines serve the target where
-    they are to answer for it, that the drafts that a run begins with are of this target, that the
-    draft can be exported to the run's folder, and that there is room for it. Raises UserError."""
+def check_target(
+    parts: TargetParts,
+    drafter: Any,
+    stage: StageConfig,
+    reference: str | None,
+    export: str | None,
+    folder: Path,
+    stores: Sequence[Path],
+    engines: Sequence[str],
+) -> None:
+    """Everything that can be checked before a text is read, for a run in `folder` that trains the
+    configured `drafter`: that `engines` can answer for the target, that the drafts that a run
+    begins with (`stage`, `reference`) are of this target, that the draft can be exported in the
+    layout `export`, and that the run can write to its folder and the `stores`. Raises
+    UserError."""
     require(
-        parts.reads_pairs is None or not cfg.answering.engines,
+        not (engines and parts.reads_pairs is not None),
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
         "answers.from and features.from",
     )
-    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
-        draft_export.require_exportable(cfg.drafter, parts, cfg.export)
+    if export is not None and draft_export.layout_names(drafter.name):
+        draft_export.require_exportable(drafter, parts, export)
         draft_export.require_free(folder / "export")
-    if cfg.export is not None and cfg.family.adapts_target(cfg.drafter):
+    if export is not None and family(drafter.name).adapts_target(drafter):
         draft_export.require_free(folder / "export-target")
-    require_starts(cfg.stage, cfg.drafter, parts)
-    if cfg.objective.reference is not None:
-        draft_checkpoint.read_draft(cfg.objective.reference, parts)
-    for place in folders_of(cfg, folder):
+    require_starts(stage, drafter, parts)
+    if reference is not None:
+        draft_checkpoint.read_draft(reference, parts)
+    for place in (folder, *stores):
         require_writable(place)
-    _require_room_for_draft(cfg, folder, parts)
+    _require_room_for_draft(drafter, folder, parts)
 
 
-def folders_of(cfg: Config, folder: Path) -> list[Path]:
-    """The folders that a run writes to, all of which exist by now."""
-    places = [folder]
-    if cfg.data.answers == "target":
-        places.append(Path(cfg.answers.root))
-    if cfg.stores_features:
-        places.append(Path(cfg.features.path or cfg.features.root))
-    return places
-
-
-def _require_room_for_draft(cfg: Config, folder: Path, parts: TargetParts) -> None:
-    """Raise UserError if a new run's disk has no room for the least that training writes: a
-    checkpoint of the weights and one number for each from the optimizer, and the best draft."""
-    lora = getattr(cfg.drafter, "lora", None)  # then the drafter shows its trained weights late
-    if not cfg.trains or (lora and lora.rank) or training_checkpoint.steps(folder / "checkpoints"):
+def _require_room_for_draft(config: Any, folder: Path, parts: TargetParts) -> None:
+    """Raise UserError if a new run's disk has no room for the least that training a drafter of this
+    config writes: a checkpoint of the weights and one number for each from the optimizer, and the
+    best draft."""
+    kind = family(config.name)
+    lora = getattr(config, "lora", None)  # then the drafter shows its trained weights late
+    begun = training_checkpoint.steps(folder / "checkpoints")
+    if not kind.trains(config) or (lora and lora.rank) or begun:
         return
-    kind = family(cfg.drafter.name)
-    sizes = kind.plan(cfg.drafter, parts)
+    sizes = kind.plan(config, parts)
     with torch.device("meta"):
-        drafter = kind(cfg.drafter, sizes)
+        drafter = kind(config, sizes)
     weights = sum(x.numel() for x in drafter.parameters() if x.requires_grad)
     needed, free = 3 * 4 * weights, shutil.disk_usage(folder).free
     require(
@@ -91,8 +104,11 @@ def _require_room_for_draft(cfg: Config, folder: Path, parts: TargetParts) -> No
     )
 
 
-def check_texts(cfg: Config, drafter: Drafter, parts: TargetParts, texts: RunDocuments) -> None:
-    """Raise UserError for texts that are too long, and for decoding that would fail later."""
+def check_texts(
+    texts: RunDocuments, drafter: Drafter, parts: TargetParts, decode: DecodeConfig, alone: bool
+) -> None:
+    """Raise UserError for texts that are too long, and for decoding that would fail later: of the
+    final evaluation, and of later rounds in which the draft writes `alone`."""
     documents = [*texts.train, *texts.validation]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
     for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):
@@ -101,11 +117,11 @@ def check_texts(cfg: Config, drafter: Drafter, parts: TargetParts, texts: RunDoc
             f"a document of {longest} tokens does not fit the {room} positions of the {name}: "
             f"give data.max_length={room}",
         )
-    if cfg.rounds.data.endswith("alone"):
+    if alone:
         require_writes(drafter)
-    require_fitting(cfg.decode, drafter, parts)
-    if warning := beyond_training(cfg.decode, drafter):
+    require_fitting(decode, drafter, parts)
+    if warning := beyond_training(decode, drafter):
         console.print(warning)
     prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
     if prompts:
-        require_room(parts, prompts, cfg.decode.max_new_tokens)
+        require_room(parts, prompts, decode.max_new_tokens)

@@ -142,6 +142,14 @@ class Config:
         return self.stores_features and self.answering.engines == self.features.engines
 
     @property
+    def stores(self) -> list[Path]:
+        """The folders that the run fills beside its own, which runs share: of responses and of
+        hidden states."""
+        responses = [Path(self.answers.root)] if self.data.answers == "target" else []
+        features = [Path(self.features.path or self.features.root)] if self.stores_features else []
+        return responses + features
+
+    @property
     def share(self) -> str | None:
         """The share of the answers or features that this run makes, in a form that no other share
         has; None if it is a whole run."""

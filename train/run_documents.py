@@ -25,8 +25,6 @@ from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.sequences import Document, Prompt, even_weights
 from train.data.split import SHARE, DataSplit
 from train.hidden_states.store import HiddenStateStore
-from train.run_config import Config
-from train.shards import AFTERWARDS, shard_of
 
 
 @dataclass
@@ -92,9 +90,11 @@ def split_of_run(
 
 
 def documents_of_run(
-    cfg: Config,
     split: DataSplit[Any],
     measured: int,
+    responses: ResponsesConfig | None,
+    reads_training: bool,
+    from_log: bool,
     target: TargetLoader,
     store: HiddenStateStore | None,
     accelerator: Accelerator,
@@ -102,34 +102,35 @@ def documents_of_run(
     responses_read: ResponsesRead | None = None,
 ) -> RunDocuments:
     """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
-    If the data's answers are not read, the target answers, and `store` keeps the features that it
-    computes meanwhile; `responses_read` is as in `documents_with_responses`."""
+    If the data's responses are not read, the target generates them as `responses` says, and `store`
+    keeps the hidden states that it computes meanwhile; those to the training prompts only if the
+    run `reads_training`. With `from_log`, the training documents are those of a decoder's log.
+    `responses_read` is as in `documents_with_responses`."""
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
-    if cfg.data.answers == "target":
-        asked = [] if cfg.data.rounds else train
-        store = store if cfg.answers_bring_features else None
+    if responses is not None:
+        asked = [] if from_log else train
         if store is not None:
             store.prepare(0)
         train, validation = (
             documents_with_responses(
                 target,
                 some,
-                cfg.answering,
+                responses,
                 accelerator,
                 progress,
                 store,
                 responses_read=responses_read,
             )
-            for some in (train if cfg.reads_plain_answers else [], validation)
+            for some in (train if reads_training else [], validation)
         )
-        cut = cut_responses([*train, *validation], target.parts.eos, cfg.answers)
+        cut = cut_responses([*train, *validation], target.parts.eos, responses)
         console.print(str(cut))
         if train:  # engines may leave prompts unanswered
             answered_too = {d.ids[~d.mask].tobytes() for d in train}
             asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
         train = train or [_unanswered(prompt) for prompt in asked]
-    if cfg.data.rounds:
+    if from_log:
         train, asked = split.train, []
     for name, documents in (("train", train), ("validation", validation)):
         console.print(
@@ -159,22 +160,3 @@ def _unanswered(prompt: Prompt) -> Document:
     document = Document(prompt.id, ids, silent, weight=weight)
     document.opening, document.placed = prompt.opening, prompt.placed
     return document
-
-
-def respond_to_shard(
-    cfg: Config,
-    split: DataSplit[Any],
-    target: TargetLoader,
-    store: HiddenStateStore | None,
-    accelerator: Accelerator,
-    progress: Progress,
-) -> None:
-    """Write the answers of the share `answers.shard`, and keep their features in `store`."""
-    if store is not None:
-        store.prepare(0)
-    keep = store if cfg.answers_bring_features else None
-    for some in (split.train if cfg.reads_plain_answers else [], split.validation):
-        if some:
-            documents_with_responses(target, some, cfg.answering, accelerator, progress, keep)
-    share = shard_of("answers.shard", cfg.answers.shard)
-    console.print(f"answers: {share} is done; {AFTERWARDS} answers.shard")
