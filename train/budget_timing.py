@@ -30,10 +30,11 @@ from specdec.targets.target import Target
 from train import optim
 from train.accelerated import ranks_of
 from train.budget_plan import ALONG, SAID, Plan, Speeds, Work, fitted, minutes
+from train.continued import digest_of_settings
 from train.data.sequences import Document, Prompt, pack_rows
 from train.data.split import DataSplit
-from train.folder import PLAN, config_of, digest_of_settings
-from train.forecast import SHARES
+from train.folder import PLAN, config_of
+from train.held_out import SHARES
 from train.hidden_states.batches import OnlineBatches
 from train.initialisation import StageConfig, initial_drafter
 from train.run_config import Config

@@ -1,11 +1,37 @@
-"""Which settings may change when the same command continues a run: one table for all of them.
+"""What a run keeps since it began, when the same command continues it: `settled` fills it in.
 
-A setting of the groups in `NEVER` must stay, unless the table names it. All other groups are listed
-key by key, so that a new setting is decided on when it is added: `change_of` raises KeyError for
-one that is not.
+`CHANGES` is one table of the settings that may change. A setting of the groups in `NEVER` must
+stay, unless the table names it. All other groups are listed key by key, so that a new setting is
+decided on when it is added: `change_of` raises KeyError for one that is not.
+
+A run also keeps the rows that a step reads, on however many processes it is continued, so that a
+step remains the same step: its rows, its anchors, its learning rate.
 """
 
+import json
+import os
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from datetime import datetime
 from enum import Enum
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from specdec.errors import UserError, located, require
+from specdec.files import make_folder, write_whole
+from specdec.integrity import of_value
+from specdec.runtime.cpu.machine_probes import native_dtype
+from specdec.targets.target_config import TargetConfig, resolved
+from train import training_checkpoint
+from train.accelerated import accelerator_of, ranks_of
+from train.data.conversations import DataConfig
+from train.data.split import SHARE
+from train.folder import BEGAN, PLAN, WITHOUT_VALIDATION, config_of
+from train.loop import LoopConfig
+from train.run_config import Config
 
 
 class Change(Enum):
@@ -78,3 +104,221 @@ def change_of(key: str) -> Change:
     if key.partition(".")[0] not in NEVER:
         raise KeyError(key)
     return Change.NEVER
+
+
+@dataclass(frozen=True)
+class RowsPerStep:
+    """The settings of a run and the number of processes with which it began. The latter is None if
+    it is not known: runs before November 2026 did not note it."""
+
+    rows: int
+    accumulate: int
+    processes: int | None
+
+    def shared(self, cfg: LoopConfig, processes: int) -> tuple[LoopConfig, str]:
+        """The settings with which `processes` read this portion in each step, and what to tell the
+        user about them, if they are not the ones given. Raises UserError if the processes cannot
+        share the portion equally, and if the user gave settings other than the run's own that read
+        another portion."""
+        if self.processes is None:
+            return cfg, ""
+        size = self.rows * self.accumulate * self.processes
+        if cfg.rows * cfg.accumulate * processes == size:
+            return cfg, ""
+        said = f"each step of this run reads {size} packed rows"
+        if (cfg.rows, cfg.accumulate) != (self.rows, self.accumulate):
+            raise UserError(
+                f"{said}, but {_settings(cfg)} on {_count(processes)} would read "
+                f"{cfg.rows * cfg.accumulate * processes}: leave out loop.rows and "
+                "loop.accumulate to continue it, or give another name="
+            )
+        if size % processes:
+            fitting = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+            raise UserError(
+                f"{said}, which {_count(processes)} cannot share equally: continue it on one of "
+                f"these numbers of processes: {fitting}; or give another name="
+            )
+        share = size // processes
+        rows = max(n for n in range(1, min(cfg.rows, share) + 1) if share % n == 0)
+        shared = replace(cfg, rows=rows, accumulate=share // rows)
+        return shared, (
+            f"{said}: it began on {_count(self.processes)} with {_settings(cfg)}, and goes on with "
+            f"{_settings(shared)} on {_count(processes)}"
+        )
+
+
+def _settings(cfg: LoopConfig) -> str:
+    return f"loop.rows={cfg.rows} loop.accumulate={cfg.accumulate}"
+
+
+def _count(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+@dataclass(frozen=True)
+class SettledRun:
+    """A run as it is done now: its configuration with all that it keeps since it began, and the
+    processes that do it."""
+
+    cfg: Config
+    accelerator: Accelerator
+    rows: RowsPerStep  # as the run began
+    spread: str  # what to tell the user about the rows of these processes
+    dtype_reason: str  # why the target has its dtype, where that was not given
+
+    def described(self) -> dict[str, Any]:
+        """The settings as config.json keeps them: with the rows per step as the run began."""
+        settings = asdict(self.cfg)
+        settings["loop"] |= {"rows": self.rows.rows, "accumulate": self.rows.accumulate}
+        return settings | {"processes": self.rows.processes}
+
+
+def settled(cfg: Config, folder: Path) -> SettledRun:
+    """Start the processes and settle the configuration of the run in this folder, here alone: the
+    dtype of the target, the date, the parts of the data that it holds out and selects on, and the
+    rows that a step reads, on however many processes. A run keeps all of them. Raises UserError if
+    the folder holds a run of other settings."""
+    dtype, reason = dtype_of_run(cfg.target, folder)
+    target = replace(cfg.target, dtype=dtype)
+    accelerator = accelerator_of(target, cfg.loop.precision)
+    ranks = ranks_of(accelerator)
+    data = replace(cfg.data, date=date_of_run(cfg.data.date, folder))
+    if (known := config_of(folder).get("data")) is not None:
+        began = {"held_out": SHARE} | WITHOUT_VALIDATION | known
+        names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
+        data = replace(data, **{name: began[name] for name in names})
+    cfg = replace(cfg, target=target, data=data)
+    ranks.first(lambda: require_same_run(folder, cfg))
+    rows = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
+    loop, spread = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
+    return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason)
+
+
+def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:
+    """The dtype that `target.dtype` stands for, and the reason for it where it is auto. A run keeps
+    the dtype that it began with, even on another kind of machine."""
+    if target.dtype != "auto":
+        return target.dtype, ""
+    dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
+    if dtype != "auto":
+        return str(dtype), "as this run began"
+    here = resolved(target)
+    return here.dtype, native_dtype(here.device).reason
+
+
+def date_of_run(date: str | None, folder: Path) -> str:
+    """`data.date` or, if it is null, the time at which the run began, for chat templates that write
+    a date: otherwise a run that goes on tomorrow would have other prompts, and need all responses
+    again. `note_date` keeps it for a run that is interrupted before it has a config.json."""
+    if date is not None:
+        return date
+    date = (config_of(folder).get("data") or {}).get("date")
+    if date is None and (folder / BEGAN).exists():
+        date, *sums = (folder / BEGAN).read_text(errors="replace", encoding="utf-8").split() or [""]
+        with located(f"{folder / BEGAN} is damaged: delete it"):
+            DataConfig(date=date)
+            # an earlier version wrote no checksum
+            require(sums in ([], [of_value(date, BEGAN)]), "its checksum differs")
+    (date, *_) = gather_object(
+        [date or datetime.now().isoformat(timespec="seconds")]
+    )  # the same in all processes
+    return str(date)
+
+
+def note_date(date: str | None, folder: Path) -> None:
+    """Write down when the run in this folder began, unless it is known."""
+    if date is not None and not (folder / BEGAN).exists():
+        write_whole(folder / BEGAN, line_of_beginning(date, BEGAN))
+
+
+def note_beginning(path: Path) -> None:
+    """Write to this file when the first of several shares began, unless one of them has: all render
+    prompts at that time, as chat templates may write it."""
+    make_folder(path.parent)
+    partial = path.with_name(f"{path.name}.{uuid4().hex}")
+    partial.write_text(
+        line_of_beginning(datetime.now().isoformat(timespec="seconds"), path.name), encoding="utf-8"
+    )
+    try:
+        os.link(partial, path)
+    except FileExistsError:
+        pass
+    finally:
+        partial.unlink()
+
+
+def line_of_beginning(date: str, name: str) -> str:
+    """The contents of the file of this name that says when a run began: the date, and its checksum,
+    as a damaged date would give other prompts."""
+    return f"{date} {of_value(date, name)}\n"
+
+
+def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
+    """The portion of the data that each step of the run in this folder reads, as the run began; if
+    no run has begun there, the portion of these settings."""
+    theirs = config_of(folder)
+    began = theirs.get("processes")
+    if not began and training_checkpoint.steps(folder / "checkpoints"):
+        return RowsPerStep(cfg.rows, cfg.accumulate, None)
+    if not began:
+        return RowsPerStep(cfg.rows, cfg.accumulate, processes)
+    was = asdict(LoopConfig()) | theirs["loop"]
+    return RowsPerStep(was["rows"], was["accumulate"], began)
+
+
+def require_same_run(folder: Path, cfg: Config) -> None:
+    """Raise UserError if a folder holds another run. A run of the same settings may continue:
+    `CHANGES` says which of them may change."""
+    if not (theirs := config_of(folder)):
+        return
+    other = "give another name=, or delete that folder"
+    for group in fields(Config):
+        ours, known = _settings_of(cfg, group.name), theirs.get(group.name)
+        # a setting that did not exist when the run began had its default value
+        default = type(getattr(cfg, group.name)) if is_dataclass(getattr(cfg, group.name)) else None
+        was = (_plain(default()) if default else {}) | (known if isinstance(known, dict) else {})
+        for key, value in ours.items() if isinstance(ours, dict) else ():
+            change, before = change_of(f"{group.name}.{key}"), was.get(key)
+            same = bool(before) == bool(value) if change is Change.PRESENCE else before == value
+            require(
+                same or change not in (Change.NEVER, Change.PRESENCE),
+                f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
+            )
+    stored = {"cache": "disk", "bits": None} | (theirs.get("features") or {})
+    require(
+        (stored["bits"] if stored["cache"] == "disk" else None)
+        == (cfg.features.bits if cfg.features.cache == "disk" else None),
+        f"{folder} holds a run with features.cache={stored['cache']} and features.bits="
+        f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
+    )
+    require(
+        cfg.budget.minutes is None or (folder / PLAN).exists(),
+        f"{folder} holds a run that began without budget.minutes, or has lost its {PLAN}: leave "
+        f"budget.minutes out to continue it, or {other}",
+    )
+
+
+def digest_of_settings(cfg: Config) -> str:
+    """A short hash of the settings that a plan follows from and that tell runs without a
+    config.json apart: another run of this name may have other ones. They are those that may not
+    change, the budget and how is measured."""
+    settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}
+    del settings["budget"]["spent"]
+    for group in fields(Config):
+        if isinstance(ours := _settings_of(cfg, group.name), dict):
+            for key, value in ours.items():
+                if change_of(name := f"{group.name}.{key}") is Change.NEVER:
+                    settings[name] = value
+    for name in ("data.date", "data.held_out", "data.validation"):  # as a run fills them in
+        settings.pop(name, None)
+    return of_value(settings)
+
+
+def _settings_of(cfg: Config, group: str) -> Any:
+    value = getattr(cfg, group)
+    return _plain(value) if is_dataclass(value) else value
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """A configuration as it reads back from JSON."""
+    return dict(json.loads(json.dumps(asdict(config))))

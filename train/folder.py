@@ -7,17 +7,15 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 
 from specdec.decoding.config import DecodeConfig
-from specdec.errors import Unreadable, UserError, located, require
+from specdec.errors import Unreadable, UserError, require
 from specdec.files import (
     folder_for,
     read_json,
@@ -31,20 +29,11 @@ from specdec.files import (
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
-from specdec.runtime.cpu.machine_probes import native_dtype
-from specdec.targets.target_config import TargetConfig, resolved
-from train import training_checkpoint
-from train.accelerated import accelerator_of, ranks_of
-from train.continued import Change, change_of
 from train.data.conversations import DataConfig
 from train.data.response_files import RESPONSES_READ
 from train.data.sequences import Document, Prompt
-from train.data.split import SHARE, trained_openings
-from train.loop import LoopConfig
-from train.rows_per_step import RowsPerStep
-from train.run_config import Config
+from train.data.split import trained_openings
 from train.run_documents import RunDocuments
-from train.shards import line_of_beginning
 from train.tracking import files_of_trackers
 
 # the setting of runs from before there was a validation part
@@ -100,72 +89,6 @@ def _remove(paths: Collection[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def require_same_run(folder: Path, cfg: Config) -> None:
-    """Raise UserError if a folder holds another run. A run of the same settings may continue:
-    `train.continued` says which of them may change."""
-    if not (theirs := config_of(folder)):
-        return
-    other = "give another name=, or delete that folder"
-    for group in fields(Config):
-        ours, known = _settings_of(cfg, group.name), theirs.get(group.name)
-        # a setting that did not exist when the run began had its default value
-        default = type(getattr(cfg, group.name)) if is_dataclass(getattr(cfg, group.name)) else None
-        was = (_plain(default()) if default else {}) | (known if isinstance(known, dict) else {})
-        for key, value in ours.items() if isinstance(ours, dict) else ():
-            change, before = change_of(f"{group.name}.{key}"), was.get(key)
-            same = bool(before) == bool(value) if change is Change.PRESENCE else before == value
-            require(
-                same or change not in (Change.NEVER, Change.PRESENCE),
-                f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
-            )
-    stored = {"cache": "disk", "bits": None} | (theirs.get("features") or {})
-    require(
-        (stored["bits"] if stored["cache"] == "disk" else None)
-        == (cfg.features.bits if cfg.features.cache == "disk" else None),
-        f"{folder} holds a run with features.cache={stored['cache']} and features.bits="
-        f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
-    )
-    require(
-        cfg.budget.minutes is None or (folder / PLAN).exists(),
-        f"{folder} holds a run that began without budget.minutes, or has lost its {PLAN}: leave "
-        f"budget.minutes out to continue it, or {other}",
-    )
-
-
-def digest_of_settings(cfg: Config) -> str:
-    """A short hash of the settings that a plan follows from and that tell runs without a
-    config.json apart: another run of this name may have other ones. They are those that may not
-    change, the budget and how is measured."""
-    settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}
-    del settings["budget"]["spent"]
-    for group in fields(Config):
-        if isinstance(ours := _settings_of(cfg, group.name), dict):
-            for key, value in ours.items():
-                if change_of(name := f"{group.name}.{key}") is Change.NEVER:
-                    settings[name] = value
-    for name in ("data.date", "data.held_out", "data.validation"):  # as a run fills them in
-        settings.pop(name, None)
-    return of_value(settings)
-
-
-def _settings_of(cfg: Config, group: str) -> Any:
-    value = getattr(cfg, group)
-    return _plain(value) if is_dataclass(value) else value
-
-
-def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
-    """The portion of the data that each step of the run in this folder reads, as the run began; if
-    no run has begun there, the portion of these settings."""
-    theirs = config_of(folder)
-    began = theirs.get("processes")
-    if not began and training_checkpoint.steps(folder / "checkpoints"):
-        return RowsPerStep(cfg.rows, cfg.accumulate, None)
-    if not began:
-        return RowsPerStep(cfg.rows, cfg.accumulate, processes)
-    was = asdict(LoopConfig()) | theirs["loop"]
-    return RowsPerStep(was["rows"], was["accumulate"], began)
-
-
 def require_same_texts(folder: Path, of: dict[str, str]) -> None:
     """Like `require_same_run`, for the contents of the data and the models."""
     for name, was in config_of(folder).get("of", of).items():
@@ -181,7 +104,6 @@ def describe(
     identity: str,
     settings: Mapping[str, Any],
     drafts: Mapping[str, str | None],
-    portion: RowsPerStep,
     fingerprint: str,
     texts: RunDocuments,
 ) -> None:
@@ -199,11 +121,6 @@ def describe(
         of["plan"] = of_value(read_json(plan))
     require_same_texts(folder, of)
     described = {**settings, "of": of, "records": texts.records, "identity": identity}
-    described["loop"] = described["loop"] | {
-        "rows": portion.rows,
-        "accumulate": portion.accumulate,
-    }
-    described["processes"] = portion.processes
     described["data"] = described["data"] | {
         "held_out": texts.share,
         "validation": texts.validation_share,
@@ -353,74 +270,6 @@ def shape_of_run(
     return shape
 
 
-def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:
-    """The dtype that `target.dtype` stands for, and the reason for it where it is auto. A run keeps
-    the dtype that it began with, even on another kind of machine."""
-    if target.dtype != "auto":
-        return target.dtype, ""
-    dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
-    if dtype != "auto":
-        return str(dtype), "as this run began"
-    here = resolved(target)
-    return here.dtype, native_dtype(here.device).reason
-
-
-def date_of_run(date: str | None, folder: Path) -> str:
-    """`data.date` or, if it is null, the time at which the run began, for chat templates that write
-    a date: otherwise a run that goes on tomorrow would have other prompts, and need all responses
-    again. `note_date` keeps it for a run that is interrupted before it has a config.json."""
-    if date is not None:
-        return date
-    date = (config_of(folder).get("data") or {}).get("date")
-    if date is None and (folder / BEGAN).exists():
-        date, *sums = (folder / BEGAN).read_text(errors="replace", encoding="utf-8").split() or [""]
-        with located(f"{folder / BEGAN} is damaged: delete it"):
-            DataConfig(date=date)
-            # an earlier version wrote no checksum
-            require(sums in ([], [of_value(date, BEGAN)]), "its checksum differs")
-    (date, *_) = gather_object([date or _text(datetime.now())])  # the same in all processes
-    return str(date)
-
-
-@dataclass(frozen=True)
-class SettledRun:
-    """A run as it is done now: its configuration with all that it keeps since it began, and the
-    processes that do it."""
-
-    cfg: Config
-    accelerator: Accelerator
-    rows: RowsPerStep  # as the run began
-    spread: str  # what to tell the user about the rows of these processes
-    dtype_reason: str  # why the target has its dtype, where that was not given
-
-
-def settled(cfg: Config, folder: Path) -> SettledRun:
-    """Start the processes and settle the configuration of the run in this folder, here alone: the
-    dtype of the target, the date, the parts of the data that it holds out and selects on, and the
-    rows that a step reads, on however many processes. A run keeps all of them. Raises UserError if
-    the folder holds a run of other settings."""
-    dtype, reason = dtype_of_run(cfg.target, folder)
-    target = replace(cfg.target, dtype=dtype)
-    accelerator = accelerator_of(target, cfg.loop.precision)
-    ranks = ranks_of(accelerator)
-    data = replace(cfg.data, date=date_of_run(cfg.data.date, folder))
-    if (known := config_of(folder).get("data")) is not None:
-        began = {"held_out": SHARE} | WITHOUT_VALIDATION | known
-        names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
-        data = replace(data, **{name: began[name] for name in names})
-    cfg = replace(cfg, target=target, data=data)
-    ranks.first(lambda: require_same_run(folder, cfg))
-    rows = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
-    loop, spread = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
-    return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason)
-
-
-def note_date(date: str | None, folder: Path) -> None:
-    """Write down when the run in this folder began, unless it is known."""
-    if date is not None and not (folder / BEGAN).exists():
-        write_whole(folder / BEGAN, line_of_beginning(date, BEGAN))
-
-
 def digest(documents: Sequence[Document]) -> str:
     """A short hash of documents, their masks and, if they have any, their rounds and weights."""
     digest = hashlib.blake2b(digest_size=12)
@@ -452,8 +301,3 @@ def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
 
 def _text(when: datetime) -> str:
     return when.isoformat(timespec="seconds")
-
-
-def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as it reads back from JSON."""
-    return dict(json.loads(json.dumps(asdict(config))))

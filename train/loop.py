@@ -33,8 +33,7 @@ from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import TargetParts
 from train import optim, training_checkpoint
 from train.accelerated import ranks_of
-from train.forecast import forecast, looks
-from train.held_out import TerminatedTogether, evaluate
+from train.held_out import TerminatedTogether, evaluate, forecast, looks
 from train.hidden_states.batches import BatchSource
 from train.optim import OptimConfig
 from train.tracking import Tracker

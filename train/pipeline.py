@@ -25,19 +25,11 @@ from specdec.targets.loading import TargetLoader, opening
 from train import loop, training_checkpoint
 from train.accelerated import ranks_of
 from train.budget_timing import planned
+from train.continued import SettledRun, digest_of_settings, note_beginning, note_date, settled
 from train.data.prompts_trained_on import TrainedOn, before_this_stage
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
-from train.folder import (
-    BEGAN,
-    SettledRun,
-    config_of,
-    describe,
-    digest_of_settings,
-    locked,
-    note_date,
-    settled,
-)
+from train.folder import BEGAN, config_of, describe, locked
 from train.hidden_states.batches import BatchSource
 from train.hidden_states.filling import RunHiddenStates
 from train.initialisation import earlier_drafts, initial_drafter, reference_draft, regress
@@ -47,7 +39,7 @@ from train.optim import OptimConfig
 from train.run_checks import check_files, check_target, check_texts
 from train.run_config import Config
 from train.run_documents import RunDocuments, documents_of_run, split_of_run
-from train.shards import AFTERWARDS, note_beginning, shard_of
+from train.shards import AFTERWARDS, shard_of
 from train.tracking import Tracker
 from train.training_rounds import RoundsConfig, draft_of_round, written
 
@@ -107,10 +99,8 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         ranks.first(lambda: check_texts(texts, drafter, target.parts, cfg.decode, alone))
         drafts = {"draft that training starts from": cfg.stage.draft}
         drafts["reference draft"] = cfg.objective.reference
-        rows, fingerprint = job.settled.rows, job.fingerprint
-        ranks.first(
-            lambda: describe(folder, identity, asdict(cfg), drafts, rows, fingerprint, texts)
-        )
+        kept, of_target = job.settled.described(), job.fingerprint
+        ranks.first(lambda: describe(folder, identity, kept, drafts, of_target, texts))
         earlier = before_this_stage(starts_from)
         ranks.first(lambda: TrainedOn.of_texts(texts.train).after(earlier).write(folder))
 

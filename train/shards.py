@@ -1,18 +1,12 @@
 """Shares of the work that comes before training, for independent processes or machines that fill
 one folder of answers or features: `answers.shard=2/8` does the second of eight shares."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from pathlib import Path
 from typing import TypeVar
-from uuid import uuid4
 
 from specdec.errors import UserError
-from specdec.files import make_folder
-from specdec.integrity import of_value
 
 T = TypeVar("T")
 AFTERWARDS = "when all shares are done, run the same command without"
@@ -42,25 +36,3 @@ def shard_of(name: str, text: str | None) -> Shard | None:
     if match is None or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"{name}={text}: give a share such as 1/4, from 1/4 to 4/4")
     return Shard(int(match[1]), int(match[2]))
-
-
-def line_of_beginning(date: str, name: str) -> str:
-    """The contents of the file of this name that says when a run began: the date, and its checksum,
-    as a damaged date would give other prompts."""
-    return f"{date} {of_value(date, name)}\n"
-
-
-def note_beginning(path: Path) -> None:
-    """Write to this file when the first of several shares began, unless one of them has: all render
-    prompts at that time, as chat templates may write it."""
-    make_folder(path.parent)
-    partial = path.with_name(f"{path.name}.{uuid4().hex}")
-    partial.write_text(
-        line_of_beginning(datetime.now().isoformat(timespec="seconds"), path.name), encoding="utf-8"
-    )
-    try:
-        os.link(partial, path)
-    except FileExistsError:
-        pass
-    finally:
-        partial.unlink()

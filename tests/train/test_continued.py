@@ -16,9 +16,9 @@ from specdec.errors import UserError
 from tests.lives import Kill, Life, Lives
 from tests.runs import as_before, require_equal, require_same_run
 from tests.tiny import Tiny, losses, records
+from train.continued import RowsPerStep
 from train.folder import data_of_run
 from train.loop import LoopConfig
-from train.rows_per_step import RowsPerStep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OFTEN = ("loop.save_every=2", "loop.eval_every=3")

@@ -32,7 +32,7 @@ def on(patch: pytest.MonkeyPatch, day: int) -> None:
             return cls(2031, 3, day, 12, 30)
 
     patch.setattr(rendering, "datetime", Day)
-    patch.setattr("train.folder.datetime", Day)
+    patch.setattr("train.continued.datetime", Day)
 
 
 def test_a_date_that_is_given_is_the_templates_date() -> None:

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from specdec.files import read_json
 from tests.runs import require_same_run
 from tests.tiny import Tiny, records
-from train.forecast import FEWEST, SHARES, forecast, looks
+from train.held_out import FEWEST, SHARES, forecast, looks
 from train.tracking import Figures, Tracker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -18,18 +18,22 @@ from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
 from train.budget_plan import Plan
-from train.continued import CHANGES, Change, change_of
+from train.continued import (
+    CHANGES,
+    Change,
+    change_of,
+    date_of_run,
+    note_beginning,
+    note_date,
+    require_same_run,
+)
 from train.folder import (
     BEGAN,
     data_of_run,
-    date_of_run,
     known_data_of_run,
-    note_date,
-    require_same_run,
     shape_of_run,
 )
 from train.run_config import Config
-from train.shards import note_beginning
 
 DATE = "2031-03-03T12:30:00"
 

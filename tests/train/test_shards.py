@@ -16,9 +16,10 @@ from specdec.errors import UserError
 from tests.processes import forked
 from tests.runs import require_same_run
 from tests.tiny import REPOSITORY, Tiny, compose
+from train.continued import note_beginning
 from train.data.responses import _groups_of
 from train.run_config import CONF
-from train.shards import Shard, note_beginning, shard_of
+from train.shards import Shard, shard_of
 
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/4/2", "-1/4", "1/0", ""])

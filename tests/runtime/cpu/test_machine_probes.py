@@ -28,7 +28,7 @@ from specdec.targets.loading import load_target, opening
 from specdec.targets.target_config import TargetConfig, resolved
 from tests.processes import process
 from tests.tiny import Tiny
-from train import folder, pipeline
+from train import continued, pipeline
 
 ONE, TWO = torch.ones(3), torch.full((3,), 2.0)
 
@@ -219,7 +219,7 @@ def test_a_run_keeps_the_dtype_with_which_it_began(
         monkeypatch.setattr(pipeline.console, "print", lambda *x, to=said, **_: to.extend(x))
         for native in (began, elsewhere):
             choice = DtypeChoice(native, f"{native} is native")
-            for module in (loading, target_config, folder):
+            for module in (loading, target_config, continued):
                 monkeypatch.setattr(module, "native_dtype", lambda _, found=choice: found)
             tiny.job(run, "medusa", "target.dtype=auto")
             assert json.loads((run / "config.json").read_text())["target"]["dtype"] == began
