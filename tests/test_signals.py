@@ -276,11 +276,12 @@ def test_only_processes_that_end_together_save_together(
         model=None,
         accelerator=SimpleNamespace(num_processes=processes),
         forcing=SimpleNamespace(drafter=SimpleNamespace(depth=2)),
+        cfg=loop.LoopConfig(),
+        held_out=None,
         save_checkpoint=lambda: saved.append(state.owed),
     )
-    tracker: Any = SimpleNamespace(checksum=lambda: "")
     with pytest.raises(raised):
-        loop._evaluate_draft(learner, None, loop.LoopConfig(), tracker)  # type: ignore[arg-type]
+        loop._evaluate_draft(learner)
     assert saved == [True] * saves
 
 

@@ -119,9 +119,14 @@ class Learner:
 
     forcing: TeacherForcing
     model: nn.Module
+    parameters: Sequence[nn.Parameter]  # those that train
     optimizers: Sequence[torch.optim.Optimizer]
+    cfg: LoopConfig  # its epochs are those of the whole run
+    schedule: OptimConfig
+    held_out: BatchSource
     accelerator: Accelerator
     ranks: Ranks  # the same processes
+    tracker: Tracker
     state: State
     folder: Path  # of the run
     parts: TargetParts  # of the target
@@ -182,6 +187,7 @@ class Learner:
         """Write a checkpoint of this state. All processes call this."""
         if self.unread:
             self.read_steps()
+        self.state.metrics = self.tracker.checksum()
         self.state.statistics = self.accelerator.reduce(self.statistics, "sum").tolist()
         main = self.accelerator.is_main_process
         training_checkpoint.save(
@@ -205,6 +211,7 @@ def prepare_learner(
     parts: TargetParts,
     cfg: LoopConfig,
     schedule: OptimConfig,
+    held_out: BatchSource,
     folder: Path,
     run: str,
     accelerator: Accelerator,
@@ -213,9 +220,10 @@ def prepare_learner(
 ) -> Learner:
     """A draft at the start of its training or, if the run's folder holds a checkpoint, where the
     newest one left it: in float32 bit for bit on as many processes as before, and on another number
-    of them within rounding. `run` is the identity of the run. Held-out τ is that of chains of
-    `gamma` tokens or, in a continued run, of as many as when it began. Raises UserError if no
-    checkpoint can be used, or if the best draft is lost."""
+    of them within rounding. `cfg.epochs` counts those of the whole run, over which the learning
+    rate is scheduled; `run` is the run's identity. Held-out τ is that of chains of `gamma` tokens
+    or, in a continued run, of as many as when it began. Raises UserError if no checkpoint can be
+    used, or if the best draft is lost."""
     drafter = forcing.drafter
     assert isinstance(drafter, Trainable)
     built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
@@ -244,9 +252,14 @@ def prepare_learner(
     return Learner(
         forcing=forcing,
         model=model,
+        parameters=[p for p in model.parameters() if p.requires_grad],
         optimizers=optimizers,
+        cfg=cfg,
+        schedule=schedule,
+        held_out=held_out,
         accelerator=accelerator,
         ranks=ranks,
+        tracker=tracker,
         state=state,
         folder=folder,
         parts=parts,
@@ -258,39 +271,26 @@ def prepare_learner(
 
 
 @checkpoint_first()
-def train(
-    learner: Learner,
-    source: BatchSource,
-    held_out: BatchSource,
-    cfg: LoopConfig,
-    schedule: OptimConfig,
-    epochs: range,
-    tracker: Tracker,
-    progress: Progress,
-) -> None:
-    """Train for these epochs on the rows of a source. `cfg.epochs` counts those of the whole run,
-    over which the learning rate is scheduled.
+def train(learner: Learner, source: BatchSource, epochs: range, progress: Progress) -> None:
+    """Train for these of the run's epochs on the rows of a source.
 
     The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
     if the loss or the gradient of a step is not finite, when the step's figures are read, and
     UserError if the rows do not fill a step, or if the checkpoint's steps read other rows; what was
-    saved stays. On SIGTERM, it writes a checkpoint after the step and raises `Terminated`; of
-    several processes, after the next step whose figures are read.
+    saved stays. On SIGTERM in any process, all write a checkpoint after the step and raise
+    `Terminated`.
 
     The host reads what the device has computed only at the steps that are logged, evaluated or
     saved (`Learner.read_steps`), once each; at all others it does not wait.
     """
-    model, accelerator, state = learner.model, learner.accelerator, learner.state
-    forcing, portion = learner.forcing, learner.portion
-    world, rank = accelerator.num_processes, accelerator.process_index
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    cfg, state, tracker, portion = learner.cfg, learner.state, learner.tracker, learner.portion
     lengths = [len(row.ids) for row in source.rows]
     task = progress.add_task("training", completed=max(learner.step, state.step))
     for epoch in epochs:
         orders, learner.steps = steps_of(cfg, lengths, epoch, learner.step, portion)
         progress.update(task, total=learner.steps)
         learner.look_ahead()
-        source.expect(_unread(orders, learner, cfg, rank, world))
+        source.expect(_unread(orders, learner))
         for chosen in orders:
             if learner.stopped:
                 break
@@ -299,46 +299,11 @@ def train(
                 learner.passed += sum(lengths[i] for i in chosen)
                 _require_same_rows(learner)
                 if state.owed and learner.step * portion >= state.rows:
-                    _evaluate_draft(learner, held_out, cfg, tracker)
-                    state.metrics = tracker.checksum()
+                    _evaluate_draft(learner)
                     learner.save_checkpoint()
                 continue
             started, waited = time.perf_counter(), source.waited
-
-            # one step: forward and backward over this process's micro-batches
-            seeds = {i: ((cfg.seed * 1_000_003 + step) * 7_368_787 + i) % (1 << 63) for i in chosen}
-            of_rows = {i: source.rows[i] for i in chosen}
-            anchors = {
-                i: forcing.anchors(
-                    mask_T=row.mask,
-                    document_T=row.document,
-                    position_T=row.position,
-                    seed=seeds[i],
-                    drafted_TK=row.drafted,
-                    weight_T=row.weight,
-                )
-                for i, row in of_rows.items()
-            }
-            count = divisor([a.total for a in anchors.values()])
-            micro_batches = [
-                _micro_batch(chosen, n, cfg, rank, world) for n in range(cfg.accumulate)
-            ]
-            losses: list[Tensor] = []
-            for n, mine in enumerate(micro_batches):
-                batch = source.batch(mine)
-                moment = TrainingMoment(step / learner.steps, [seeds[i] for i in mine])
-                last = n + 1 == cfg.accumulate
-                with nullcontext() if last else accelerator.no_sync(model):
-                    _seed_dropout(moment.seeds)
-                    with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 none
-                        loss, seen = model(batch, [anchors[i] for i in mine], moment)
-                    loss = loss / count * world  # DDP and FSDP average gradients
-                    losses.append(loss.detach().float())
-                    accelerator.backward(loss)
-                learner.statistics += seen.detach()
-            norm = accelerator.clip_grad_norm_(parameters, schedule.clip)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-            learner.unread.append(UnreadStep(step, chosen, micro_batches, losses, norm.float()))
+            learner.unread.append(_forward_and_backward(learner, source, step, chosen))
 
             # the figures are read before the update where they are logged or the draft is looked at
             final = step + 1 == learner.steps
@@ -347,7 +312,7 @@ def train(
             saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
             logging = saving or (step + 1) % cfg.log_every == 0
             figures = learner.read_steps() if logging or due else None
-            rate = optim.learning_rate(schedule, step, learner.steps)
+            rate = optim.learning_rate(learner.schedule, step, learner.steps)
             for optimizer in learner.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["scale"]
@@ -355,7 +320,7 @@ def train(
                 optimizer.zero_grad()
 
             state.step, state.rows = step + 1, (step + 1) * portion
-            state.tokens += sum(len(row.ids) for row in of_rows.values())
+            state.tokens += sum(lengths[i] for i in chosen)
             state.seconds += time.perf_counter() - started
             state.waiting += source.waited - waited
             progress.update(task, advance=1)
@@ -368,18 +333,57 @@ def train(
                     tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
                     learner.statistics.zero_()
             if learner.ranks.any(signals.terminated()):
-                state.owed, state.metrics = bool(due), tracker.checksum()
+                state.owed = bool(due)
                 learner.save_checkpoint()
                 raise Terminated
             if due:
-                _evaluate_draft(learner, held_out, cfg, tracker)
+                _evaluate_draft(learner)
             if saving or learner.stopped:
-                state.metrics = tracker.checksum()
                 learner.save_checkpoint()
         if learner.stopped or (cfg.max_tokens is not None and learner.ended):
             break
     source.expect([])
     progress.remove_task(task)
+
+
+def _forward_and_backward(
+    learner: Learner, source: BatchSource, step: int, chosen: Sequence[int]
+) -> UnreadStep:
+    """The gradients of a step that reads the `chosen` rows: forward and backward passes over this
+    process's micro-batches. Nothing here waits for the device."""
+    accelerator, forcing, world = learner.accelerator, learner.forcing, learner.ranks.world
+    seed = learner.cfg.seed * 1_000_003 + step
+    seeds = {i: (seed * 7_368_787 + i) % (1 << 63) for i in chosen}
+    of_rows = {i: source.rows[i] for i in chosen}
+    anchors = {
+        i: forcing.anchors(
+            mask_T=row.mask,
+            document_T=row.document,
+            position_T=row.position,
+            seed=seeds[i],
+            drafted_TK=row.drafted,
+            weight_T=row.weight,
+        )
+        for i, row in of_rows.items()
+    }
+    count = divisor([a.total for a in anchors.values()])
+    micro_batches = _micro_batches(learner, chosen)
+    losses: list[Tensor] = []
+    for n, mine in enumerate(micro_batches, 1):
+        batch = source.batch(mine)
+        moment = TrainingMoment(step / learner.steps, [seeds[i] for i in mine])
+        last = n == len(micro_batches)
+        with nullcontext() if last else accelerator.no_sync(learner.model):
+            _seed_dropout(moment.seeds)
+            with accelerator.autocast():  # accelerate's DDP has its own, its FSDP2 none
+                loss, seen = learner.model(batch, [anchors[i] for i in mine], moment)
+            loss = loss / count * world  # DDP and FSDP average gradients
+            losses.append(loss.detach().float())
+            accelerator.backward(loss)
+        learner.statistics += seen.detach()
+    norm = accelerator.clip_grad_norm_(learner.parameters, learner.schedule.clip)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return UnreadStep(step, chosen, micro_batches, losses, norm.float())
 
 
 def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRecord:
@@ -395,7 +399,7 @@ def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRec
 
 
 @checkpoint_first()
-def finish(learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tracker) -> None:
+def finish(learner: Learner) -> None:
     """Evaluate the draft after the last step, and write a checkpoint, where training ended with
     another step than was planned for it: with loop.max_tokens, a later round of longer rows has
     fewer steps left."""
@@ -403,10 +407,9 @@ def finish(learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tr
     if learner.step < state.step:  # a checkpoint of a run that stopped early
         return
     if not state.evaluated or state.evaluated[-1][0] != state.step:
-        _evaluate_draft(learner, held_out, cfg, tracker)
+        _evaluate_draft(learner)
         learner.saved = 0
     if learner.saved != state.step:
-        state.metrics = tracker.checksum()
         learner.save_checkpoint()
 
 
@@ -454,15 +457,13 @@ def steps_of(
     return [order[n * portion : (n + 1) * portion] for n in taken], steps
 
 
-def _evaluate_draft(
-    learner: Learner, held_out: BatchSource, cfg: LoopConfig, tracker: Tracker
-) -> None:
+def _evaluate_draft(learner: Learner) -> None:
     """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
     far. SIGTERM ends this: at once in one process alone, and after the same forward pass in
     several. They save a checkpoint first, from which a continued run evaluates. Where a forward
     pass takes too long, `Terminated` ends one of several processes without the others; nothing is
     saved then, since they would have to save together."""
-    state, accelerator = learner.state, learner.accelerator
+    state, accelerator, cfg = learner.state, learner.accelerator, learner.cfg
     alone = accelerator.num_processes == 1
     try:
         with no_checkpoint_first() if alone else nullcontext():
@@ -471,16 +472,16 @@ def _evaluate_draft(
             def ended() -> bool:
                 return learner.ranks.any(signals.terminated())
 
-            figures = evaluate(learner.model, held_out, cfg.rows, accelerator, chain, ended)
+            figures = evaluate(learner.model, learner.held_out, cfg.rows, accelerator, chain, ended)
     except Terminated as error:
         if alone or isinstance(error, TerminatedTogether):
-            state.owed, state.metrics = True, tracker.checksum()
+            state.owed = True
             learner.save_checkpoint()
         raise
     state.owed = False
     state.evaluated.append((state.step, figures.tau_greedy))
     ahead = {"forecast": {"tau_greedy": x}} if (x := learner.look_ahead()) else {}
-    tracker.log(state.step, {"held_out": asdict(figures), **ahead})
+    learner.tracker.log(state.step, {"held_out": asdict(figures), **ahead})
     value = getattr(figures, cfg.objective)
     state.waited += 1
     if state.best is None or value > state.best.value:
@@ -490,22 +491,19 @@ def _evaluate_draft(
     learner.stopped = cfg.patience is not None and state.waited >= cfg.patience
 
 
-def _micro_batch(
-    chosen: Sequence[int], n: int, cfg: LoopConfig, rank: int, world: int
-) -> Sequence[int]:
-    """The rows of a step that a process reads in its n-th micro-batch."""
-    return chosen[(n * world + rank) * cfg.rows :][: cfg.rows]
+def _micro_batches(learner: Learner, chosen: Sequence[int]) -> list[Sequence[int]]:
+    """The rows of a step that this process reads, in each of its micro-batches."""
+    cfg, ranks = learner.cfg, learner.ranks
+    each = range(cfg.accumulate)
+    return [chosen[(n * ranks.world + ranks.rank) * cfg.rows :][: cfg.rows] for n in each]
 
 
-def _unread(
-    orders: Sequence[Sequence[int]], learner: Learner, cfg: LoopConfig, rank: int, world: int
-) -> list[Sequence[int]]:
-    """The micro-batches that a process will read in an epoch, without the steps that a checkpoint
-    has taken."""
+def _unread(orders: Sequence[Sequence[int]], learner: Learner) -> list[Sequence[int]]:
+    """The micro-batches that this process will read in an epoch, without the steps that a
+    checkpoint has taken."""
     steps = enumerate(orders, learner.step)
     left = [chosen for step, chosen in steps if step * learner.portion >= learner.state.rows]
-    each = range(cfg.accumulate)
-    return [_micro_batch(chosen, n, cfg, rank, world) for chosen in left for n in each]
+    return [mine for chosen in left for mine in _micro_batches(learner, chosen)]
 
 
 def _require_same_rows(learner: Learner, ended: bool = False) -> None:

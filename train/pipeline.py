@@ -33,9 +33,8 @@ from train.folder import BEGAN, config_of, describe, locked
 from train.hidden_states.batches import BatchSource
 from train.hidden_states.filling import RunHiddenStates
 from train.initialisation import earlier_drafts, initial_drafter, reference_draft, regress
-from train.loop import Learner, LoopConfig
+from train.loop import Learner
 from train.measurement import FinalSettings, finished
-from train.optim import OptimConfig
 from train.run_checks import check_files, check_target, check_texts
 from train.run_config import Config
 from train.run_documents import RunDocuments, documents_of_run, split_of_run
@@ -134,8 +133,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                 learner = loop.prepare_learner(
                     forcing=forcing,
                     parts=parts,
-                    cfg=cfg.loop,
+                    cfg=replace(cfg.loop, epochs=cfg.loop.epochs * cfg.rounds.count),
                     schedule=cfg.optim,
+                    held_out=validation,
                     folder=folder,
                     run=identity,
                     accelerator=accelerator,
@@ -145,14 +145,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                 training = trained_in_rounds(
                     learner=learner,
                     rounds=cfg.rounds,
-                    cfg=cfg.loop,
-                    schedule=cfg.optim,
                     texts=texts,
                     responses=cfg.answering,
                     source=source,
-                    validation=validation,
                     hidden_states=hidden_states,
-                    tracker=tracker,
                 )
                 if parts.checksum() != before:
                     raise RuntimeError(
@@ -305,21 +301,17 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
 def trained_in_rounds(
     learner: Learner,
     rounds: RoundsConfig,
-    cfg: LoopConfig,
-    schedule: OptimConfig,
     texts: RunDocuments,
     responses: ResponsesConfig,
     source: BatchSource,
-    validation: BatchSource,
     hidden_states: RunHiddenStates,
-    tracker: Tracker,
 ) -> Training:
-    """Train in so many rounds of `cfg.epochs` each, and write the best draft to the run's `best`.
-    The first round reads the rows of `source`; with on-policy training, every round trains on
-    documents of its own."""
+    """Train in rounds, each of which takes a part of the learner's epochs; the best draft goes to
+    the run's `best`. The first round reads the rows of `source`; with on-policy training, every
+    round trains on documents of its own."""
     folder, progress = learner.folder, hidden_states.progress
     on_policy, drafter = rounds.data == "on_policy", learner.forcing.drafter
-    whole = replace(cfg, epochs=cfg.epochs * rounds.count)
+    each = learner.cfg.epochs // rounds.count
     for number in range(rounds.count):
         if number and learner.ended:
             break
@@ -341,9 +333,8 @@ def trained_in_rounds(
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             console.print(str(cut_responses(documents, learner.parts.eos, responses)))
             (source,) = hidden_states.sources(drafter, [documents])
-        epochs = range(number * cfg.epochs, (number + 1) * cfg.epochs)
-        loop.train(learner, source, validation, whole, schedule, epochs, tracker, progress)
-    loop.finish(learner, validation, whole, tracker)
+        loop.train(learner, source, range(number * each, (number + 1) * each), progress)
+    loop.finish(learner)
     training = loop.trained(learner)
     console.print(
         f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "
