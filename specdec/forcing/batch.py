@@ -31,14 +31,6 @@ class OnTrajectory:
     final_NKD: Tensor
     summary: Summary  # each [N, K]
 
-    def drafted_BTK(self, like_BT: Tensor) -> Tensor:
-        """The drafted tokens at each position of the batch; -1 where no round began."""
-        table = self.drafted_NK.new_full((like_BT.numel(), self.drafted_NK.shape[1]), -1)
-        drafted: Tensor = table.index_copy(0, self.place_N, self.drafted_NK).unflatten(
-            0, like_BT.shape
-        )
-        return drafted
-
 
 @dataclass
 class Batch:
@@ -52,13 +44,22 @@ class Batch:
         None  # a decoder's rounds, whose anchors and drafts are then read
     )
 
+    @property
+    def drafted_BTK(self) -> Tensor | None:
+        """The tokens drafted at each position, -1 where no speculation step began; None if none
+        were `visited`."""
+        if (visited := self.visited) is None:
+            return None
+        table = visited.drafted_NK.new_full((self.mask_BT.numel(), visited.drafted_NK.shape[1]), -1)
+        drafted: Tensor = table.index_copy(0, visited.place_N, visited.drafted_NK)
+        return drafted.unflatten(0, self.mask_BT.shape)
+
     def anchors(self, depth: int, per: str) -> Anchors:
         """All valid positions; if rounds were `visited`, only those where one started. See
         `anchors_of`."""
         position_BT, document_BT = self.ctx.documents()
-        drafted = None if self.visited is None else self.visited.drafted_BTK(self.mask_BT)
         text = self.mask_BT, document_BT, position_BT
-        return anchors_of(*text, depth, per=per, drafted_BTK=drafted)
+        return anchors_of(*text, depth, per=per, drafted_BTK=self.drafted_BTK)
 
 
 def summarise(

@@ -196,11 +196,12 @@ class TeacherForcing(nn.Module):
         # The draft runs at all anchors at once; the reference, if there is one, at the same ones.
         chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
         chosen = chosen.rounded().to(batch.mask_BT.device)
-        hidden_NKD, reference_NKD = self._hidden(drafter, batch, chosen, moment), None
+        grid = chosen.grid(len(batch.mask_BT))
+        hidden_NKD, reference_NKD = self._hidden(drafter, batch, chosen, grid, moment), None
         if reference is not None:
             assert isinstance(reference, Predictor)
             with torch.no_grad():
-                reference_NKD = self._hidden(reference, batch, chosen)
+                reference_NKD = self._hidden(reference, batch, chosen, grid)
 
         # Logits over the vocabulary, and the loss, are made chunk by chunk.
         decays = [self.objective.weight(k) for k in range(depth)]
@@ -411,10 +412,7 @@ class TeacherForcing(nn.Module):
         self, batch: Batch, more: MoreColumns | None, depth: int | None
     ) -> AcceptanceTable:
         anchors = batch.anchors(depth or self.drafter.depth, "token")
-        copied_NK, hidden_NKD = self._copied(batch, anchors)
-        if copied_NK is None:
-            assert isinstance(self.drafter, Predictor)
-            hidden_NKD = self._hidden(self.drafter, batch, anchors)
+        copied_NK, hidden_NKD = self._drafted(batch, anchors)
         measured = []
         for rows in slices(hidden_NKD, self.objective.chunk):
             columns = self.target_columns(batch, anchors, rows)
@@ -431,16 +429,18 @@ class TeacherForcing(nn.Module):
         drafter: Predictor,
         batch: Batch,
         anchors: Anchors,
+        grid: tuple[Tensor, Tensor],
         moment: TrainingMoment | None = None,
     ) -> Tensor:
         """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
         a `moment`; or, at visited anchors, given the tokens that were drafted there. In training, a
-        drafter with `separate_heads` gives what these read in place of hidden states."""
-        at_BA, column_N = anchors.grid(len(batch.mask_BT))
+        drafter with `separate_heads` gives what these read in place of hidden states. `grid` is
+        `Anchors.grid`."""
+        (at_BA, column_N), drafted_BTK = grid, batch.drafted_BTK
         if moment is not None and isinstance(drafter, Trainable) and drafter.separate_heads:
             hidden_BAKD = drafter.read_by_heads(batch.ctx, at_BA)
-        elif batch.visited is not None:
-            drafted_BTK = batch.visited.drafted_BTK(batch.mask_BT)[..., :-1].clamp_min(0)
+        elif drafted_BTK is not None:
+            drafted_BTK = drafted_BTK[..., :-1].clamp_min(0)
             hidden_BAKD = drafter.hidden(batch.ctx, at_BA, entries(drafted_BTK, at_BA))
         elif moment is not None:
             counted_BAK = anchors.valid_NK.new_zeros(*at_BA.shape, anchors.valid_NK.shape[1])
@@ -454,14 +454,16 @@ class TeacherForcing(nn.Module):
             hidden_BAKD = drafter.hidden(batch.ctx, at_BA, deeper)
         return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
-    def _copied(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
-        """The ids [N, K] that the drafter copies, None if it does not copy, and the hidden states
-        [N, K, D] of its head, if it has one, given the text's own tokens."""
+    def _drafted(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
+        """The ids [N, K] that the drafter copies, None if it does not copy, and its hidden states
+        [N, K, D] or, if it copies, those of its head, if it has one, given the text's own
+        tokens."""
         drafter, (N, K) = self.drafter, anchors.weight_NK.shape
-        hidden_NKD = batch.final_BTD.new_zeros(N, K, 0)
+        at_BA, column_N = grid = anchors.grid(len(batch.mask_BT))
         if not drafter.copies:
-            return None, hidden_NKD
-        at_BA, column_N = anchors.grid(len(batch.mask_BT))
+            assert isinstance(drafter, Predictor)
+            return None, self._hidden(drafter, batch, anchors, grid)
+        hidden_NKD = batch.final_BTD.new_zeros(N, K, 0)
         if (with_head := drafter.copying_head) is not None:
             head, depth = with_head[0], min(K, with_head[1])
             assert isinstance(head, Predictor)
