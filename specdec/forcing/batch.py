@@ -51,8 +51,9 @@ class Batch:
         if (visited := self.visited) is None:
             return None
         table = visited.drafted_NK.new_full((self.mask_BT.numel(), visited.drafted_NK.shape[1]), -1)
-        drafted: Tensor = table.index_copy(0, visited.place_N, visited.drafted_NK)
-        return drafted.unflatten(0, self.mask_BT.shape)
+        table = table.index_copy(0, visited.place_N, visited.drafted_NK)
+        drafted: Tensor = table.unflatten(0, self.mask_BT.shape)
+        return drafted
 
     def anchors(self, depth: int, per: str) -> Anchors:
         """All valid positions; if rounds were `visited`, only those where one started. See
