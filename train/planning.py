@@ -477,14 +477,13 @@ class RunPlan:
 
     def __str__(self) -> str:
         f, n, t = self.facts, self.cfg.planning.devices, self.facts.target
-        of_draft = "it has no weights that could be counted without those of the target"
+        of_draft = "no weights that can be counted without those of the target"
         if f.draft is not None:
             of_draft = f"{_count(f.draft.weights)} weights, {_count(f.draft.trained)} are trained"
         how = "an estimate from the data sheet: nobody has measured it"
         if f.device.name == "this machine":
             how = "estimated from matrix products here"
         how = "from steps measured here" if f.measured else how
-        limit = self.cfg.budget.minutes
         return "\n".join(
             [
                 f"target {t.title}: {_count(t.weights)} weights ({_count(int(t.active))} for a "
@@ -502,7 +501,6 @@ class RunPlan:
                 *self.advice(),
                 f"time ({how}): {hours(self.seconds)} on {n} {'device' if n == 1 else 'devices'}"
                 f" = {n * self.seconds / 3600:,.1f} device-hours"
-                f"{f', of which budget.minutes={limit:g} allows {limit:g}' if limit else ''}"
                 f"{'; responses of engines are not counted' if self.cfg.answering.engines else ''}",
                 f"gain ({how}), if a share α = {self.cfg.planning.alpha:g} of the drafts is "
                 f"accepted:{'' if f.costs else ' unknown until the draft is made'}",

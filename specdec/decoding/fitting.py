@@ -16,16 +16,20 @@ ACTIVATIONS = 24  # tensors of the model's width that a layer holds for each tok
 
 
 @torch.inference_mode()
-def rows_that_fit(target: Target, prompt: Sequence[int], new: int) -> int | None:
+def rows_that_fit(
+    target: Target, prompt: Sequence[int], new: int, needs: FeatureSpec
+) -> int | None:
     """How many prompts as long as this one can be answered at once with `new` tokens each, at least
     1; None where the free memory is not known. The KV cache of the prompt is measured, so it is
-    that of the target at hand, whatever its attention keeps; the rest is estimated."""
+    that of the target at hand, whatever its attention keeps; the rest is estimated. The hidden
+    states that `needs` names are kept for every token."""
     if (free := free_bytes(target.device)) is None:
         return None
     cache = target.new_cache()
     prefill(target, [prompt], FeatureSpec(), cache)
     states = cache.states.nbytes  # of the same size for a text of any length
     by_token = (cache.nbytes - states) / max(1, cache.capacity)
+    by_token += (len(needs.layers) + needs.final_hidden) * target.width * target.dtype.itemsize
     kept = (by_token * (len(prompt) + new) + states) * GROWTH
     logits = LOGITS * 4 * target.vocab_size
     read = ACTIVATIONS * target.width * target.dtype.itemsize * len(prompt)

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+from specdec.context import FeatureSpec
 from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.fitting import rows_that_fit
@@ -137,14 +138,17 @@ def _a_round(batch: Sequence[Generation]) -> float:
     return max(g.seconds for g in batch) / max(1, sum(len(g.rounds) for g in batch))
 
 
-def counting(setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]]) -> int:
+def counting(
+    setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]], needs: FeatureSpec
+) -> int:
     """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
-    many as fit into the memory that is free in every process. If all are timed: `cfg.batch`."""
+    many as fit into the memory that is free in every process, with the hidden states that the draft
+    `needs`. If all are timed: `cfg.batch`."""
     if len(prompts) <= cfg.timed_prompts:
         return cfg.batch
     longest = max(prompts, key=len)
     fitting = setup.ranks.shared(
         range(setup.ranks.world),
-        lambda _: rows_that_fit(setup.target, longest, setup.max_new_tokens),
+        lambda _: rows_that_fit(setup.target, longest, setup.max_new_tokens, needs),
     )
     return min(cfg.counting, *(n for n in fitting if n is not None), cfg.counting)

@@ -125,7 +125,7 @@ def evaluate(
     if (also := subject.also) is not None:  # its chains have the length that it was built for
         own = replace(cfg, gamma=cfg.gamma if cfg.tree else None, fastest=False)
         ways.append((also.config.name, also, own))
-    together = counting(setup, cfg, asked)
+    together = counting(setup, cfg, asked, drafter.needs)
     measured: dict[str, list[Measured]] = {title: [] for title, _, _ in ways}
     known: dict[tuple[Drafter, str], Costs] = {}
     progress = progress or bars(console, shown=False)

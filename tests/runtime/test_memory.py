@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from specdec.context import FeatureSpec
 from specdec.decoding import fitting
 from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
@@ -115,17 +116,21 @@ def test_free_memory_is_what_the_machine_or_its_container_leaves(
 def test_rows_that_fit_are_counted_from_the_cache_of_the_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Keys and values of 2 layers of 2 heads of 8 numbers, 4 bytes each: 256 bytes a position."""
+    """Keys and values of 2 layers of 2 heads of 8 numbers, 4 bytes each: 256 bytes a position.
+    Three hidden states are 3 · 32 · 4 bytes a position."""
     target = random_target(architectures(vocab=50, layers=2)["llama"])
     prompt, new = [*range(10)], 30
-    kept = 256 * (10 + 30) * 2
-    row = kept + 4 * 4 * 50 + 24 * 32 * 4 * 10
-    monkeypatch.setattr(fitting, "free_bytes", lambda _: 10 * row)
-    assert fitting.rows_that_fit(target, prompt, new) == 8  # four fifths
-    monkeypatch.setattr(fitting, "free_bytes", lambda _: 1)
-    assert fitting.rows_that_fit(target, prompt, new) == 1
-    monkeypatch.setattr(fitting, "free_bytes", lambda _: None)
-    assert fitting.rows_that_fit(target, prompt, new) is None
+    for needs, states in ((FeatureSpec(), 0), (FeatureSpec((1, 2), final_hidden=True), 3)):
+        kept = (256 + states * 32 * 4) * (10 + 30) * 2
+        row = kept + 4 * 4 * 50 + 24 * 32 * 4 * 10
+        monkeypatch.setattr(fitting, "free_bytes", lambda _, row=row: 10 * row)
+        assert fitting.rows_that_fit(target, prompt, new, needs) == 8  # four fifths
+        monkeypatch.setattr(fitting, "free_bytes", lambda _, row=row: 12.49 * row)
+        assert fitting.rows_that_fit(target, prompt, new, needs) == 9
+        monkeypatch.setattr(fitting, "free_bytes", lambda _: 1)
+        assert fitting.rows_that_fit(target, prompt, new, needs) == 1
+        monkeypatch.setattr(fitting, "free_bytes", lambda _: None)
+        assert fitting.rows_that_fit(target, prompt, new, needs) is None
 
 
 @pytest.mark.parametrize("kind", ["free memory", "an error"])

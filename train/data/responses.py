@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.progress import Progress
 
+from specdec.context import FeatureSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.draft_answers import draft_answers
 from specdec.decoding.fitting import rows_that_fit
@@ -120,7 +121,8 @@ def documents_with_responses(
     by_draft = author is not None and author.rule is None
     size, refills = cfg.at_once(), False
     if not by_draft and not known >= asked.keys():
-        size = _fitting(target.whole(), asked, cfg, ranks)
+        needs = FeatureSpec() if keep is None else FeatureSpec(keep.kind.layers, final_hidden=True)
+        size = _fitting(target.whole(), asked, cfg, ranks, needs)
         refills = author is None and target.whole().refills
     share = None if author else shard_of("answers.shard", cfg.shard)
     whole = cfg.at_once() if share else size
@@ -224,13 +226,17 @@ def documents_with_responses(
 
 
 def _fitting(
-    target: Target, asked: Mapping[str, Sequence[int]], cfg: ResponsesConfig, ranks: Ranks
+    target: Target,
+    asked: Mapping[str, Sequence[int]],
+    cfg: ResponsesConfig,
+    ranks: Ranks,
+    needs: FeatureSpec,
 ) -> int:
     """How many prompts to answer at once: as many as `cfg` says, or as fit into the memory that is
     free in every process. Says so if these are fewer."""
     longest = max(asked.values(), key=len)
     fitting = ranks.shared(
-        range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.max_new_tokens)
+        range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.max_new_tokens, needs)
     )
     usual = cfg.at_once(target.device.type != "cpu")
     size = min(usual, *(n for n in fitting if n is not None), usual)
