@@ -1,5 +1,5 @@
 #!/bin/bash
-# A job of Slurm that trains on two nodes of 8 GPUs each, once answers and features are there (see
+# A job of Slurm that trains on two nodes of 8 GPUs each, once responses and hidden states are there (see
 # docs/scale.md): sbatch examples/slurm.sh target=model target.path=… data=conversations data.path=…
 #SBATCH --job-name=draftsmith
 #SBATCH --nodes=2

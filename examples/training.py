@@ -18,7 +18,7 @@ QUICK = ["experiment=quickstart", "budget.minutes=5", "name=example"]
 
 
 def main(settings: Sequence[str]) -> None:
-    register()  # makes every drafter and objective known by name
+    register()  # makes every drafter and loss known by name
     config = composed([*QUICK, *settings])  # a typed `train.run_config.Config`, checked
     folder = Path("runs") / config.name
     run(config, folder)  # an interrupted run is continued

@@ -137,7 +137,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     words = "of both models: auto, bfloat16, float32 or float16"
     option("--dtype", default=TargetConfig.dtype, help=words)
     add_placing(parser)
-    add_setting(parser, "max_new_tokens", "tokens of an answer, at most")
+    add_setting(parser, "max_new_tokens", "tokens of a response, at most")
     option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
     add_setting(parser, "top_p", "keep the likeliest tokens up to this share")
     add_setting(parser, "top_k", "keep this many of the likeliest tokens; 0: all")

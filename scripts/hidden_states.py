@@ -1,4 +1,5 @@
-"""The connector by which vLLM writes the target's hidden states to files, for `features.from=`.
+"""The connector by which vLLM writes the target's hidden states to files, for
+`hidden_states.from=`.
 
 It runs inside vLLM, which `scripts/serve` starts with it, so it imports nothing from the project.
 vLLM's own connector (ExampleHiddenStatesConnector, version 0.32) copies the states through streams

@@ -87,8 +87,8 @@ def serve(
         say({"seconds": seconds, "ids": list(out[0].outputs[0].token_ids), **drafted})
 
 
-def say(answer: Mapping[str, object]) -> None:
-    print("@" + json.dumps(answer), flush=True)
+def say(response: Mapping[str, object]) -> None:
+    print("@" + json.dumps(response), flush=True)
 
 
 def counts(engine: Any) -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class FeatureSpec:
+class HiddenStateSpec:
     """What a drafter reads of the target. Layer k, from 1 to L, is the residual stream after k
     layers, as Hugging Face's `hidden_states[k]`; layer L is the stream before the final norm."""
 
@@ -19,9 +19,10 @@ class FeatureSpec:
 
 @dataclass
 class Context:
-    """Tokens and the target's features of them. A reader at anchor a uses only features before a.
-    While decoding, row b's `lengths[b]` tokens end with its anchor, its features one position
-    before; padding follows. In training (`lengths` is None) both cover all of a packed row."""
+    """Tokens and the target's hidden states of them. A reader at anchor a uses only hidden states
+    before a. While decoding, row b's `lengths[b]` tokens end with its anchor, its hidden states one
+    position before; padding follows. In training (`lengths` is None) both cover all of a packed
+    row."""
 
     ids_BT: Tensor
     layers_BTF: Tensor | None = None  # the layers of a `FeatureSpec`, concatenated in their order
@@ -42,12 +43,12 @@ class Context:
             document_BT = (position_BT == 0).cumsum(1) - 1
         return position_BT, document_BT
 
-    def features(self, needs: FeatureSpec) -> Tensor:
-        """The target's features that a drafter with these needs reads [B, T, F]: layers, or the
-        final state."""
-        features = self.layers_BTF if needs.layers else self.final_BTD
-        assert features is not None
-        return features
+    def hidden_states(self, needs: HiddenStateSpec) -> Tensor:
+        """The target's hidden states that a drafter with these needs reads [B, T, F]: layers, or
+        the final state."""
+        hidden_states = self.layers_BTF if needs.layers else self.final_BTD
+        assert hidden_states is not None
+        return hidden_states
 
     def counts(self) -> list[int]:
         return self.lengths or [self.ids_BT.shape[1]] * len(self.ids_BT)
@@ -60,9 +61,9 @@ class Context:
 
 @dataclass(frozen=True)
 class KnownAnchors:
-    """Anchors of texts that the target has read: the tokens and features of the texts, and the
+    """Anchors of texts that the target has read: the tokens and hidden states of the texts, and the
     target's final states, which say what it predicts next. After every anchor, the text has at
-    least as many more tokens as the drafter asks for (`Trainable.regressed`)."""
+    least as many more tokens as the drafter asks for (`Trainable.closed_form_depths`)."""
 
     ctx: Context
     final_BTD: Tensor
@@ -84,7 +85,7 @@ class KnownAnchors:
 
 @dataclass(frozen=True)
 class TrainingMoment:
-    """How far a run has come at a training pass, for families and objectives that change over
+    """How far a run has come at a training pass, for families and losses that change over
     a run, and which results of the pass count."""
 
     progress: float = 0.0  # share of the run's steps done so far
@@ -120,7 +121,7 @@ class Proposal:
 
     The target reads the anchor and the nodes as one block of M = G + 1 *places*: the anchor at
     place 0 and node i at place i + 1; scouts, if any, follow. The outputs of that pass (logits,
-    features and cache slots) are indexed by place.
+    hidden states and cache slots) are indexed by place.
     """
 
     tokens_BG: Tensor

@@ -1,9 +1,9 @@
 """Processes that work together: what the first does alone, and what they share out.
 
 All of them run the same code and go on with the same results. What does not depend on who makes it
-(answers, acceptance, texts) is shared out, and all get the union, in order. Times do depend on it:
-processes of one machine that compute at the same time slow each other down. So the first process
-alone measures time, by its own clock, while the others wait, idle.
+(responses, acceptance, texts) is shared out, and all get the union, in order. Times do depend on
+it: processes of one machine that compute at the same time slow each other down. So the first
+process alone measures time, by its own clock, while the others wait, idle.
 
 If the processes hold one target together (specdec/targets/tensor_parallel.py), they are a team: the
 first then does all work that is shared out otherwise, and the others compute their parts of its

@@ -1,7 +1,7 @@
 """Text that a terminal only shows.
 
 What a model writes, and the name or contents of a file, may hold control characters: an escape
-sequence recolours or clears the screen, retitles the window or answers for the user, a carriage
+sequence recolours or clears the screen, retitles the window or responses for the user, a carriage
 return overwrites what was said before, and a change of direction reorders it. Whatever is printed
 goes through `plain`. A sequence is disarmed one character at a time, so it does not matter how a
 stream divides it.

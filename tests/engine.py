@@ -1,8 +1,8 @@
 """A small server in the test's own process that behaves like vLLM's.
 
-It serves a target by our decoder. `faults` spoil its answers: each is called with the number of the
-request, from 0, and the reply, and returns the reply to send, an HTTP status instead of a reply, or
-None to break the connection off.
+It serves a target by our decoder. `faults` spoil its responses: each is called with the number of
+the request, from 0, and the reply, and returns the reply to send, an HTTP status instead of a
+reply, or None to break the connection off.
 """
 
 import json
@@ -19,7 +19,7 @@ from uuid import uuid4
 import torch
 from safetensors.torch import save_file
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.engines.vllm import FOLDER_MARK, MARK
@@ -96,13 +96,13 @@ class FakeEngine:
         return [tuple(body["prompt"]) for body in self.asked]
 
     def get(self, path: str) -> Any:
-        answers = {"/v1/models": {"data": self.models}, "/version": {"version": "0.0"}}
+        responses = {"/v1/models": {"data": self.models}, "/version": {"version": "0.0"}}
         if path == "/metrics" and self.drafts is not None:
             return "".join(
                 f"# TYPE {name} counter\nvllm:spec_decode_num_{name} {float(count)}\n"
                 for name, count in self.counts.items()
             )
-        return answers.get(path, 404)
+        return responses.get(path, 404)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         if path != ("/completion" if self.toy else "/v1/completions"):
@@ -117,7 +117,7 @@ class FakeEngine:
         prompt, limit = body["prompt"], body["max_tokens"]
         sampler = Sampler(body["temperature"], max(0, body["top_k"]), body["top_p"])
         eos = tuple(body.get("stop_token_ids", ()))
-        (answer,) = decode(
+        (response,) = decode(
             self.target,
             [prompt],
             replace(self.drafts or Way(), sampler=sampler),
@@ -125,24 +125,24 @@ class FakeEngine:
             eos=eos,
             seeds=[body["seed"]],
         )
-        for drafted in answer.rounds if self.drafts else ():
+        for drafted in response.rounds if self.drafts else ():
             self.counts[f"drafts_total{OF_ENGINE}}}"] += 1
             self.counts[f"accepted_tokens_total{OF_ENGINE}}}"] += drafted.accepted
             for k in range(drafted.drafted):
                 at = f'accepted_tokens_per_pos_total{OF_ENGINE},position="{k}"}}'
                 self.counts[at] += drafted.accepted > k
-        ended = answer.ids[-1] in eos
+        ended = response.ids[-1] in eos
         choice = {
             "index": 0,
-            "text": self.target.tokenizer.decode(answer.ids[:-1] if ended else answer.ids),
+            "text": self.target.tokenizer.decode(response.ids[:-1] if ended else response.ids),
             "finish_reason": "stop" if ended else "length",
         }
         if body.get("return_token_ids"):
-            choice |= {"token_ids": answer.ids, "prompt_token_ids": prompt}
+            choice |= {"token_ids": response.ids, "prompt_token_ids": prompt}
         reply = {"object": "text_completion", "model": "tiny", "choices": [choice]}
         if self.drafts is not None and self.per_request:
             assert self.drafts.shape is not None
-            rounds, gamma = answer.rounds, self.drafts.shape.depth
+            rounds, gamma = response.rounds, self.drafts.shape.depth
             accepted, drafted = (
                 sum(getattr(r, x) for r in rounds) for x in ("accepted", "drafted")
             )
@@ -162,7 +162,7 @@ class FakeEngine:
             }
         asked = body.get("kv_transfer_params")
         if self.states is not None and asked is not None:
-            text = [*prompt, *answer.ids][:-1] if asked.get("include_output_tokens") else prompt
+            text = [*prompt, *response.ids][:-1] if asked.get("include_output_tokens") else prompt
             reply["kv_transfer_params"] = self.written(text)
         return reply
 
@@ -178,10 +178,12 @@ class FakeEngine:
 
     @torch.no_grad()
     def written(self, ids: Sequence[int]) -> dict[str, Any]:
-        """What scripts/hidden_states.py answers, once it has written the states of a text."""
+        """What scripts/hidden_states.py responses, once it has written the states of a text."""
         assert self.states is not None
-        needs = FeatureSpec(tuple(self.layers))
-        ctx, _ = self.target.features(torch.tensor([list(ids)], device=self.target.device), needs)
+        needs = HiddenStateSpec(tuple(self.layers))
+        ctx, _ = self.target.hidden_states(
+            torch.tensor([list(ids)], device=self.target.device), needs
+        )
         assert ctx.layers_BTF is not None
         states = ctx.layers_BTF[0].unflatten(-1, (len(self.layers), -1)).cpu().contiguous()
         (self.states / FOLDER_MARK).touch()

@@ -25,10 +25,10 @@ from train.tracking import Tracker
 
 PLACES: dict[str, tuple[Any, str]] = {
     "answer": (responses, "decode"),
-    "answer_file": (responses, "write_whole"),
-    "features": (filling, "fill_from_batches"),
-    "feature_row": (OnlineBatches, "batch"),
-    "feature_file": (HiddenStateStore, "add_documents"),
+    "response_file": (responses, "write_whole"),
+    "hidden_states": (filling, "fill_from_batches"),
+    "hidden_state_row": (OnlineBatches, "batch"),
+    "hidden_state_file": (HiddenStateStore, "add_documents"),
     "rewind": (Tracker, "rewind"),
     "lr": (optim, "learning_rate"),
     "log": (Tracker, "log"),

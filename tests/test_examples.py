@@ -20,7 +20,7 @@ from tests.told import require_one_line
 
 EXAMPLES = REPOSITORY / "examples"
 QUICK = ["budget.minutes=null", "loop.epochs=1", "decode.temperatures=[0]", "decode.prompts=1"]
-QUICK += ["decode.fastest=false", "also=null", "export=null"]  # tried elsewhere
+QUICK += ["decode.fastest=false", "combine_with=null", "export=null"]  # tried elsewhere
 
 
 def output_of(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
@@ -72,7 +72,7 @@ def test_a_draft_is_trained_and_decoded_with(
 
     said = output_of("decoding", [str(draft), "we go home", "why"], monkeypatch)
     assert said.startswith("> we go home\n") and "\n> why\n" in said
-    assert "2 of 2 answers are those of plain decoding" in said
+    assert "2 of 2 responses are those of plain decoding" in said
 
 
 def test_a_family_is_trained(

@@ -184,7 +184,7 @@ def hostile_results(text: str) -> Results:
         for title, drafter in (("fastest", text), (text, text))
         for at in ats
     ]
-    named |= {"learned_on": text, "draft": text, "also": text}
+    named |= {"learned_on": text, "draft": text, "combined": text}
     one = replace(base, **named, machine=machine, measured=ats)
     return replace(one, training=training)
 
@@ -339,8 +339,8 @@ def test_a_table_of_samples_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tables = [table for entry in logged for table in entry.values()]
     assert tables
     for table in tables:
-        for prompt, answer, _ in table.data:
-            assert controls(prompt + answer) == set()
+        for prompt, response, _ in table.data:
+            assert controls(prompt + response) == set()
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
     ("specdec.theory",),
     ("specdec.targets",),
     ("specdec.drafters",),
-    ("specdec.objectives",),
+    ("specdec.losses",),
     ("specdec.forcing",),
     ("specdec.formats",),
     ("specdec.decoding",),

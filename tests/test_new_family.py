@@ -54,7 +54,7 @@ def test_it_is_trained_measured_decoded_and_reported(
     target = load_target(tiny.config().target)
     drafter, prompts = load_draft(tmp_path / "best", target), [[5, 9, 30], [7, 8]]
     plain = decode(target, prompts, max_new_tokens=24, eos=())
-    with torch.no_grad():  # whatever it learned, it now knows what followed a token in an answer
+    with torch.no_grad():  # whatever it learned, it now knows what followed a token in a response
         head = drafter.head.weight.div_(drafter.head.weight.norm(dim=-1, keepdim=True))
         for before, after in pairwise(plain[0].ids):
             drafter.embedding.weight[before] = 10 * head[after]
@@ -65,4 +65,4 @@ def test_it_is_trained_measured_decoded_and_reported(
     sampled = decode(
         target, prompts, Way(drafter, sampler=Sampler(temperature=1.0)), max_new_tokens=8
     )
-    assert all(answer.ids for answer in sampled)
+    assert all(response.ids for response in sampled)

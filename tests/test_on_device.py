@@ -17,9 +17,9 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats.draft_export import layout_names
-from specdec.objectives import chunked
-from specdec.objectives.losses import TERMS, LossInputs
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses import chunked
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LOSS_TERMS, LossInputs
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.target import Target
@@ -78,7 +78,7 @@ def test_an_estimate_of_acceptance_is_trained_under_autocast() -> None:
         log_p, log_q, anything, anything, valid, log_q, log_q, log_q, confidence=half
     )
     with torch.autocast(NAME, torch.bfloat16):
-        loss = TERMS["confidence"](piece)
+        loss = LOSS_TERMS["confidence"](piece)
     assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
     loss.sum().backward()  # ∂/∂c = (c - β) / (c (1 - c)) with β = ½ + ¼
     assert half.grad is not None and half.grad.item() == pytest.approx(-1, rel=1e-6)
@@ -116,7 +116,7 @@ def target() -> Target:
 def test_the_host_never_waits_within_a_pass_of_training(
     target: Target, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, in chunks within chunks, with an objective that has rare cases: only in
+    """Forward and backward, in chunks within chunks, with a loss that has rare cases: only in
     the family's own pass, and never because there are more chunks. Lists that a family uploads,
     which waits too, are not more either."""
     monkeypatch.setattr(chunked, "AT_ONCE_ON_GPU", 300)
@@ -126,7 +126,7 @@ def test_the_host_never_waits_within_a_pass_of_training(
     row = batch.mask_BT[0].cpu(), torch.zeros(40, dtype=torch.int32), torch.arange(40)
     counts = []
     for chunk in (4, 64):
-        forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=chunk))
+        forcing = TeacherForcing(drafter, target, sampler, LossConfig(chunk=chunk))
         chosen = forcing.anchors(*(x.cpu().numpy() for x in row), seed=0)
         with counted() as waits:
             loss, _ = forcing(batch, [chosen], TrainingMoment(0.5, [0]))
@@ -203,7 +203,9 @@ def test_buffers_that_a_graph_writes_are_marked_as_staying(target: Target) -> No
     for capacity in (None, 256):
         cache = target.new_cache(capacity)
         with torch.inference_mode():
-            target.features(ids.expand(2, -1), make_drafter("eagle3", target).needs, cache=cache)
+            target.hidden_states(
+                ids.expand(2, -1), make_drafter("eagle3", target).needs, cache=cache
+            )
             cache.commit([ids.shape[1]] * 2)
             marks.append([_marked(layer.keys) for layer in cache.slot_layers])
             cache.select([1])

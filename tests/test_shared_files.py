@@ -25,7 +25,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.errors import Unreadable, UserError
 from specdec.files import new_file, read_json, recover, remove_abandoned, replaced, write_json
 from specdec.sampling.sampler import Sampler
@@ -35,7 +35,7 @@ from tests.tiny import REPOSITORY, Tiny, compose
 from train.data.conversations import SourceConfig
 from train.data.sequences import Document
 from train.folder import locked
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore
+from train.hidden_states.store import HiddenStatesConfig, HiddenStateStore
 from train.run_config import PATHS, expand_home
 
 NOBODY = 65534
@@ -97,25 +97,29 @@ def open_folder(tmp_path: Path) -> Path:
 
 def store_in(tiny: Tiny, folder: Path) -> HiddenStateStore:
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    return HiddenStateStore(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
+    return HiddenStateStore(
+        HiddenStatesConfig(path=str(folder)), target, HiddenStateSpec((1,)), Sampler()
+    )
 
 
 def filled(tiny: Tiny, folder: Path) -> tuple[HiddenStateStore, Any]:
     """A store with one document, and that document's ids."""
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    store = HiddenStateStore(FeaturesConfig(path=str(folder)), target, FeatureSpec((1,)), Sampler())
+    store = HiddenStateStore(
+        HiddenStatesConfig(path=str(folder)), target, HiddenStateSpec((1,)), Sampler()
+    )
     store.prepare(8)
     document = Document("x", torch.arange(1, 9).int().numpy(), torch.ones(8).bool().numpy())
     with torch.no_grad():
         ids = torch.from_numpy(document.ids).long()[None]
-        ctx, final = target.features(ids, FeatureSpec((1,)))
+        ctx, final = target.hidden_states(ids, HiddenStateSpec((1,)))
     store.hold_document(document.ids.tolist(), final, ctx.layers_BTF, target)
     store.write()
     store.refresh()
     return store, document.ids
 
 
-def test_another_user_s_features_are_skipped_and_stay(
+def test_another_user_s_hidden_states_are_skipped_and_stay(
     tiny: Tiny, open_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Reported as damaged, and deleted, before."""
@@ -156,7 +160,7 @@ def test_a_damaged_file_is_put_aside_and_not_deleted(tiny: Tiny, open_folder: Pa
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
-def test_features_follow_the_umask(tiny: Tiny, open_folder: Path, umask: int) -> None:
+def test_hidden_states_follow_the_umask(tiny: Tiny, open_folder: Path, umask: int) -> None:
     """safetensors gives its files mode 0600 whatever the umask."""
     before = os.umask(umask)
     try:
@@ -292,7 +296,7 @@ def test_new_files_appear_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["x.safetensors", "y"]
 
 
-def test_the_room_for_features_of_responses_is_announced_and_checked(
+def test_the_room_for_hidden_states_of_responses_is_announced_and_checked(
     tiny: Tiny,
     open_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -311,16 +315,18 @@ def test_the_room_for_features_of_responses_is_announced_and_checked(
 
     assert "may become full" not in prepared(most)
     assert "may become full" in prepared(most - 1)
-    with pytest.raises(UserError, match=r"features\.root"):
+    with pytest.raises(UserError, match=r"hidden_states\.root"):
         prepared(least - 1)
 
 
 def test_home_is_written_for_a_tilde_in_every_path(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`answers.root=~/x` made a folder named ~."""
+    """`responses.root=~/x` made a folder named ~."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert compose(tiny.overrides("eagle3", "answers.root=~/x")).answers.root == str(tmp_path / "x")
+    assert compose(tiny.overrides("eagle3", "responses.root=~/x")).responses.root == str(
+        tmp_path / "x"
+    )
     cfg = tiny.config()
     cfg.data.sources = [SourceConfig("~/a")]
     settings = [key.split(".") for key in PATHS if not key.startswith("drafter.")]

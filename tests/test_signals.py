@@ -289,12 +289,12 @@ TERMINATED_WITHIN = """
 import os, runpy, signal
 import train.held_out
 
-def answers(*given, before=train.held_out.acceptance_by_response, sent=[]):
+def responses(*given, before=train.held_out.acceptance_by_response, sent=[]):
     if os.environ["RANK"] == "1" and not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
     return before(*given)
 
-train.held_out.acceptance_by_response = answers
+train.held_out.acceptance_by_response = responses
 runpy.run_path("train.py", run_name="__main__")
 """
 

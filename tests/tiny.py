@@ -38,12 +38,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.lm import LMConfig
 from specdec.forcing import batch
 from specdec.forcing.batch import Batch
-from specdec.objectives.losses import TERMS
+from specdec.losses.loss_terms import LOSS_TERMS
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target import Target
 from tests.device import DEVICE
@@ -196,7 +196,7 @@ def architectures(
 
 
 def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
-    """A float32 target without a tokenizer that never ends an answer by itself."""
+    """A float32 target without a tokenizer that never ends a response by itself."""
     torch.manual_seed(seed)
     attention = "eager" if config.model_type == "gemma2" else "sdpa"
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).float()
@@ -232,7 +232,7 @@ def lm(target: Target, noise: float = 0.1) -> Drafter:
 
 def batch_of(
     target: Target,
-    needs: FeatureSpec,
+    needs: HiddenStateSpec,
     sampler: Sampler,
     ids: Sequence[Sequence[int]],
     masks: Sequence[Sequence[bool]],
@@ -335,14 +335,14 @@ class Tiny:
             f"target.cache={self.root / 'targets'}",
             "data=conversations",
             f"data.path={self.data}",
-            "data.answers=data",
+            "data.responses=data",
             "data.max_length=128",
             "data.max_prompt=64",
             "data.held_out=0.2",
-            f"answers.root={self.root / 'answers'}",
-            "answers.max_new_tokens=12",
-            "answers.batch=16",
-            f"features.root={self.root / 'features'}",
+            f"responses.root={self.root / 'responses'}",
+            "responses.max_new_tokens=12",
+            "responses.batch=16",
+            f"hidden_states.root={self.root / 'hidden_states'}",
             f"drafter={drafter}",
             *DRAFTER_OVERRIDES.get(drafter, []),
             "optim.lr=5e-3",
@@ -392,7 +392,7 @@ def _composed_once(overrides: tuple[str, ...]) -> Config:
 def compose(overrides: Sequence[str], hydra: bool = False) -> Any:
     """A `Config` as `train.py` would be given it; with `hydra`, what Hydra composes for that. It
     takes a fifth of a second, half the time of a short job, unless it was composed before."""
-    _registered(tuple(DRAFTERS), tuple(TERMS))
+    _registered(tuple(DRAFTERS), tuple(LOSS_TERMS))
     if not hydra:
         return deepcopy(_composed_once(tuple(overrides)))
     GlobalHydra.instance().clear()

@@ -53,7 +53,7 @@ class Toy(Engine):
 
     def completion(self, reply: Any) -> Completion:
         if "tokens" not in reply:
-            raise ServerUnavailable("an answer without tokens")
+            raise ServerUnavailable("a response without tokens")
         return Completion(reply["tokens"], None, finish_reason=reply["why"])
 
     def longest_text(self, model: Mapping[str, Any]) -> int | None:

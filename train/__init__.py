@@ -6,9 +6,9 @@ from typing import Any
 
 def run(cfg: Any, folder: Any = None) -> float:
     """Do the job that a checked configuration (`run_config.composed`) describes: print a plan
-    (`plan=true`), fill a shard (`answers.shard`, `features.shard`), or train, measure and export a
-    draft. Returns the objective of `pipeline.run`; 0 for the other jobs. The job is imported only
-    here: it loads torch and transformers."""
+    (`plan=true`), fill a shard (`responses.shard`, `hidden_states.shard`), or train, measure and
+    export a draft. Returns the loss of `pipeline.run`; 0 for the other jobs. The job is imported
+    only here: it loads torch and transformers."""
     if cfg.plan:
         from train.planning import print_plan
 

@@ -11,12 +11,12 @@ from itertools import accumulate
 from specdec.errors import require, require_within
 from train.initialisation import stride
 
-SAID = 0.9  # share of answers.max_new_tokens that answers took up in quickstarts
+SAID = 0.9  # share of responses.max_new_tokens that answers took up in quickstarts
 FORWARD = 1 / 3  # share of a training step that a forward pass takes, or solving for a start
-KEEPING = 1.15  # answering takes this many times as long if features are kept (docs/notebook)
+KEEPING = 1.15  # answering takes this many times as long if hidden states are kept (docs/notebook)
 BESIDE = 1.3  # a run's steps take this many times as long as the timed ones (1.0 to 1.35 seen)
 IN_TURN = 1.15  # the same for the final evaluation, where plain and drafted decoding take turns
-COUNTING = 2.8  # a token of a prompt not timed costs as many times one of a plain answer
+COUNTING = 2.8  # a token of a prompt not timed costs as many times one of a plain response
 ALONG = 1.7  # reading a text and drafting at each token takes as many times only reading it
 AFTER = 30.0  # seconds for imports, measuring costs, checkpoints, report and export
 COUNTED = 0.2  # share of the time that counting may take before it drops prompts
@@ -48,7 +48,7 @@ class Speeds:
     """Seconds that one unit of work takes on this machine."""
 
     read: float  # the target reads one token of a text
-    answered: float  # the target writes one token of one row of a batch
+    generated: float  # the target writes one token of one row of a batch
     step: float  # the target writes one token of a single row: a plain decoding step
     trained: float  # one token of a training step
 
@@ -58,8 +58,8 @@ class Work:
     """The work of a run: for each conversation, and independently of their number."""
 
     epochs: int
-    new: int  # the most tokens that the target writes per answer; 0: the data has the answers
-    kept: bool  # whether features are stored while the target answers, without another pass
+    new: int  # the most tokens that the target writes per response; 0: the data has the responses
+    kept: bool  # whether hidden states are stored while the target answers, without another pass
     prompts: int  # of the final evaluation
     timed: int  # how many of them are timed, one at a time
     decoded: int  # tokens written for each prompt, with and without drafts, in total
@@ -69,7 +69,7 @@ class Work:
     repeats: int = 1  # how often a prompt is timed
     read: float = 0.0  # tokens that the target reads for each prompt of the final evaluation
     read_once: float = 0.0  # tokens that it reads there for prompts of the calibration
-    closed_form_start: bool = False  # whether the start is solved for
+    closed_form_initialisation: bool = False  # whether the start is solved for
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Plan:
 
     conversations: int  # of the training side
     available: int
-    answering: float
+    generating: float
     reading: float
     training: float
     measuring: float
@@ -88,13 +88,13 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        return self.answering + self.reading + self.training + self.measuring
+        return self.generating + self.reading + self.training + self.measuring
 
     def __str__(self) -> str:
-        stages = {"answers": self.answering, "features": self.reading}
+        stages = {"responses": self.generating, "hidden_states": self.reading}
         stages |= {"training": self.training, "measuring": self.measuring}
         parts = ", ".join(f"{name} {minutes(s)}" for name, s in stages.items() if s >= 1)
-        writes = f"writes {1 / self.speeds.answered:,.0f} tokens/s, " if self.answering else ""
+        writes = f"writes {1 / self.speeds.generated:,.0f} tokens/s, " if self.generating else ""
         return (
             f"this machine {writes}reads {1 / self.speeds.read:,.0f} and trains on "
             f"{1 / self.speeds.trained:,.0f} tokens/s\n"
@@ -142,21 +142,21 @@ def of_size(
     """The plan for so many conversations of so many tokens, before the target answers them, on each
     side, of which `prompts` are measured. `available` is the number of training conversations."""
     (n, tokens), (held, of_held) = train, held_out
-    answer = SAID * work.new
+    response = SAID * work.new
     texts, read = n + held, tokens + of_held
-    answering = texts * work.new * speeds.answered + read * speeds.read if work.new else 0.0
-    answering *= KEEPING if work.kept else 1.0
-    watching = (of_held + held * answer) * speeds.trained * FORWARD
-    length = tokens + n * answer
-    solved = length / stride(int(length)) if work.closed_form_start else 0
+    generating = texts * work.new * speeds.generated + read * speeds.read if work.new else 0.0
+    generating *= KEEPING if work.kept else 1.0
+    watching = (of_held + held * response) * speeds.trained * FORWARD
+    length = tokens + n * response
+    solved = length / stride(int(length)) if work.closed_form_initialisation else 0
     trained = work.epochs * length
     evaluations = 1 + work.looks + trained * work.watched if work.epochs else 0
     return Plan(
         conversations=n,
         available=available,
         prompts=prompts,
-        answering=answering,
-        reading=0.0 if work.kept else (read + texts * answer) * speeds.read,
+        generating=generating,
+        reading=0.0 if work.kept else (read + texts * response) * speeds.read,
         training=(trained * BESIDE + solved * FORWARD) * speeds.trained + evaluations * watching,
         measuring=measuring(prompts, speeds, work),
         speeds=speeds,
@@ -173,7 +173,7 @@ def measuring(prompts: int, speeds: Speeds, work: Work) -> float:
 
 def counting(prompts: int, speeds: Speeds, work: Work) -> float:
     """Seconds of the final evaluation for the prompts that are not timed."""
-    each = work.decoded * speeds.answered * COUNTING + work.read * speeds.read
+    each = work.decoded * speeds.generated * COUNTING + work.read * speeds.read
     return max(0, prompts - work.timed) * each
 
 

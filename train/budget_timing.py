@@ -36,7 +36,7 @@ from train.data.split import DataSplit
 from train.folder import PLAN, config_of
 from train.held_out import SHARES
 from train.hidden_states.batches import OnlineBatches
-from train.initialisation import StageConfig, initial_drafter
+from train.initialisation import InitialisationConfig, initial_drafter
 from train.run_config import Config
 
 # tokens of each timed text if the target answers none, and new tokens timed after a batch of them
@@ -79,25 +79,25 @@ def planned(
     if cfg.budget.minutes is None:
         return len(train), cfg.decode.prompts
     console.print(f"budget: {cfg.budget.minutes:g} minutes; timing this machine for a few seconds")
-    answering, whole = cfg.data.answers == "target", target.whole()
+    generating, whole = cfg.data.responses == "target", target.whole()
     on_gpu = whole.device.type != "cpu"
-    batch = cfg.answers.at_once(on_gpu) if answering else cfg.decode.counting
-    context = TOKENS  # a text that is being answered has on average half an answer so far
-    if answering:
+    batch = cfg.responses.at_once(on_gpu) if generating else cfg.decode.counting
+    context = TOKENS  # a text that is being answered has on average half a response so far
+    if generating:
         asked = statistics.mean(len(t.ids) for t in train)
-        context = round(asked + SAID * cfg.answers.max_new_tokens / 2)
+        context = round(asked + SAID * cfg.responses.max_new_tokens / 2)
 
     def here() -> tuple[Speeds, bool]:
-        rehearsed, closed_form_start = rehearsal(cfg, whole, train, accelerator)
+        rehearsed, closed_form_initialisation = rehearsal(cfg, whole, train, accelerator)
         return timed(
             whole, [t.ids.tolist() for t in train], batch, rehearsed, context
-        ), closed_form_start
+        ), closed_form_initialisation
 
-    speeds, closed_form_start = here() if ranks.team is None else ranks.first(here)
-    closed_form_start = closed_form_start and cfg.stage.draft is None
+    speeds, closed_form_initialisation = here() if ranks.team is None else ranks.first(here)
+    closed_form_initialisation = closed_form_initialisation and cfg.initialisation.draft is None
     asked = statistics.mean(len(p.ids) for p in split.prompts) if split.prompts else 0.0
     of_parts = len(split.prompts), len(split.validation_prompts)
-    work = work_of(cfg, of_parts, asked, accelerator.num_processes, closed_form_start)
+    work = work_of(cfg, of_parts, asked, accelerator.num_processes, closed_form_initialisation)
     used = cfg.budget.spent + time.monotonic() - started
     left = PLANNED * (60 * cfg.budget.minutes - used)
     lengths = [[len(t.ids) for t in side] for side in (train, validation)]
@@ -128,27 +128,27 @@ def work_of(
     prompts: tuple[int, int],
     length: float,
     processes: int,
-    closed_form_start: bool,
+    closed_form_initialisation: bool,
 ) -> Work:
     """The work of a run with so many held-out `prompts`, of the test part and of the validation
     part. `length` is the mean number of their tokens; `closed_form_start` says whether the run
     solves for its start."""
     measured = min(cfg.decode.prompts, prompts[0])
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
-    ways = 2 + cfg.decode.fastest + (cfg.also is not None)
+    ways = 2 + cfg.decode.fastest + (cfg.combine_with is not None)
     asked = min(length, cfg.data.max_prompt)
-    # α is measured along the drafted answer and, above T = 0, along the plain one, which differs
+    # α is measured along the drafted response and, above T = 0, along the plain one, which differs
     along = (asked + cfg.decode.max_new_tokens) * ALONG
     alongs = sum(1 + (t > 0) for t in cfg.decode.temperatures)
     calibrating = min(CALIBRATING, sum(prompts) - measured)
     gamma = cfg.decode.gamma or cfg.drafter.depth
     rows = cfg.loop.rows * cfg.loop.accumulate * processes
     step = rows * cfg.data.max_length  # tokens, at most
-    answering = cfg.data.answers == "target"
+    generating = cfg.data.responses == "target"
     return Work(
         epochs=cfg.loop.epochs * cfg.rounds.count if cfg.trains else 0,
-        new=cfg.answers.max_new_tokens if answering else 0,
-        kept=answering and cfg.stores_features,
+        new=cfg.responses.max_new_tokens if generating else 0,
+        kept=generating and cfg.stores_hidden_states,
         prompts=measured,
         timed=cfg.decode.timed_prompts,
         repeats=cfg.decode.repeats,
@@ -160,7 +160,7 @@ def work_of(
         read_once=calibrating * len(cfg.decode.temperatures) * (asked + along),
         watched=1 / (cfg.loop.eval_every * step) if cfg.loop.eval_every else 0.0,
         looks=len(SHARES) if cfg.loop.eval_every else 0,
-        closed_form_start=closed_form_start,
+        closed_form_initialisation=closed_form_initialisation,
     )
 
 
@@ -183,16 +183,16 @@ def rehearsal(
     if not cfg.trains:
         return lambda: 1, False
     for text in texts[: 8 * cfg.loop.rows]:
-        if isinstance(text, Prompt):  # its answer is not written yet: repeat the prompt instead
-            ids = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+        if isinstance(text, Prompt):  # its response is not written yet: repeat the prompt instead
+            ids = np.resize(text.ids, len(text.ids) + cfg.responses.max_new_tokens)
             text = Document(text.id, ids, np.arange(len(ids)) >= len(text.ids))
         documents.append(text)
-    drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0)
+    drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
     rows = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
     batch = OnlineBatches(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
-    reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
-    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
+    reference = None if cfg.loss.reference is None else drafter  # as costly as the real one
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss, reference)
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
 
     def step() -> int:
@@ -206,7 +206,7 @@ def rehearsal(
             optimizer.zero_grad()
         return sum(len(r.ids) for r in rows)
 
-    return step, drafter.closed_form_start
+    return step, drafter.closed_form_initialisation
 
 
 def timed(
@@ -224,13 +224,15 @@ def timed(
     turns = range(TURNS)
     many = [decode(target, rows, max_new_tokens=NEW, eos=()) for _ in turns]
     single = [decode(target, rows[:1], max_new_tokens=SINGLE, eos=())[0] for _ in turns]
-    last = min((max(answers, key=lambda g: g.seconds) for answers in many), key=lambda g: g.seconds)
+    last = min(
+        (max(responses, key=lambda g: g.seconds) for responses in many), key=lambda g: g.seconds
+    )
     one = min(single, key=lambda g: g.seconds)
     steps = [costs.timed(train_step, target.device) for _ in range(1 + STEPS)]
     times = [seconds / tokens for seconds, tokens in steps]
     return Speeds(
         read=min(g[0].prefill_seconds for g in many) / len(rows) / max(map(len, rows)),
-        answered=last.seconds / (NEW - 1) / len(rows),
+        generated=last.seconds / (NEW - 1) / len(rows),
         step=one.seconds / (SINGLE - 1),
         trained=statistics.median(times[1:]),
     )

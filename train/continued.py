@@ -43,7 +43,7 @@ class Change(Enum):
     NO_EFFECT = "is not read: the run keeps what it began with"
 
 
-NEVER = {"target", "drafter", "stage", "rounds", "data", "answers", "sampler", "objective"}
+NEVER = {"target", "drafter", "initialisation", "rounds", "data", "responses", "sampler", "loss"}
 NEVER |= {"optim", "loop"}
 _DECODE = (
     *("gamma", "prompts", "timed", "counting", "max_new_tokens", "temperatures", "top_p", "top_k"),
@@ -54,25 +54,25 @@ CHANGES: dict[str, Change] = {
     # where a run keeps what it can make again, on which device it computes, and how much at once
     "target.cache": Change.ALLOWED,
     "target.device": Change.ALLOWED,
-    "answers.root": Change.ALLOWED,
-    "answers.batch": Change.ALLOWED,
-    "answers.shard": Change.ALLOWED,
-    "answers.engines": Change.ALLOWED,  # their responses are another run's: the texts are compared
-    "objective.chunk": Change.ALLOWED,
+    "responses.root": Change.ALLOWED,
+    "responses.batch": Change.ALLOWED,
+    "responses.shard": Change.ALLOWED,
+    "responses.engines": Change.ALLOWED,  # their responses are another run's: the texts are compared
+    "loss.chunk": Change.ALLOWED,
     "loop.rows": Change.ALLOWED,  # `RowsPerStep` compares what a step reads
     "loop.accumulate": Change.ALLOWED,
     "loop.save_every": Change.ALLOWED,
     "loop.log_every": Change.ALLOWED,
-    "features.path": Change.ALLOWED,
-    "features.root": Change.ALLOWED,
-    "features.ahead": Change.ALLOWED,
-    "features.shard": Change.ALLOWED,
-    "features.engines": Change.PRESENCE,
-    "features.cache": Change.ALLOWED,
-    "features.bits": Change.NEVER,
+    "hidden_states.path": Change.ALLOWED,
+    "hidden_states.root": Change.ALLOWED,
+    "hidden_states.prefetch": Change.ALLOWED,
+    "hidden_states.shard": Change.ALLOWED,
+    "hidden_states.engines": Change.PRESENCE,
+    "hidden_states.mode": Change.ALLOWED,
+    "hidden_states.bits": Change.NEVER,
     # what follows training
     **{f"decode.{name}": Change.ALLOWED for name in _DECODE},
-    "also": Change.ALLOWED,
+    "combine_with": Change.ALLOWED,
     "export": Change.ALLOWED,
     "track.tracker": Change.ALLOWED,
     "track.mode": Change.ALLOWED,
@@ -284,11 +284,11 @@ def require_same_run(folder: Path, cfg: Config) -> None:
                 same or change not in (Change.NEVER, Change.PRESENCE),
                 f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
             )
-    stored = {"cache": "disk", "bits": None} | (theirs.get("features") or {})
+    stored = {"cache": "disk", "bits": None} | (theirs.get("hidden_states") or {})
     require(
         (stored["bits"] if stored["cache"] == "disk" else None)
-        == (cfg.features.bits if cfg.features.cache == "disk" else None),
-        f"{folder} holds a run with features.cache={stored['cache']} and features.bits="
+        == (cfg.hidden_states.bits if cfg.hidden_states.mode == "offline" else None),
+        f"{folder} holds a run with hidden_states.mode={stored['cache']} and hidden_states.bits="
         f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
     )
     require(

@@ -35,18 +35,18 @@ from train.data.sequences import Document, Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 from train.data.template import DISAGREE
 
-MOST_WRONG = 0.05  # the share of conversations, or of answers, above which the data are at fault
+MOST_WRONG = 0.05  # the share of conversations, or of responses, above which the data are at fault
 QUANTILES = {"median": 0.5, "9 in 10": 0.9, "99 in 100": 0.99, "longest": 1.0}
 VOCABULARIES = (1_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 AROUND = 4  # tokens shown before and after an edge of the mask
 TRAINED, STOP, PLAIN = "trained", "stop", ""  # kinds of tokens
-NO_STOP = "answers end in no stop token of the target"
+NO_STOP = "responses end in no stop token of the target"
 IN_TERMINAL, ON_PAGE = 700, 6_000  # the most characters of a piece, the middle of which is left out
 STYLES = {TRAINED: "green", STOP: "bold blue", PLAIN: "dim"}
 KINDS = {TRAINED: "accepted", STOP: "bonus", PLAIN: ""}  # the kinds of `markdown.TAGS`
 LEGEND = [
     (TRAINED, "tokens that are trained on"),
-    (STOP, "the token that ends an answer"),
+    (STOP, "the token that ends a response"),
     (PLAIN, "what comes before"),
 ]
 
@@ -54,7 +54,7 @@ LEGEND = [
 @dataclass(frozen=True)
 class ShownSequence:
     """A text that training would read: pieces of it, each with the kind of its tokens, and the
-    tokens around the edges of its first answer."""
+    tokens around the edges of its first response."""
 
     id: str
     tokens: int
@@ -66,9 +66,9 @@ class ShownSequence:
 @dataclass
 class Diagnosis:
     """`lengths` has the quantiles of `QUANTILES`, in tokens; `longer` the number of texts that are
-    longer than some limits; `coverage` the share of the held-out answers' tokens that draft
+    longer than some limits; `coverage` the share of the held-out responses' tokens that draft
     vocabularies of some sizes have; `stops` the tokens that answers end in, by their text, and how
-    many do; `weights` how many answers have each weight in the loss, if not all have 1; `scripts`
+    many do; `weights` how many responses have each weight in the loss, if not all have 1; `scripts`
     the share of letters. `faults` say why a draft trained on this would be
     worthless."""
 
@@ -96,14 +96,14 @@ def diagnose(
     target: TargetParts,
     draft_vocab: int | None,
     samples: int,
-    answers: ResponsesConfig | None = None,
+    responses: ResponsesConfig | None = None,
     depth: int = 1,
     starts_from: Collection[Path] = (),
 ) -> Diagnosis:
     """Read the data as a run does (`read_run_data`), and describe them. If the target answers, its
-    responses that earlier runs have stored are looked at, too: those that `answers` describes.
+    responses that earlier runs have stored are looked at, too: those that `responses` describes.
     Raises UserError as a run does where nothing can be read."""
-    answering = cfg.answers == "target"
+    generating = cfg.responses == "target"
     split = read_run_data(cfg, target, depth, starts_from=starts_from)
     counts = DataCounts.of_split(split)
     texts: list[Any] = [*split.train, *split.held_out]
@@ -114,21 +114,21 @@ def diagnose(
     most = min(diagnosis.longer)
     diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts) + _left_out(cfg, split))
     lengths = [*(len(t.ids) for t in texts), *split.tally.too_long]
-    diagnosis.lengths["prompts" if answering else "texts"] = _quantiles(lengths)
-    diagnosis.samples = _samples(split.train[:samples], target, most, answers)
+    diagnosis.lengths["prompts" if generating else "texts"] = _quantiles(lengths)
+    diagnosis.samples = _samples(split.train[:samples], target, most, responses)
     diagnosis.repeated = len(texts) - len({t.ids.tobytes() for t in texts})
     diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
     diagnosis.weights = _weights(texts)
-    new = 0 if answers is None else answers.max_new_tokens
+    new = 0 if responses is None else responses.max_new_tokens
     diagnosis.faults = [*unusable_data(cfg, split, new, target)]
-    if answering:
-        if answers is not None:
+    if generating:
+        if responses is not None:
             shown = [x for x in (*split.train, *split.validation) if isinstance(x, Prompt)]
-            diagnosis.cut = cut_responses_in_cache(target, shown, answers)
+            diagnosis.cut = cut_responses_in_cache(target, shown, responses)
         if cfg.format not in (*TEXTS, "tokens") and target.turn_ends.after is not None:
             diagnosis.faults.append(f"in this template, {NO_STOP}{_stopping(target)}")
         return diagnosis
-    diagnosis.lengths["answers in them"] = _quantiles([int(t.mask.sum()) for t in texts])
+    diagnosis.lengths["responses in them"] = _quantiles([int(t.mask.sum()) for t in texts])
     if split.prompts:
         diagnosis.lengths["prompts to decode"] = _quantiles([len(p.ids) for p in split.prompts])
     diagnosis.coverage = _coverage(split, target.vocab_size, draft_vocab)
@@ -139,11 +139,11 @@ def diagnose(
 
 
 def _cuts(cfg: DataConfig) -> bool:
-    return cfg.too_long == "truncate" and cfg.answers == "data"
+    return cfg.too_long == "truncate" and cfg.responses == "data"
 
 
 def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
-    what = "prompts" if cfg.answers == "target" and not cfg.rounds else "texts"
+    what = "prompts" if cfg.responses == "target" and not cfg.rounds else "texts"
     sizes = {f"{what} to train on": counts.train, "tokens of these": counts.train_tokens}
     if counts.responses:
         sizes["of which are tokens of responses"] = counts.responses
@@ -156,7 +156,7 @@ def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
 
 def _left_out(cfg: DataConfig, split: DataSplit[Any]) -> int:
     """How many conversations are skipped because they, or their prompts, are too long."""
-    if cfg.answers == "target":
+    if cfg.responses == "target":
         return split.tally.dropped[reason_prompt_too_long(cfg.max_prompt)]
     return len(split.tally.too_long)
 
@@ -165,7 +165,7 @@ def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
     """How many texts are longer than the limit that the settings give; of documents that are
     skipped, also how many are longer than two and four times as much."""
     texts = (*split.train, *split.held_out)
-    if cfg.answers == "target":
+    if cfg.responses == "target":
         shortened = sum(text.shortened for text in texts if isinstance(text, Prompt))
         return {cfg.max_prompt: shortened + _left_out(cfg, split)}
     if _cuts(cfg):
@@ -176,7 +176,7 @@ def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
 
 def _told(cfg: DataConfig, longer: int, count: int) -> str:
     """What becomes of texts that are too long."""
-    if cfg.answers == "target":
+    if cfg.responses == "target":
         return (
             f"{longer:,} of {count:,} prompts are longer than data.max_prompt={cfg.max_prompt}: "
             "a shorter beginning of the chat is asked, or none"
@@ -195,15 +195,15 @@ def _samples(
     texts: Sequence[Document | Prompt],
     target: TargetParts,
     most: int,
-    answers: ResponsesConfig | None,
+    responses: ResponsesConfig | None,
 ) -> list[ShownSequence]:
     """Texts as training reads them. After a prompt comes the target's response, if one is stored,
     or its place."""
     samples, stored = list[ShownSequence](), dict[str, Any]()
     asked = {name_of(x): x.ids.tolist() for x in texts if isinstance(x, Prompt)}
-    if asked and answers is not None and Path(answers.root).is_dir():
-        key = responses_key(target, answers, bool(answers.engines))
-        folder = Path(answers.root) / key
+    if asked and responses is not None and Path(responses.root).is_dir():
+        key = responses_key(target, responses, bool(responses.engines))
+        folder = Path(responses.root) / key
         if folder.is_dir():
             stored = {**read_stored_responses(folder, key, target.vocab_size, asked).by_prompt}
     for text in texts:
@@ -215,7 +215,7 @@ def _samples(
             continue
         samples.append(_sample(text, target, most))
         if isinstance(text, Prompt):
-            limit = "" if answers is None else f" of up to {answers.max_new_tokens} tokens"
+            limit = "" if responses is None else f" of up to {responses.max_new_tokens} tokens"
             samples[-1].pieces.append((TRAINED, f"[the target's response{limit}]"))
     return samples
 
@@ -236,7 +236,7 @@ def _sample(text: Document | Prompt, target: TargetParts, most: int) -> ShownSeq
 
 
 def _edges(ids: NDArray[np.int32], span: tuple[int, int], tokenizer: Any) -> str:
-    """The tokens around the two ends of an answer; those between ▸ and ◂ are trained on."""
+    """The tokens around the two ends of a response; those between ▸ and ◂ are trained on."""
 
     def words(start: int, end: int) -> str:
         return " ".join(repr(tokenizer.decode([i])) for i in ids[max(start, 0) : end].tolist())
@@ -250,7 +250,7 @@ def _edges(ids: NDArray[np.int32], span: tuple[int, int], tokenizer: Any) -> str
 
 
 def _spans(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Where each answer begins and ends."""
+    """Where each response begins and ends."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
@@ -277,8 +277,8 @@ def _scripts(texts: Iterator[str]) -> dict[str, float]:
 
 
 def _coverage(split: DataSplit[Document], whole: int, asked: int | None) -> dict[int, float]:
-    """For vocabularies of the training answers' most frequent tokens, as drafts are pruned to, the
-    share of the held-out answers' tokens in them."""
+    """For vocabularies of the training responses' most frequent tokens, as drafts are pruned to,
+    the share of the held-out responses' tokens in them."""
     sizes = sorted({*VOCABULARIES, *([asked] if asked else [])})
     train = [d.ids[d.mask].tolist() for d in split.train]
     if not split.held_out or not train:
@@ -289,7 +289,7 @@ def _coverage(split: DataSplit[Document], whole: int, asked: int | None) -> dict
 
 
 def _weights(texts: Sequence[Document | Prompt]) -> dict[float, int]:
-    """How many answers have each weight, smallest first; nothing if all have 1."""
+    """How many responses have each weight, smallest first; nothing if all have 1."""
     counts = Counter[float]()
     for text in texts:
         if isinstance(text, Prompt):
@@ -321,9 +321,9 @@ def _faults(split: DataSplit[Document], stops: dict[str, int], target: TargetPar
             "left out: mark the assistant's tokens in the target's chat template with "
             "{% generation %} … {% endgeneration %}"
         )
-    unended, answers = stops.get(NO_STOP, 0), sum(stops.values())
-    if unended > MOST_WRONG * answers:
-        faults.append(f"{unended:,} of {answers:,} {NO_STOP}{_stopping(target)}")
+    unended, responses = stops.get(NO_STOP, 0), sum(stops.values())
+    if unended > MOST_WRONG * responses:
+        faults.append(f"{unended:,} of {responses:,} {NO_STOP}{_stopping(target)}")
     return faults
 
 
@@ -346,7 +346,7 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         pieces = ((plain(_short(text, IN_TERMINAL)), STYLES[kind]) for kind, text in sample.pieces)
         console.print(Text.assemble(*pieces))
         if sample.edges:
-            console.print(f"edges of the first answer: {sample.edges}")
+            console.print(f"edges of the first response: {sample.edges}")
     if diagnosis.samples:
         console.print(legend)
     notes = _notes(diagnosis)
@@ -385,7 +385,7 @@ def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
         pieces = [(KINDS[kind], _short(said, ON_PAGE)) for kind, said in sample.pieces]
         page += [f"#### {text(_title(sample))}"]
         if sample.edges:
-            page += ["Edges of the first answer:", markdown.code([sample.edges])]
+            page += ["Edges of the first response:", markdown.code([sample.edges])]
         page += ["\n".join(f"> {line}" for line in markdown.marked(pieces).split("\n"))]
     markdown.write(path, "\n\n".join(page) + "\n")
 
@@ -415,8 +415,8 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
         "Weights of the answers in the loss": {
             f"weight {weight:g}": [f"{n:,}"] for weight, n in diagnosis.weights.items()
         },
-        "What the answers end in": {name: [f"{n:,}"] for name, n in diagnosis.stops.items()},
-        "Coverage of the held-out answers by a draft vocabulary": {
+        "What the responses end in": {name: [f"{n:,}"] for name, n in diagnosis.stops.items()},
+        "Coverage of the held-out responses by a draft vocabulary": {
             f"a draft vocabulary of {size:,}": percent(share)
             for size, share in diagnosis.coverage.items()
         },

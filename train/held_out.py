@@ -63,8 +63,8 @@ def evaluate(
             real = start is not None  # a surplus forward counts for nothing
             columns = [table.anchors.valid_NK.double(), *(x.double() for x in table.alpha)]
             sums = sums + real * torch.stack([c.sum(0) for c in columns])
-            for answer in acceptance_by_response(table, batch) if real else ():
-                both = (answer.greedy[:, :gamma], answer.sampled[:, :gamma])
+            for response in acceptance_by_response(table, batch) if real else ():
+                both = (response.greedy[:, :gamma], response.sampled[:, :gamma])
                 walks += torch.tensor([predicted_steps(alpha) for alpha in both]).to(walks).view(4)
     held_out.expect([])
     model.train()

@@ -1,5 +1,5 @@
 """The weights that training starts from: fresh ones, those of an earlier draft, or the closed-form
-(least-squares) initialisation of drafters that have one (`Trainable.regress`)."""
+(least-squares) initialisation of drafters that have one (`Trainable.solve_closed_form`)."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -28,25 +28,28 @@ from train.data.sequences import Document
 from train.hidden_states.batches import BatchSource, OnlineBatches
 
 WHOLE = "its vocabulary is the target's"
-REMEMBERED = 2**30  # the most bytes of features kept in memory, so as not to compute them again
-REGRESSED = 80_000  # a start reads about one to two times as many tokens, or all if there are fewer
+# the most bytes of hidden states kept in memory, so as not to compute them again
+REMEMBERED = 2**30
+# a start reads about one to two times as many tokens, or all if there are fewer
+CLOSED_FORM_TOKENS = 80_000
 AT_ONCE = 4096  # tokens that a start reads at a time, or one packed row if that is longer
 
 
 @dataclass
-class StageConfig:
+class InitialisationConfig:
     """`draft`: the folder of the draft that training starts from, such as runs/NAME/best; on the
     command line, drafter.from= sets it. null: fresh weights. The draft's vocabulary is kept, and up
-    to `new_tokens` tokens that it lacks are added: those most frequent in the new answers."""
+    to `new_tokens` tokens that it lacks are added: those most frequent in the new responses."""
 
     draft: str | None = None
     new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        require_within("stage", self, new_tokens=0)
+        require_within("initialisation", self, new_tokens=0)
         require(
             self.draft is not None or self.new_tokens == 0,
-            "stage.new_tokens adds to an earlier draft's vocabulary: give drafter.from=FOLDER too",
+            "initialisation.new_tokens adds to an earlier draft's vocabulary: give "
+            "drafter.from=FOLDER too",
         )
 
 
@@ -57,21 +60,29 @@ def named_head(config: Any) -> str | None:
     return str(named) if named and named not in DRAFTERS else None
 
 
-def earlier_drafts(stage: StageConfig, config: Any) -> list[Path]:
+def earlier_drafts(initialisation: InitialisationConfig, config: Any) -> list[Path]:
     """The folders of the drafts that a stage starts from or that its drafter contains."""
-    return [Path(draft) for draft in (stage.draft, named_head(config)) if draft is not None]
+    return [
+        Path(draft) for draft in (initialisation.draft, named_head(config)) if draft is not None
+    ]
 
 
 def initial_drafter(
-    stage: StageConfig, config: Any, target: TargetParts, documents: Sequence[Document], seed: int
+    initialisation: InitialisationConfig,
+    config: Any,
+    target: TargetParts,
+    documents: Sequence[Document],
+    seed: int,
 ) -> Drafter:
     """The drafter that a stage trains, in float32. A pruned draft vocabulary holds the assistant's
     most frequent tokens. If the config names a draft's folder as the `head`, that draft becomes a
     part of the drafter. Raises UserError if an earlier draft does not fit."""
     torch.manual_seed(seed)
     said = [d.ids[d.mask] for d in documents]
-    if stage.draft is not None:
-        return _continued(Path(stage.draft), stage.new_tokens, config, target, said)
+    if initialisation.draft is not None:
+        return _continued(
+            Path(initialisation.draft), initialisation.new_tokens, config, target, said
+        )
     kind, vocab_S, head = family(config.name), None, None
     if (named := named_head(config)) is not None:
         head = draft_checkpoint.read_draft(named, target)
@@ -84,7 +95,7 @@ def initial_drafter(
 
 
 def reference_draft(named: str | None, target: TargetParts) -> Drafter | None:
-    """The frozen draft that objectives compare with; None if there is none."""
+    """The frozen draft that losses compare with; None if there is none."""
     if named is None:
         return None
     reference = draft_checkpoint.read_draft(named, target).to(target.device)
@@ -92,11 +103,13 @@ def reference_draft(named: str | None, target: TargetParts) -> Drafter | None:
     return reference.eval().requires_grad_(False)
 
 
-def require_starts(stage: StageConfig, config: Any, target: TargetParts) -> None:
+def require_initialisation(
+    initialisation: InitialisationConfig, config: Any, target: TargetParts
+) -> None:
     """Raise UserError for an earlier draft that no stage of this config can start from, whatever
     its texts turn out to be: the draft of `drafter.from`, and one that is a part of the drafter."""
-    if stage.draft is not None:
-        _fitting(Path(stage.draft), stage.new_tokens, config, target)
+    if initialisation.draft is not None:
+        _fitting(Path(initialisation.draft), initialisation.new_tokens, config, target)
     elif (named := getattr(config, "head", None)) and named not in DRAFTERS:
         draft_checkpoint.read_draft(named, target)
 
@@ -118,7 +131,8 @@ def _fitting(folder: Path, new_tokens: int, config: Any, target: TargetParts) ->
     assert isinstance(earlier, Predictor)
     require(
         new_tokens == 0 or earlier.vocab_S is not None,
-        f"stage.new_tokens={new_tokens} cannot add to {folder}: {WHOLE}; omit stage.new_tokens",
+        f"initialisation.new_tokens={new_tokens} cannot add to {folder}: {WHOLE}; omit "
+        "initialisation.new_tokens",
     )
     config = _with_settings_of(earlier, config)
     both = (earlier.sizes, kind.plan(config, target))
@@ -137,8 +151,8 @@ def _with_settings_of(earlier: Predictor, config: Any) -> Any:
     if hasattr(config, "draft_vocab"):
         size = None if earlier.vocab_S is None else len(earlier.vocab_S)
         config = replace(config, draft_vocab=size)
-    if hasattr(config, "start"):  # the start decides `Trainable.learning_rates`
-        config = replace(config, start=earlier.config.start)
+    if hasattr(config, "initialisation"):  # the start decides `Trainable.learning_rates`
+        config = replace(config, start=earlier.config.initialisation)
     return config
 
 
@@ -179,14 +193,14 @@ def _continued(
 
 def stride(tokens: int) -> int:
     """The n for which a start reads every n-th row of texts that have this many tokens in all."""
-    return max(1, tokens // REGRESSED)
+    return max(1, tokens // CLOSED_FORM_TOKENS)
 
 
-def regress(
+def initialise_in_closed_form(
     drafter: Drafter, data: BatchSource, length: int, accelerator: Accelerator, progress: Progress
 ) -> None:
     """Solve for the drafter's first weights, on evenly spaced rows of up to `length` tokens (see
-    `REGRESSED`). The weights stay as they are if no answer is long enough."""
+    `CLOSED_FORM_TOKENS`). The weights stay as they are if no response is long enough."""
     assert isinstance(drafter, Trainable)
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // length)
@@ -200,7 +214,9 @@ def regress(
         for start in range(0, len(rows), at_once):
             batch = data.batch(rows[start : start + at_once])
             position_BT, document_BT = batch.ctx.documents()
-            anchors = anchors_of(batch.mask_BT, document_BT, position_BT, drafter.regressed)
+            anchors = anchors_of(
+                batch.mask_BT, document_BT, position_BT, drafter.closed_form_depths
+            )
             followed = anchors.valid_NK.all(-1)
             where = anchors.row_N[followed], anchors.position_N[followed]
             count += len(where[0])
@@ -214,11 +230,11 @@ def regress(
     solvable = any(True for _ in source())
     if solvable:
         with torch.no_grad():
-            drafter.regress(source)
+            drafter.solve_closed_form(source)
     progress.remove_task(task)
     if accelerator.num_processes > 1:
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = f"no answer has as many as {drafter.regressed} tokens, so no weights are solved for"
+    none = f"no response has as many as {drafter.closed_form_depths} tokens, so no weights are solved for"
     console.print(f"start: {said if solvable else none}")

@@ -40,7 +40,7 @@ from train.tracking import Tracker
 from train.training_checkpoint import Best, State
 
 PRECISIONS = ("auto", "bf16", "no")
-OBJECTIVES = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
+SELECT_BY = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 
 
 @dataclass
@@ -51,7 +51,7 @@ class LoopConfig:
     and process. `max_tokens` ends training early, even within an epoch (the learning rate decays to
     fit). `eval_every` and `save_every` are in steps (0: only at the end). Where a tenth of the
     steps is less than `eval_every`, drafts are also evaluated after a tenth and a fifth of them, so
-    that there is a forecast of τ early on. `objective` is the held-out figure by which drafts are
+    that there is a forecast of τ early on. `select_by` is the held-out figure by which drafts are
     compared; `patience` evaluations without a better one end training (null: never). `precision` is
     bf16 or no (float32); auto is bf16 if the target is.
     """
@@ -63,7 +63,7 @@ class LoopConfig:
     eval_every: int = 100
     save_every: int = 100
     patience: int | None = None
-    objective: str = "tau_greedy"
+    select_by: str = "tau_greedy"
     precision: str = "auto"
     log_every: int = 5
     seed: int = 0
@@ -72,7 +72,7 @@ class LoopConfig:
         ones = dict.fromkeys(("epochs", "rows", "accumulate", "log_every", "max_tokens"), 1)
         require_within("loop", self, **ones, patience=1, eval_every=0, save_every=0)
         require_within("loop", self, seed=(0, 2**32 - 1))
-        require_known("loop", self, precision=PRECISIONS, objective=OBJECTIVES)
+        require_known("loop", self, precision=PRECISIONS, select_by=SELECT_BY)
 
 
 class Diverged(UserError):
@@ -83,7 +83,7 @@ class Diverged(UserError):
 class TrainRecord:
     """Training figures. The lists, by depth, are means since the last record; `lr` and
     `gradient_norm` are those of the last step. The speed, and the share of the time that was spent
-    `waiting` for stored features, are those of the whole run so far."""
+    `waiting` for stored hidden states, are those of the whole run so far."""
 
     loss: list[float]
     sampled: list[float]
@@ -429,7 +429,7 @@ def trained(learner: Learner) -> Training:
         objective=state.best.value,
         held_out=state.best.figures,
         stopped_early=early,
-        trained_on=str(learner.forcing.objective),
+        trained_on=str(learner.forcing.loss_config),
     )
 
 
@@ -482,7 +482,7 @@ def _evaluate_draft(learner: Learner) -> None:
     state.evaluated.append((state.step, figures.tau_greedy))
     ahead = {"forecast": {"tau_greedy": x}} if (x := learner.look_ahead()) else {}
     learner.tracker.log(state.step, {"held_out": asdict(figures), **ahead})
-    value = getattr(figures, cfg.objective)
+    value = getattr(figures, cfg.select_by)
     state.waited += 1
     if state.best is None or value > state.best.value:
         state.best, state.waited = Best(value, state.step, figures), 0

@@ -39,7 +39,7 @@ SPECDEC = Path(specdec.__path__[0])
 # modules and packages whose formulas the figures depend on
 MEASURING = (
     *("compat.py", "context.py", "frozen.py", "ranks.py", "decoding", "drafters", "forcing"),
-    *("formats", "lab", "measure", "objectives", "runtime", "sampling", "targets", "theory"),
+    *("formats", "lab", "measure", "losses", "runtime", "sampling", "targets", "theory"),
 )
 
 
@@ -50,7 +50,7 @@ class FinalSettings:
     name: str  # of the run
     data: str  # the name of its data
     decode: DecodeConfig
-    also: str | None  # the retrieval-based method of the hybrid that is measured too
+    combine_with: str | None  # the retrieval-based method of the hybrid that is measured too
     export: str | None  # the layout
     needs_layers: bool  # whether the draft runs the target's layers
     packed: bool  # `target.packed`
@@ -110,7 +110,7 @@ def finished(
         )
     results.cut = texts.cut
     results.draft = quote(str(folder / "best"))
-    results.also = quote(str(folder / f"with-{cfg.also}")) if cfg.also else ""
+    results.combined = quote(str(folder / f"with-{cfg.combine_with}")) if cfg.combine_with else ""
     ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
     ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
     return results
@@ -145,19 +145,19 @@ def _measured(
     progress: Progress,
 ) -> Results:
     """Measure the best draft of a run and, if there is one, its hybrid with retrieval."""
-    best, hybrid = folder / "best", folder / f"with-{cfg.also}"
+    best, hybrid = folder / "best", folder / f"with-{cfg.combine_with}"
 
     def with_retrieval() -> Drafter:
-        assert cfg.also is not None
-        also = with_copying(drafter, cfg.also, target, cfg.decode.gamma)
-        also.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
+        assert cfg.combine_with is not None
+        combined = with_copying(drafter, cfg.combine_with, target, cfg.decode.gamma)
+        combined.fit([d.ids.tolist() for d in texts.train], [d.mask.tolist() for d in texts.train])
         notes = draft_checkpoint.read_card(best).notes
         notes = {k: x for k, x in notes.items() if k == "run"}
         ranks.first(
-            lambda: draft_checkpoint.write_draft(hybrid, also, target, notes=notes),
+            lambda: draft_checkpoint.write_draft(hybrid, combined, target, notes=notes),
         )
         ranks.first(lambda: draft_checkpoint.copy_trained_on(best, hybrid))
-        return also
+        return combined
 
     others = others_of(texts)
     return measure_draft(
@@ -167,7 +167,7 @@ def _measured(
         asked=texts.prompts[: texts.measured],
         others=others,
         calibrating=[] if drafter.copies else others[:CALIBRATING],
-        build_also=with_retrieval if cfg.also is not None else None,
+        build_combined=with_retrieval if cfg.combine_with is not None else None,
         progress=progress,
         ranks=ranks,
     )
@@ -181,7 +181,7 @@ def measure_draft(
     asked: Sequence[Prompt],
     others: Sequence[Prompt],
     calibrating: Sequence[Prompt] = (),
-    build_also: Callable[[], Drafter] | None = None,
+    build_combined: Callable[[], Drafter] | None = None,
     progress: Progress,
     log: Path | None = None,
     ranks: Ranks = ALONE,
@@ -196,8 +196,8 @@ def measure_draft(
         drafter = subject.drafter
         drafter.calibrations = calibrate(subject.target, drafter, prompts, cfg, ranks)
         ranks.first(lambda: draft_checkpoint.write_calibrations(draft, drafter))
-    if build_also is not None:
-        subject = replace(subject, also=build_also())
+    if build_combined is not None:
+        subject = replace(subject, combined=build_combined())
     known = [*asked, *others]
     return evaluate(
         subject,
@@ -273,10 +273,10 @@ def _how(
 ) -> str:
     """A checksum of all that the results depend on, and of the results themselves."""
     results, drafts_of = folder / "report" / FILE, [folder / "best"]
-    if cfg.also is not None:
-        drafts_of.append(folder / f"with-{cfg.also}")
+    if cfg.combine_with is not None:
+        drafts_of.append(folder / f"with-{cfg.combine_with}")
     how = {
-        "settings": [cfg.name, asdict(cfg.decode), cfg.also, cfg.data, texts.measured],
+        "settings": [cfg.name, asdict(cfg.decode), cfg.combine_with, cfg.data, texts.measured],
         "prompts": [p.ids.tolist() for p in (*texts.prompts, *texts.validation_prompts)],
         "kinds": [prompt.kind for prompt in texts.prompts],
         # without the reason for its dtype, which is words

@@ -32,7 +32,12 @@ from train.data.responses import documents_with_responses
 from train.folder import BEGAN, config_of, describe, locked
 from train.hidden_states.batches import BatchSource
 from train.hidden_states.filling import RunHiddenStates
-from train.initialisation import earlier_drafts, initial_drafter, reference_draft, regress
+from train.initialisation import (
+    earlier_drafts,
+    initial_drafter,
+    initialise_in_closed_form,
+    reference_draft,
+)
 from train.loop import Learner
 from train.measurement import FinalSettings, finished
 from train.run_checks import check_files, check_target, check_texts
@@ -44,7 +49,7 @@ from train.training_rounds import RoundsConfig, draft_of_round, written
 
 LESS_AT_ONCE = (
     "lower loop.rows (and raise loop.accumulate as much, so that a step reads as many rows), "
-    "objective.chunk or data.max_length; the same command continues from the last checkpoint"
+    "loss.chunk or data.max_length; the same command continues from the last checkpoint"
 )
 
 
@@ -69,35 +74,37 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
         # Documents: as much data as fits the budget, with the target's responses if it responds.
         # The hidden states that it computes while it responds are kept.
-        starts_from = earlier_drafts(cfg.stage, cfg.drafter)
+        starts_from = earlier_drafts(cfg.initialisation, cfg.drafter)
         split = split_of_run(
-            cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from
+            cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
         )
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         hidden_states = job.hidden_states()
-        responds = cfg.data.answers == "target"
+        responds = cfg.data.responses == "target"
         if responds:
             ranks.first(lambda: note_date(cfg.data.date, folder))
         texts = documents_of_run(
             split=split,
             measured=measured,
-            responses=cfg.answering if responds else None,
-            reads_training=cfg.reads_plain_answers,
+            responses=cfg.response_generation if responds else None,
+            reads_training=cfg.reads_plain_responses,
             from_log=bool(cfg.data.rounds),
             target=target,
-            store=hidden_states.store if cfg.answers_bring_features else None,
+            store=hidden_states.store if cfg.responses_bring_hidden_states else None,
             accelerator=accelerator,
             progress=progress,
             responses_read=ResponsesRead(folder),
         )
 
         # Initialise: fresh weights, or those of an earlier draft. Now the folder is this run's.
-        drafter = initial_drafter(cfg.stage, cfg.drafter, target.parts, texts.train, cfg.loop.seed)
+        drafter = initial_drafter(
+            cfg.initialisation, cfg.drafter, target.parts, texts.train, cfg.loop.seed
+        )
         alone = cfg.rounds.data.endswith("alone")
         ranks.first(lambda: check_texts(texts, drafter, target.parts, cfg.decode, alone))
-        drafts = {"draft that training starts from": cfg.stage.draft}
-        drafts["reference draft"] = cfg.objective.reference
+        drafts = {"draft that training starts from": cfg.initialisation.draft}
+        drafts["reference draft"] = cfg.loss.reference
         kept, of_target = job.settled.described(), job.fingerprint
         ranks.first(lambda: describe(folder, identity, kept, drafts, of_target, texts))
         earlier = before_this_stage(starts_from)
@@ -110,8 +117,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             with memory_for("training", LESS_AT_ONCE):
                 count = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
                 console.print(
-                    f"drafter {cfg.drafter.name}: {count:,} trainable parameters\n"
-                    f"objective: {cfg.objective}"
+                    f"drafter {cfg.drafter.name}: {count:,} trainable parameters\nloss: {cfg.loss}"
                 )
                 # on-policy rounds generate all that they train on, even the first
                 on_policy = cfg.rounds.data == "on_policy"
@@ -119,17 +125,23 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                     drafter, [[] if on_policy else texts.train, texts.validation]
                 )
                 parts = target.parts  # not earlier: the target's layers may be freed now
-                reference = reference_draft(cfg.objective.reference, parts)
+                reference = reference_draft(cfg.loss.reference, parts)
                 forcing = TeacherForcing(
-                    drafter, parts, cfg.sampler, cfg.objective, reference, cfg.trains_at_visits
+                    drafter, parts, cfg.sampler, cfg.loss, reference, cfg.trains_at_visits
                 )
                 before = parts.checksum()
                 begun = ranks.first(lambda: training_checkpoint.steps(folder / "checkpoints"))
-                if cfg.stage.draft is None and not begun and drafter.closed_form_start:
+                if (
+                    cfg.initialisation.draft is None
+                    and not begun
+                    and drafter.closed_form_initialisation
+                ):
                     known = source
                     if on_policy:
                         (known,) = hidden_states.sources(drafter, [texts.train])
-                    regress(drafter, known, cfg.data.max_length, accelerator, progress)
+                    initialise_in_closed_form(
+                        drafter, known, cfg.data.max_length, accelerator, progress
+                    )
                 learner = loop.prepare_learner(
                     forcing=forcing,
                     parts=parts,
@@ -146,7 +158,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                     learner=learner,
                     rounds=cfg.rounds,
                     texts=texts,
-                    responses=cfg.answering,
+                    responses=cfg.response_generation,
                     source=source,
                     hidden_states=hidden_states,
                 )
@@ -165,7 +177,7 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             name=cfg.name,
             data=cfg.data.name,
             decode=cfg.decode,
-            also=cfg.also,
+            combine_with=cfg.combine_with,
             export=cfg.export,
             needs_layers=cfg.needs_layers,
             packed=cfg.target.packed,
@@ -178,10 +190,10 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
 
 
 def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
-    """Do the shard of a checked configuration: generate a part of the responses (`answers.shard`),
-    or compute a part of the hidden states (`features.shard`), as the run in `folder` (default
-    runs/NAME) would. Several processes may fill shards of a run at once. Raises UserError for the
-    user's mistakes."""
+    """Do the shard of a checked configuration: generate a part of the responses
+    (`responses.shard`), or compute a part of the hidden states (`hidden_states.shard`), as the run
+    in `folder` (default runs/NAME) would. Several processes may fill shards of a run at once.
+    Raises UserError for the user's mistakes."""
     started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
     assert cfg.share is not None
     if cfg.data.date is None:
@@ -189,33 +201,33 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
     with opened(cfg, folder, lock=folder / "shares" / cfg.share.replace("/", "-of-")) as job:
         cfg, target, ranks = job.settled.cfg, job.target, job.ranks
         accelerator, progress = job.settled.accelerator, job.progress
-        starts_from = earlier_drafts(cfg.stage, cfg.drafter)
+        starts_from = earlier_drafts(cfg.initialisation, cfg.drafter)
         split = split_of_run(
-            cfg.data, cfg.answers, target.parts, ranks, cfg.drafter.depth, starts_from
+            cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
         )
         size, measured = planned(cfg, folder, split, target, accelerator, started)
         split.train = split.train[:size]
         hidden_states = job.hidden_states()
-        store = hidden_states.store if cfg.answers_bring_features else None
-        responds = cfg.data.answers == "target"
+        store = hidden_states.store if cfg.responses_bring_hidden_states else None
+        responds = cfg.data.responses == "target"
         if responds:
             ranks.first(lambda: note_date(cfg.data.date, folder))
 
-        if (shard := shard_of("answers.shard", cfg.answers.shard)) is not None:
+        if (shard := shard_of("responses.shard", cfg.responses.shard)) is not None:
             if store is not None:
                 store.prepare(0)
-            for prompts in (split.train if cfg.reads_plain_answers else [], split.validation):
+            for prompts in (split.train if cfg.reads_plain_responses else [], split.validation):
                 if prompts:
                     documents_with_responses(
-                        target, prompts, cfg.answering, accelerator, progress, store
+                        target, prompts, cfg.response_generation, accelerator, progress, store
                     )
-            console.print(f"answers: {shard} is done; {AFTERWARDS} answers.shard")
-        elif (shard := shard_of("features.shard", cfg.features.shard)) is not None:
+            console.print(f"responses: {shard} is done; {AFTERWARDS} responses.shard")
+        elif (shard := shard_of("hidden_states.shard", cfg.hidden_states.shard)) is not None:
             texts = documents_of_run(
                 split=split,
                 measured=measured,
-                responses=cfg.answering if responds else None,
-                reads_training=cfg.reads_plain_answers,
+                responses=cfg.response_generation if responds else None,
+                reads_training=cfg.reads_plain_responses,
                 from_log=bool(cfg.data.rounds),
                 target=target,
                 store=store,
@@ -224,7 +236,7 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
                 responses_read=ResponsesRead(folder),
             )
             hidden_states.fill_shard(shard, [texts.train, texts.validation])
-            console.print(f"features: {shard} is done; {AFTERWARDS} features.shard")
+            console.print(f"hidden states: {shard} is done; {AFTERWARDS} hidden_states.shard")
 
 
 @dataclass
@@ -242,7 +254,7 @@ class OpenJob:
         """Where the run's rows get the target's hidden states from."""
         cfg = self.settled.cfg
         return RunHiddenStates.of_run(
-            stored=cfg.features if cfg.stores_features else None,
+            stored=cfg.hidden_states if cfg.stores_hidden_states else None,
             drafter=cfg.drafter,
             sampler=cfg.sampler,
             length=cfg.data.max_length,
@@ -262,7 +274,7 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
     cfg, accelerator = run.cfg, run.accelerator
     ranks, main = ranks_of(accelerator), accelerator.is_main_process
     console.quiet = not main
-    drafts = [cfg.objective.reference, cfg.stage.draft]
+    drafts = [cfg.loss.reference, cfg.initialisation.draft]
     ranks.first(lambda: check_files(cfg.data, cfg.track, drafts))
     with ExitStack() as held:
         ranks.first(lambda: held.enter_context(locked(lock)))
@@ -275,7 +287,7 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
 
         with accelerator.main_process_first():  # one process makes a GGUF target dense
             placed = replace(cfg.target, device=str(accelerator.device))
-            target = TargetLoader(placed, alone=bool(cfg.features.engines))
+            target = TargetLoader(placed, alone=bool(cfg.hidden_states.engines))
             fingerprint = target.parts.fingerprint()
         ranks = ranks_of(accelerator, target)
         if cfg.needs_layers:
@@ -285,12 +297,12 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
             lambda: check_target(
                 parts=target.parts,
                 drafter=cfg.drafter,
-                stage=cfg.stage,
-                reference=cfg.objective.reference,
+                stage=cfg.initialisation,
+                reference=cfg.loss.reference,
                 export=cfg.export,
                 folder=folder,
                 stores=cfg.stores,
-                engines=cfg.answering.engines,
+                engines=cfg.response_generation.engines,
             )
         )
         if run.spread:
@@ -320,7 +332,7 @@ def trained_in_rounds(
                 learner.write_round_draft(draft)
             documents = written(
                 cfg=rounds,
-                answers=responses,
+                responses=responses,
                 number=number,
                 documents=texts.train,
                 asked=texts.asked,

@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding import fitting
 from specdec.decoding.decode import prefill
 from specdec.decoding.way import Way
@@ -51,7 +51,7 @@ from train.data.sequences import Document, Prompt, pack_rows
 from train.data.split import SHARE, DataSplit, parts_of
 from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import SCALE, block_size
-from train.initialisation import StageConfig, earlier_drafts, initial_drafter, stride
+from train.initialisation import InitialisationConfig, earlier_drafts, initial_drafter, stride
 from train.run_config import Config
 from train.run_documents import split_of_run
 from train.sizes import (
@@ -71,7 +71,7 @@ FULL = 4  # bytes of a number in float32
 HELD = 4  # float32 tensors over the draft's vocabulary that a chunk of anchors holds
 KEPT = 1.5  # what a training step keeps, relative to what its products read and write
 CHECKPOINTS = 3  # on disk while a new one is written
-SAID = 0.9  # share of answers.max_new_tokens that responses took up in quickstarts
+SAID = 0.9  # share of responses.max_new_tokens that responses took up in quickstarts
 ALONG = 1.7  # counting acceptance along a text takes as many times only reading it
 AFTER = 30.0  # seconds for imports, checkpoints, report and export
 FORWARD = 1 / 3  # share of a training step that a forward pass takes
@@ -154,7 +154,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     """The table: the stages of a run on `planning.devices` devices, and the disk. A batch shrinks
     to the free memory, as it does in a run."""
     target, draft, data, n = facts.target, facts.draft, facts.data, cfg.planning.devices
-    room, state, new = ROOM * facts.device.memory, target.state, cfg.answers.max_new_tokens
+    room, state, new = ROOM * facts.device.memory, target.state, cfg.responses.max_new_tokens
     # devices that hold one target, those of them that compute at the same time, and processes
     parts, together, processes, weights = 1, 1, n, target.bytes
     if cfg.target.tensor_parallel:
@@ -163,7 +163,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         layer = (target.bytes - target.parts_bytes) / target.layers
         parts, processes, weights = n, 1, target.bytes / n + layer
     copies = n // parts
-    responds = cfg.data.answers == "target"
+    responds = cfg.data.responses == "target"
     texts = data.conversations + data.validation
     mean = data.tokens / data.conversations + (SAID * new if responds else 0)
     states = target.width * state * (1 + (draft.stored if draft else 0))  # bytes of a token
@@ -188,13 +188,14 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
 
     held, stages = {"target weights": weights}, list[PlannedStage]()
     reading = seconds(1, cfg.data.max_length, 0) / cfg.data.max_length
-    kept = responds and cfg.answers_bring_features  # hidden states, while the target responds
-    if responds and not cfg.answering.engines:
-        rows, filled = decoding(held, cfg.answers.at_once(facts.device.gpu), 1, new, kept)
+    # hidden states, while the target responds
+    kept = responds and cfg.responses_bring_hidden_states
+    if responds and not cfg.response_generation.engines:
+        rows, filled = decoding(held, cfg.responses.at_once(facts.device.gpu), 1, new, kept)
         step = seconds(rows, 1, data.prompt + new / 2) / rows
         time = texts * (SAID * new * step + data.prompt * reading) / copies
         stages.append(PlannedStage("responses", filled, room, time))
-    if cfg.stores_features and not cfg.features.engines:
+    if cfg.stores_hidden_states and not cfg.hidden_states.engines:
         filled = held | {
             "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.max_length,
             "logits": fitting.LOGITS * FULL * target.vocab * 128,
@@ -203,7 +204,8 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         time = 0.0 if kept else texts * mean * reading / copies
         stages.append(PlannedStage("hidden states", filled, room, time))
     if cfg.trains and draft is not None:
-        layers = cfg.needs_layers or not cfg.stores_features  # then the target runs in training
+        # then the target runs in training
+        layers = cfg.needs_layers or not cfg.stores_hidden_states
         filled = _filled_by_training(cfg, target, draft, weights if layers else target.parts_bytes)
         operations = _operations_of_training(cfg, target, draft)
         time = operations * _tokens_of_training(cfg, draft, data, mean)
@@ -214,7 +216,10 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         new, batch = cfg.decode.max_new_tokens, cfg.decode.batch
         rows, filled = decoding(held, cfg.decode.counting, batch, new, True)
         asked = min(cfg.decode.prompts, data.prompts)
-        timed, ways = min(asked, cfg.decode.timed_prompts), 1 + cfg.decode.fastest + bool(cfg.also)
+        timed, ways = (
+            min(asked, cfg.decode.timed_prompts),
+            1 + cfg.decode.fastest + bool(cfg.combine_with),
+        )
         single, many = (seconds(b, 1, data.prompt + new / 2) / b for b in (batch, rows))
         gamma = cfg.decode.gamma or (draft.depth if draft else 1)
         learned = LEARNING * new + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma)
@@ -240,7 +245,7 @@ def _filled_by_training(
     cast = products * draft.trained * (products < FULL)
     positions = cfg.loop.rows * cfg.data.max_length
     anchors = min(positions, cfg.loop.rows * (draft.anchors or positions))
-    chunk = min(cfg.objective.chunk, anchors)
+    chunk = min(cfg.loss.chunk, anchors)
     return {
         "target weights": frozen,
         "draft weights": FULL * (draft.weights + share) + cast,
@@ -255,7 +260,7 @@ def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftSizes)
     """For a token: a forward and a backward pass of the draft at every depth, the target's own
     distribution, and the target's layers where they run in training."""
     anchors = min(1.0, (draft.anchors or cfg.data.max_length) / cfg.data.max_length)
-    online = cfg.needs_layers or not cfg.stores_features
+    online = cfg.needs_layers or not cfg.stores_hidden_states
     return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
 
 
@@ -266,7 +271,7 @@ def _tokens_of_training(cfg: Config, draft: DraftSizes, data: DataAmount, mean: 
     tokens = min(once * cfg.loop.epochs * cfg.rounds.count, cfg.loop.max_tokens or math.inf)
     step = cfg.loop.rows * cfg.loop.accumulate * cfg.planning.devices * cfg.data.max_length
     evaluations = 1 + (tokens / step / cfg.loop.eval_every if cfg.loop.eval_every else 0)
-    solved = once / stride(int(once)) if draft.solved and cfg.stage.draft is None else 0
+    solved = once / stride(int(once)) if draft.solved and cfg.initialisation.draft is None else 0
     return tokens + FORWARD * (evaluations * data.validation * mean + solved)
 
 
@@ -275,13 +280,15 @@ def _disk(
 ) -> dict[str, float]:
     """What a run over so many tokens writes, by what it is."""
     sizes: dict[str, float] = {}
-    if draft is not None and cfg.stores_features:
+    if draft is not None and cfg.stores_hidden_states:
         number = (
-            1 + SCALE.itemsize / block_size(target.width) if cfg.features.bits else target.state
+            1 + SCALE.itemsize / block_size(target.width)
+            if cfg.hidden_states.bits
+            else target.state
         )
         states = target.width * (target.state + draft.stored * number)
         sizes["hidden states"] = tokens * (states + 12 + 4 * cfg.sampler.truncates)
-    if cfg.data.answers == "target":
+    if cfg.data.responses == "target":
         sizes["responses"] = 8 * tokens
     if draft is not None and cfg.trains:
         kept = CHECKPOINTS * (draft.trained + draft.moments) + 2 * draft.weights
@@ -394,8 +401,8 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
         return [{key: value >> k} for k in range(1, 32) if value >> k >= least]
 
     if name == "disk":
-        yield [{"features.bits": 8}]
-        yield [{"features.cache": "online"}]
+        yield [{"hidden_states.bits": 8}]
+        yield [{"hidden_states.mode": "online"}]
         return
     smaller: list[Settings] = [{}]  # training steps that hold less, but read as many rows
     if name == "training":
@@ -404,12 +411,12 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
             for r in range(rows - 1, 0, -1)
             if rows % r == 0
         ]
-        chunks = halves("objective.chunk", cfg.objective.chunk, 32)
+        chunks = halves("loss.chunk", cfg.loss.chunk, 32)
         yield fewer
         yield chunks
         yield [{**r, **c} for r in fewer for c in chunks]
         smaller += [{**r, **c} for r in fewer[-1:] or [{}] for c in chunks[-1:]]
-        yield [{"features.cache": "disk", **s} for s in smaller]
+        yield [{"hidden_states.mode": "disk", **s} for s in smaller]
         yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
         yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
         yield [{**smaller[-1], **s} for s in halves("data.max_length", cfg.data.max_length, 64)]
@@ -421,9 +428,9 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
         yield [{"planning.devices": m, **way, **s} for m in counts if m > n for s in smaller]
     if name in ("responses", "hidden states"):
         if name == "responses":
-            yield [{"answers.from": ENGINES}]
-            yield halves("answers.max_new_tokens", cfg.answers.max_new_tokens, 16)
-        yield [{"features.from": ENGINES}]
+            yield [{"responses.from": ENGINES}]
+            yield halves("responses.max_new_tokens", cfg.responses.max_new_tokens, 16)
+        yield [{"hidden_states.from": ENGINES}]
         yield halves("data.max_length", cfg.data.max_length, 64)
     if name == "measuring":
         yield halves("decode.batch", cfg.decode.batch, 1)
@@ -501,7 +508,7 @@ class RunPlan:
                 *self.advice(),
                 f"time ({how}): {hours(self.seconds)} on {n} {'device' if n == 1 else 'devices'}"
                 f" = {n * self.seconds / 3600:,.1f} device-hours"
-                f"{'; responses of engines are not counted' if self.cfg.answering.engines else ''}",
+                f"{'; responses of engines are not counted' if self.cfg.response_generation.engines else ''}",
                 f"gain ({how}), if a share α = {self.cfg.planning.alpha:g} of the drafts is "
                 f"accepted:{'' if f.costs else ' unknown until the draft is made'}",
                 *map(_of_gain, self.gains),
@@ -621,7 +628,7 @@ def plan_of_run(cfg: Config) -> RunPlan:
     facts = Facts(sizes, draft, device, data, by_batch, _free_disk(cfg) if here else math.inf)
     if whole is not None and texts:
         prompts = [text for text in texts if isinstance(text, Prompt)]
-        cut = cut_responses_in_cache(whole, prompts, cfg.answering) if prompts else None
+        cut = cut_responses_in_cache(whole, prompts, cfg.response_generation) if prompts else None
         console.print("timing this machine, for up to a minute")
         device = _device_timed(cfg, facts, whole, texts, accelerator)
         timed = _speculation_timed(cfg, whole, texts)
@@ -647,7 +654,7 @@ def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) ->
 def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | Prompt]]:
     """How much a run reads, and some of it: what it reads itself (`split_of_run`), unless
     `planning.tokens` says how much that is."""
-    asked, responds = cfg.planning.tokens, cfg.data.answers == "target"
+    asked, responds = cfg.planning.tokens, cfg.data.responses == "target"
     parts.tokenizer = parts.tokenizer or _tokenizer(cfg)
 
     def amount(n: int, tokens: int, known: str) -> DataAmount:
@@ -664,14 +671,14 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
     if asked:
         few = min(SAMPLED, cfg.data.limit or SAMPLED)
         with console.capture():  # what is said of a sample of the data is not true of all of it
-            split = split_of_run(replace(cfg.data, limit=few), cfg.answers, parts, ALONE)
+            split = split_of_run(replace(cfg.data, limit=few), cfg.responses, parts, ALONE)
         mean = np.mean([len(text.ids) for text in split.train])
         return amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
     console.print(
         f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
     )
-    starts_from = earlier_drafts(cfg.stage, cfg.drafter)
-    split = split_of_run(cfg.data, cfg.answers, parts, ALONE, cfg.drafter.depth, starts_from)
+    starts_from = earlier_drafts(cfg.initialisation, cfg.drafter)
+    split = split_of_run(cfg.data, cfg.responses, parts, ALONE, cfg.drafter.depth, starts_from)
     counts, prompts = DataCounts.of_split(split), [len(prompt.ids) for prompt in split.prompts]
     amount_read = DataAmount(
         conversations=counts.train,
@@ -713,7 +720,7 @@ def _has_weights(cfg: Config) -> bool:
 
 def _free_disk(cfg: Config) -> float:
     """The bytes that are free where the hidden states, the largest files, will be."""
-    folder = Path(cfg.features.path or cfg.features.root).absolute()
+    folder = Path(cfg.hidden_states.path or cfg.hidden_states.root).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return float(shutil.disk_usage(there).free)
 
@@ -731,14 +738,16 @@ def _device_timed(
     ids = np.resize(texts[0].ids, min(LENGTH, cfg.data.max_length, target.positions - 2)).tolist()
     with torch.inference_mode():
         cache = target.new_cache()
-        rows, _ = prefill(target, [ids], FeatureSpec(), cache)
+        rows, _ = prefill(target, [ids], HiddenStateSpec(), cache)
 
         def step() -> None:
-            target.step(rows.anchors(), FeatureSpec(), cache, None)
+            target.step(rows.anchors(), HiddenStateSpec(), cache, None)
             cache.drop()
 
         one = fastest(step, device, TURNS[1])
-        many = fastest(lambda: prefill(target, [ids], FeatureSpec(), target.new_cache()), device)
+        many = fastest(
+            lambda: prefill(target, [ids], HiddenStateSpec(), target.new_cache()), device
+        )
     rate = 2 * sizes.active * (len(ids) - 1) / max(many - one, many / 10)
     reading = max(one - 2 * sizes.active / rate, one / 2)
     timed = replace(facts.device, bandwidth=sizes.bytes_read(1) / reading, rate=rate)
@@ -747,15 +756,15 @@ def _device_timed(
     documents = list[Document]()
     for text in texts[: 8 * cfg.loop.rows]:
         if isinstance(text, Prompt):  # its response is not written yet: repeat the prompt instead
-            repeated = np.resize(text.ids, len(text.ids) + cfg.answers.max_new_tokens)
+            repeated = np.resize(text.ids, len(text.ids) + cfg.responses.max_new_tokens)
             text = Document(text.id, repeated, np.arange(len(repeated)) >= len(text.ids))
         documents.append(text)
-    drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0)
+    drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
     packed = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
     batch = OnlineBatches(target, drafter.needs, cfg.sampler, packed).batch(range(len(packed)))
-    reference = None if cfg.objective.reference is None else drafter  # as costly as the real one
-    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.objective, reference)
+    reference = None if cfg.loss.reference is None else drafter  # as costly as the real one
+    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss, reference)
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
 
     def train() -> None:
@@ -782,7 +791,9 @@ def _speculation_timed(
         return {}
     documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
     try:
-        drafter = initial_drafter(StageConfig(), cfg.drafter, target, documents, 0).to(target.dtype)
+        drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0).to(
+            target.dtype
+        )
     except UserError as error:
         console.print(f"the gain is not measured: {first_line(error)}")
         return {}

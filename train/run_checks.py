@@ -21,7 +21,7 @@ import torch
 
 from specdec.decoding.config import DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.decode import require_room
-from specdec.decoding.draft_answers import require_writes
+from specdec.decoding.draft_responses import require_writes
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
 from specdec.errors import require
@@ -33,7 +33,7 @@ from train import training_checkpoint
 from train.data.conversations import DataConfig
 from train.data.reader import require_readable
 from train.hidden_states.store import in_megabytes
-from train.initialisation import StageConfig, require_starts
+from train.initialisation import InitialisationConfig, require_initialisation
 from train.run_documents import RunDocuments
 from train.tracked_run import TrackConfig
 from train.tracking import require_tracker
@@ -52,7 +52,7 @@ def check_files(data: DataConfig, track: TrackConfig, drafts: Sequence[str | Non
 def check_target(
     parts: TargetParts,
     drafter: Any,
-    stage: StageConfig,
+    stage: InitialisationConfig,
     reference: str | None,
     export: str | None,
     folder: Path,
@@ -67,14 +67,14 @@ def check_target(
     require(
         not (engines and parts.reads_pairs is not None),
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
-        "answers.from and features.from",
+        "responses.from and hidden_states.from",
     )
     if export is not None and draft_export.layout_names(drafter.name):
         draft_export.require_exportable(drafter, parts, export)
         draft_export.require_free(folder / "export")
     if export is not None and family(drafter.name).adapts_target(drafter):
         draft_export.require_free(folder / "export-target")
-    require_starts(stage, drafter, parts)
+    require_initialisation(stage, drafter, parts)
     if reference is not None:
         draft_checkpoint.read_draft(reference, parts)
     for place in (folder, *stores):

@@ -26,16 +26,16 @@ from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.draft_export import LAYOUTS, layout_names
 from specdec.formats.layout import LAYOUT
-from specdec.objectives.losses import COUPLED, TERMS
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import COUPLED, LOSS_TERMS
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.target_config import TargetConfig
 from train.budget_plan import BudgetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
-from train.hidden_states.store import FeaturesConfig
-from train.initialisation import StageConfig
+from train.hidden_states.store import HiddenStatesConfig
+from train.initialisation import InitialisationConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
@@ -45,8 +45,14 @@ from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
-PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.rounds", "stage.draft")
-PATHS += ("answers.root", "features.path", "features.root", "objective.reference")
+PATHS: tuple[str, ...] = (
+    "target.path",
+    "target.cache",
+    "data.path",
+    "data.rounds",
+    "initialisation.draft",
+)
+PATHS += ("responses.root", "hidden_states.path", "hidden_states.root", "loss.reference")
 PATHS += ("drafter.source", "drafter.head")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
 # What Hydra and OmegaConf raise for a user's mistake. The last three are not meant for users: where
@@ -69,19 +75,20 @@ HYDRA_SAYS = {
 class Config:
     """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
     the same command continues it. With `plan`, the command only says what the run needs, how
-    long it takes and whether it will pay (see `planning`). `also` is a family that copies: the run
-    ends by measuring a hybrid of that family and the draft, and saves this hybrid as with-FAMILY.
+    long it takes and whether it will pay (see `planning`). `combine_with` is a family that copies:
+    the run ends by measuring a hybrid of that family and the draft, and saves this hybrid as
+    with-FAMILY.
     """
 
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = None
-    stage: StageConfig = field(default_factory=StageConfig)
+    initialisation: InitialisationConfig = field(default_factory=InitialisationConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    answers: ResponsesConfig = field(default_factory=ResponsesConfig)
-    features: FeaturesConfig = field(default_factory=FeaturesConfig)
+    responses: ResponsesConfig = field(default_factory=ResponsesConfig)
+    hidden_states: HiddenStatesConfig = field(default_factory=HiddenStatesConfig)
     sampler: Sampler = field(default_factory=Sampler)
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
     rounds: RoundsConfig = field(default_factory=RoundsConfig)
@@ -90,7 +97,7 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
     plan: bool = False
     planning: PlanningConfig = field(default_factory=PlanningConfig)
-    also: str | None = None
+    combine_with: str | None = None
     export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
 
     @property
@@ -114,61 +121,70 @@ class Config:
         return self.data.rounds is not None or self.rounds.data == "on_policy"
 
     @property
-    def reads_plain_answers(self) -> bool:
-        """Whether the run reads the target's plain answers to the training prompts. If it trains on
-        a log, it does not: the log has the answers. On-policy rounds write answers of their own, so
-        the plain ones are then read only for the vocabulary and start of a fresh draft, for tokens
-        added to a vocabulary, and to fit a drafter or the hybrid of `also` to texts."""
-        continued = self.stage.draft is not None and self.stage.new_tokens == 0
-        fitted = self.also is not None or self.family.fits_texts
+    def reads_plain_responses(self) -> bool:
+        """Whether the run reads the target's plain responses to the training prompts. If it trains
+        on a log, it does not: the log has the responses. On-policy rounds write responses of their
+        own, so the plain ones are then read only for the vocabulary and start of a fresh draft, for
+        tokens added to a vocabulary, and to fit a drafter or the hybrid of `combine_with` to
+        texts."""
+        continued = self.initialisation.draft is not None and self.initialisation.new_tokens == 0
+        fitted = self.combine_with is not None or self.family.fits_texts
         on_policy = self.rounds.data == "on_policy"
         return self.data.rounds is None and not (on_policy and continued and not fitted)
 
     @property
-    def stores_features(self) -> bool:
-        """Whether the target's features are kept on disk: only trained drafters read them."""
-        return self.trains and self.features.cache == "disk"
+    def stores_hidden_states(self) -> bool:
+        """Whether the target's hidden states are kept on disk: only trained drafters read them."""
+        return self.trains and self.hidden_states.mode == "offline"
 
     @property
-    def answering(self) -> ResponsesConfig:
-        """How the prompts are answered: by the engines of the features, if no others are given."""
-        engines = self.answers.engines or self.features.engines
-        return replace(self.answers, engines=engines)
+    def response_generation(self) -> ResponsesConfig:
+        """How the prompts are answered: by the engines of the hidden states, if no others are
+        given."""
+        engines = self.responses.engines or self.hidden_states.engines
+        return replace(self.responses, engines=engines)
 
     @property
-    def answers_bring_features(self) -> bool:
-        """Whether the features come with the answers: from decoding them here, or from engines that
-        do both."""
-        return self.stores_features and self.answering.engines == self.features.engines
+    def responses_bring_hidden_states(self) -> bool:
+        """Whether the hidden states come with the responses: from decoding them here, or from
+        engines that do both."""
+        return (
+            self.stores_hidden_states
+            and self.response_generation.engines == self.hidden_states.engines
+        )
 
     @property
     def stores(self) -> list[Path]:
         """The folders that the run fills beside its own, which runs share: of responses and of
         hidden states."""
-        responses = [Path(self.answers.root)] if self.data.answers == "target" else []
-        features = [Path(self.features.path or self.features.root)] if self.stores_features else []
-        return responses + features
+        responses = [Path(self.responses.root)] if self.data.responses == "target" else []
+        hidden_states = (
+            [Path(self.hidden_states.path or self.hidden_states.root)]
+            if self.stores_hidden_states
+            else []
+        )
+        return responses + hidden_states
 
     @property
     def share(self) -> str | None:
-        """The share of the answers or features that this run makes, in a form that no other share
-        has; None if it is a whole run."""
-        shares = {"answers": self.answers.shard, "features": self.features.shard}
+        """The share of the responses or hidden states that this run makes, in a form that no other
+        share has; None if it is a whole run."""
+        shares = {"responses": self.responses.shard, "hidden_states": self.hidden_states.shard}
         parts = (f"{name}-{shard}" for name, shard in shares.items() if shard is not None)
         return next(parts, None)
 
     def check(self) -> None:
         """Raise UserError for settings that do not go together. Nothing is loaded or changed."""
         drafter, rounds = self.drafter, self.rounds
-        self.objective.require_complete()
+        self.loss.require_complete()
         require(
             not (self.trains and self.sampler.greedy),
             "sampler.temperature=0 cannot be used in training (α has no gradient there): train at "
             "1 and serve greedily; reports show both",
         )
         require(
-            not rounds.answers_again or self.data.answers == "target",
-            f"rounds.data={rounds.data} answers the prompts again: give data.answers=target",
+            not rounds.generates_again or self.data.responses == "target",
+            f"rounds.data={rounds.data} answers the prompts again: give data.responses=target",
         )
         require(
             self.data.rounds is None or rounds == RoundsConfig(),
@@ -180,20 +196,21 @@ class Config:
             "instead",
         )
         require(
-            self.budget.minutes is None or not self.answering.engines,
+            self.budget.minutes is None or not self.response_generation.engines,
             "budget.minutes times the target in this process, but engines do its work: give "
-            "data.limit instead of budget.minutes, or leave out answers.from and features.from",
+            "data.limit instead of budget.minutes, or leave out responses.from and "
+            "hidden_states.from",
         )
-        engines = bool(self.features.engines)
+        engines = bool(self.hidden_states.engines)
         require(
             not (engines and self.trains_at_visits),
-            "features.from gives no features after tokens that were drafted and rejected, which "
-            "rounds.data=on_policy and data.rounds train on: leave one of them out",
+            "hidden_states.from gives no hidden states after tokens that were drafted and "
+            "rejected, which rounds.data=on_policy and data.rounds train on: leave one of them out",
         )
         require(
             not engines or (self.trains and not self.needs_layers),
-            f"features.from fills a store that drafter={drafter.name} does not read, since it has "
-            "nothing to train or runs the target's layers: leave features.from out",
+            f"hidden_states.from fills a store that drafter={drafter.name} does not read, since it "
+            "has nothing to train or runs the target's layers: leave hidden_states.from out",
         )
         divided = self.target.tensor_parallel
         require(
@@ -202,9 +219,9 @@ class Config:
             "target.tensor_parallel holds them only in parts: leave one of them out",
         )
         require(
-            not (divided and self.trains and not self.stores_features),
-            "target.tensor_parallel computes features once, before training: give "
-            "features.cache=disk, or leave target.tensor_parallel out",
+            not (divided and self.trains and not self.stores_hidden_states),
+            "target.tensor_parallel computes hidden states once, before training: give "
+            "hidden_states.mode=offline, or leave target.tensor_parallel out",
         )
         require(
             not (divided and self.decode.compile),
@@ -212,46 +229,47 @@ class Config:
             "target.tensor_parallel out",
         )
         require(
-            not self.answers.engines or self.data.answers == "target",
-            f"answers.from lets engines answer, but data.answers={self.data.answers}: give "
-            "data.answers=target, or leave out answers.from",
+            not self.responses.engines or self.data.responses == "target",
+            f"responses.from lets engines answer, but data.responses={self.data.responses}: give "
+            "data.responses=target, or leave out responses.from",
         )
         require(
-            self.answers.shard is None or self.data.answers == "target",
-            f"answers.shard={self.answers.shard} answers a share of the prompts: give "
-            "data.answers=target, or leave it out",
+            self.responses.shard is None or self.data.responses == "target",
+            f"responses.shard={self.responses.shard} responses a share of the prompts: give "
+            "data.responses=target, or leave it out",
         )
         require(
-            self.answers.shard is None or self.features.shard is None,
-            "answers.shard and features.shard: do the shares of the answers first, and then "
-            "those of the features",
+            self.responses.shard is None or self.hidden_states.shard is None,
+            "responses.shard and hidden_states.shard: do the shares of the responses first, and "
+            "then those of the hidden states",
         )
         require(
-            self.features.shard is None or (self.stores_features and not self.trains_at_visits),
-            f"features.shard={self.features.shard} stores a share of the features, but this run "
-            "stores none before it trains: leave it out",
+            self.hidden_states.shard is None
+            or (self.stores_hidden_states and not self.trains_at_visits),
+            f"hidden_states.shard={self.hidden_states.shard} stores a share of the hidden states, "
+            "but this run stores none before it trains: leave it out",
         )
         require(
             self.share is None or self.budget.minutes is None,
             "budget.minutes plans by the speed of one machine, so shares would not fit together: "
             "give data.limit instead",
         )
-        if self.also is not None:
-            copying_family(self.also)
+        if self.combine_with is not None:
+            copying_family(self.combine_with)
             require(
                 not self.family.copies,
-                f"also={self.also} cannot be combined with drafter={drafter.name}, which copies "
-                "too: give also=null, or another drafter",
+                f"combine_with={self.combine_with} cannot be combined with drafter={drafter.name}, "
+                "which copies too: give combine_with=null, or another drafter",
             )
         require(
             not (self.decode.fastest and self.family.copies),
             f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies "
             "tokens: give decode.fastest=false",
         )
-        decoded = self.rounds.answers_again or self.data.rounds or self.also
+        decoded = self.rounds.generates_again or self.data.rounds or self.combine_with
         require(
             not (self.family.adapts_target(drafter) and decoded),
-            f"drafter={drafter.name} adapts the target with these settings, but also=, "
+            f"drafter={drafter.name} adapts the target with these settings, but combine_with=, "
             "rounds.data= and data.rounds= need the target as it is: leave them out",
         )
         if isinstance(layers := getattr(drafter, "layers", None), list):
@@ -276,34 +294,34 @@ class Config:
 
 def register() -> None:
     """Register the schema, every drafter, those of other installed packages too, and every
-    objective with Hydra, by name."""
+    loss with Hydra, by name."""
     DRAFTERS.add_installed()
     OmegaConf.register_new_resolver("groups_of_settings", groups_of_settings, replace=True)
     store = ConfigStore.instance()
     schema = OmegaConf.structured(Config)
-    schema.objective.terms = {}  # objective=NAME fills it
+    schema.loss.terms = {}  # loss=NAME fills it
     # the keys of these are checked by the code that reads them
-    open_ended = schema.decode.settings, schema.objective.terms, schema.objective.constants
+    open_ended = schema.decode.settings, schema.loss.terms, schema.loss.constants
     for free in (*open_ended, schema.optim.rates, schema.target.max_memory):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():
         store.store(group="drafter", name=name, node=drafter.Config)
-    for name in TERMS:
-        decay = 1.0 if name in COUPLED else ObjectiveConfig.depth_decay
-        one = ObjectiveConfig(terms={name: 1.0}, depth_decay=decay)
-        store.store(group="objective", name=name, node=one)
+    for name in LOSS_TERMS:
+        decay = 1.0 if name in COUPLED else LossConfig.depth_decay
+        one = LossConfig(terms={name: 1.0}, depth_decay=decay)
+        store.store(group="loss", name=name, node=one)
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
     """Overrides in a form that Hydra accepts and reads as they were typed. A text that Hydra's
     grammar refuses, such as a path with brackets, quotes, braces or letters like é in it, is
     quoted, as is any value with an equals sign, as in decode.rule=lenience:factor=0.8, and a text
-    that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes stage.draft=,
-    since no dataclass can have a field called `from`, and answers.from= and features.from= become
-    the lists answers.engines= and features.engines=."""
-    named = [re.sub(r"^\+*drafter\.from=", "stage.draft=", a) for a in arguments]
-    named = [re.sub(r"^\+*(answers|features)\.from=(.*)", _engines, a) for a in named]
+    that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
+    initialisation.draft=, since no dataclass can have a field called `from`, and responses.from=
+    and hidden_states.from= become the lists responses.engines= and hidden_states.engines=."""
+    named = [re.sub(r"^\+*drafter\.from=", "initialisation.draft=", a) for a in arguments]
+    named = [re.sub(r"^\+*(responses|hidden_states)\.from=(.*)", _engines, a) for a in named]
     return [a if a[:1] == "-" else _quoted(a) for a in named]
 
 
@@ -444,7 +462,7 @@ def _require_group_names(overrides: Sequence[str]) -> None:
         if not equals or not (CONF / group).is_dir() or group in NO_GROUPS:
             continue
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-        known += [*DRAFTERS] * (group == "drafter") + [*TERMS] * (group == "objective")
+        known += [*DRAFTERS] * (group == "drafter") + [*LOSS_TERMS] * (group == "loss")
         plain = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?|true|false|null|\[.*", value, re.IGNORECASE)
         optional = value == "null" and group in ("experiment", "search", "debug")
         if plain and not optional:
@@ -498,9 +516,9 @@ def resolve(cfg: DictConfig) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The configuration with an objective that fits the draft topology. Raises UserError for
+    """The configuration with a loss that fits the draft topology. Raises UserError for
     settings that do not go together; nothing is loaded."""
-    config = replace(config, objective=config.objective.for_tree(config.decode.paths))
+    config = replace(config, loss=config.loss.for_tree(config.decode.paths))
     config.check()
     return config
 
@@ -596,8 +614,8 @@ def _key_error(key: str, owner: Any) -> UserError:
     """The error for an unknown key, with the nearest key of its `owner` dataclass."""
     if key.split(".")[0] == "loss":
         return UserError(
-            "configuration: loss is called objective now: give objective=NAME, such as "
-            "objective=kl, or objective.depth_decay=NUMBER"
+            "configuration: loss is called loss now: give loss=NAME, such as "
+            "loss=kl, or loss.depth_decay=NUMBER"
         )
     near = ""
     if is_dataclass(owner):

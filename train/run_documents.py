@@ -35,7 +35,7 @@ class RunDocuments:
     validation: list[Document]  # held out, to select the best draft on
     prompts: list[Prompt]  # the decoder's, of the test part
     validation_prompts: list[Prompt]  # the decoder's, for calibration and choices; may be empty
-    measured: int  # how many of `prompts` the final evaluation answers
+    measured: int  # how many of `prompts` the final evaluation responses
     records: int  # number of records read from the data
     share: float  # of all conversations, held out
     validation_share: float  # of these, in the validation part; 0: all select and all are reported
@@ -46,7 +46,7 @@ class RunDocuments:
 
 def split_of_run(
     data: DataConfig,
-    answers: ResponsesConfig,
+    responses: ResponsesConfig,
     parts: TargetParts,
     ranks: Ranks,
     depth: int = 1,
@@ -77,7 +77,7 @@ def split_of_run(
         )
 
     def require_usable() -> None:
-        for reason in unusable_data(data, split, answers.max_new_tokens, parts):
+        for reason in unusable_data(data, split, responses.max_new_tokens, parts):
             raise UserError(reason)
 
     ranks.first(require_usable)
@@ -101,11 +101,11 @@ def documents_of_run(
     progress: Progress,
     responses_read: ResponsesRead | None = None,
 ) -> RunDocuments:
-    """The texts of a run's split. The final evaluation answers `measured` of its held-out prompts.
-    If the data's responses are not read, the target generates them as `responses` says, and `store`
-    keeps the hidden states that it computes meanwhile; those to the training prompts only if the
-    run `reads_training`. With `from_log`, the training documents are those of a decoder's log.
-    `responses_read` is as in `documents_with_responses`."""
+    """The texts of a run's split. The final evaluation responses `measured` of its held-out
+    prompts. If the data's responses are not read, the target generates them as `responses` says,
+    and `store` keeps the hidden states that it computes meanwhile; those to the training prompts
+    only if the run `reads_training`. With `from_log`, the training documents are those of a
+    decoder's log. `responses_read` is as in `documents_with_responses`."""
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
     if responses is not None:
@@ -127,9 +127,9 @@ def documents_of_run(
         cut = cut_responses([*train, *validation], target.parts.eos, responses)
         console.print(str(cut))
         if train:  # engines may leave prompts unanswered
-            answered_too = {d.ids[~d.mask].tobytes() for d in train}
-            asked = [prompt for prompt in asked if prompt.ids.tobytes() in answered_too]
-        train = train or [_unanswered(prompt) for prompt in asked]
+            with_response_too = {d.ids[~d.mask].tobytes() for d in train}
+            asked = [prompt for prompt in asked if prompt.ids.tobytes() in with_response_too]
+        train = train or [_without_response(prompt) for prompt in asked]
     if from_log:
         train, asked = split.train, []
     for name, documents in (("train", train), ("validation", validation)):
@@ -152,8 +152,8 @@ def documents_of_run(
     )
 
 
-def _unanswered(prompt: Prompt) -> Document:
-    """What stands for a prompt that only later rounds answer."""
+def _without_response(prompt: Prompt) -> Document:
+    """What stands for a prompt that only later rounds response."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
     weight = even_weights(len(ids), prompt.weight)

@@ -1,5 +1,5 @@
 """Shares of the work that comes before training, for independent processes or machines that fill
-one folder of answers or features: `answers.shard=2/8` does the second of eight shares."""
+one folder of responses or hidden states: `responses.shard=2/8` does the second of eight shares."""
 
 import re
 from collections.abc import Sequence

@@ -284,7 +284,7 @@ def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftSiz
         parallel=drafter.limits.parallel,
         stored=len(drafter.needs.layers),
         anchors=getattr(getattr(config, "anchors", None), "per_row", None),
-        solved=isinstance(drafter, Trainable) and drafter.closed_form_start,
+        solved=isinstance(drafter, Trainable) and drafter.closed_form_initialisation,
     )
 
 

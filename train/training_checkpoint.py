@@ -59,7 +59,7 @@ class State:
     rows: int = 0  # packed rows read so far: the position in the data
     tokens: int = 0  # in these rows
     seconds: float = 0.0
-    waiting: float = 0.0  # of these seconds, for stored features
+    waiting: float = 0.0  # of these seconds, for stored hidden states
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
     evaluated: list[tuple[int, float]] = field(default_factory=list)  # the steps, and τ at T = 0

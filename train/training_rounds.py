@@ -25,19 +25,21 @@ class RoundsConfig:
     """Training in `count` rounds of `loop.epochs` each, on one learning-rate schedule.
 
     `data` says what the rounds after the first train on:
-    - target: the target's answers, sampled anew if `answers.temperature` is above 0, otherwise the
+    - target: the target's responses, sampled anew if `responses.temperature` is above 0, otherwise
+    the
       same.
-    - draft: answers that the target and the draft, as it is when the round begins, write together.
+    - draft: responses that the target and the draft, as it is when the round begins, write
+    together.
       The draft proposes `gamma` tokens at a time (null: its depth), those that `rule` accepts are
       kept, and the target adds the next one.
     - mixed: every second conversation is answered as with draft; the others keep the target's
-      first answers.
+      first responses.
     - draft_alone, mixed_alone: the same, except that the draft writes without the target, as in
       DistillSpec (Zhou et al. 2024, arXiv 2310.08461). Only drafts that do not read the target's
-      features can do so.
+      hidden states can do so.
     - on_policy: in every round, even the first, the prompts are decoded losslessly with the current
       draft. The draft is then trained at the anchors that the decoder visited, on the tokens
-      drafted there, as in Draft-OPD (arXiv 2605.29343), with any objective.
+      drafted there, as in Draft-OPD (arXiv 2605.29343), with any loss.
 
     `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
     distribution. The default keeps a drafted token with probability min(1, p / (factor · q)), or at
@@ -56,7 +58,7 @@ class RoundsConfig:
         fitting_rule(self.rule, Chain(1), Sampler(), False)
 
     @property
-    def answers_again(self) -> bool:
+    def generates_again(self) -> bool:
         """Whether a draft helps to answer the prompts in any of the rounds."""
         return self.data == "on_policy" or (self.data != "target" and self.count > 1)
 
@@ -70,7 +72,7 @@ def draft_of_round(cfg: RoundsConfig, folder: Path, number: int) -> Path | None:
 
 def written(
     cfg: RoundsConfig,
-    answers: ResponsesConfig,
+    responses: ResponsesConfig,
     number: int,
     documents: Sequence[Document],
     asked: Sequence[Prompt],
@@ -80,14 +82,14 @@ def written(
     progress: Progress,
     responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
-    """The texts that round `number`, from 0, trains on: answers to the `asked` prompts, written
-    with the draft in the folder `draft`, if there is one. Beside that folder are the answers so
+    """The texts that round `number`, from 0, trains on: responses to the `asked` prompts, written
+    with the draft in the folder `draft`, if there is one. Beside that folder are the responses so
     far, so that an interrupted round continues where it stopped. `documents` are the texts of
     round 0. `responses_read` is as in `documents_with_responses`."""
     if draft is None:
-        if answers.temperature == 0 or not asked:
+        if responses.temperature == 0 or not asked:
             return list(documents)
-        other = replace(answers, seed=(answers.seed + number) % 2**32)
+        other = replace(responses, seed=(responses.seed + number) % 2**32)
         return documents_with_responses(
             target, asked, other, accelerator, progress, responses_read=responses_read
         )
@@ -96,7 +98,7 @@ def written(
         drafter=drafter,
         gamma=cfg.gamma or drafter.depth,
         rule=cfg.rule,
-        folder=draft.parent / "answers",
+        folder=draft.parent / "responses",
         key=draft_checkpoint.digest_of_draft(draft),
     )
     if cfg.data == "on_policy":
@@ -105,7 +107,7 @@ def written(
         author = replace(author, rule=None)
     step = 2 if cfg.data.startswith("mixed") else 1
     texts = documents_with_responses(
-        target, asked[::step], answers, accelerator, progress, author=author
+        target, asked[::step], responses, accelerator, progress, author=author
     )
     if cfg.data == "on_policy":
         return texts

@@ -73,7 +73,7 @@ class WandbRun(TrackedRun):
         import wandb
 
         for at in results.asked:
-            rows = [[plain(s.conversation()), plain(s.answer), s.tau] for s in at.samples]
+            rows = [[plain(s.conversation()), plain(s.response), s.tau] for s in at.samples]
             table = wandb.Table(columns=["prompt", "answer", "tau"], data=rows)
             self._run.log({f"samples T={at.way.temperature:g}": table})
         self._run.log({name: wandb.Image(str(path)) for name, path in pictures.items()})

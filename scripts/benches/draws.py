@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.context import Proposal
 from specdec.decoding import decode
-from specdec.decoding.answers import PHASES
+from specdec.decoding.generation import PHASES
 from specdec.decoding.verification_methods import Rule, Verdict
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way

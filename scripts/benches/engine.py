@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.setting import Timing, setting
-from benches.turns import Answerer, TimedAnswer, compare, in_turn, ours, tau
+from benches.turns import ResponseWriter, TimedGeneration, compare, in_turn, ours, tau
 
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
@@ -79,15 +79,15 @@ class VllmWorker:
         self._asked(json.dumps(how))
         self.serving = True
 
-    def answer(self, prompt: list[int], limit: int) -> TimedAnswer:
-        """vLLM's greedy answer of at most `limit` tokens."""
+    def answer(self, prompt: list[int], limit: int) -> TimedGeneration:
+        """vLLM's greedy response of at most `limit` tokens."""
         said = self._asked(json.dumps({"ids": prompt, "limit": limit}))
         drafts = sum(said.get("num_drafts", []))  # plain decoding has no such counts
         per_position = said.get("num_accepted_tokens_per_pos", [])
-        return TimedAnswer(said["ids"], said["seconds"], drafts, per_position)
+        return TimedGeneration(said["ids"], said["seconds"], drafts, per_position)
 
     def _asked(self, line: str) -> dict[str, Any]:
-        """What scripts/vllm_worker.py answers to a line."""
+        """What scripts/vllm_worker.py responses to a line."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):  # it has died, and its log says why
             self.process.stdin.write(line + "\n")
@@ -108,9 +108,9 @@ class Serving(Timing):
 def engine(draft: Path, timing: Serving) -> None:
     """The same head in vLLM on the CPU and in our decoder.
 
-    Shows τ, accepted counts and tokens/s of both. They take turns on each prompt, answer greedily,
-    and are timed with their prefill. If a static tree is expected to be fastest, our decoder is
-    timed with it too; vLLM's CPU backend has no trees.
+    Shows τ, accepted counts and tokens/s of both. They take turns on each prompt, response
+    greedily, and are timed with their prefill. If a static tree is expected to be fastest, our
+    decoder is timed with it too; vLLM's CPU backend has no trees.
     """
     family = draft_checkpoint.read_card(draft).family
     draft_export.layout_of(family, "hf")
@@ -125,7 +125,7 @@ def engine(draft: Path, timing: Serving) -> None:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         draft_export.write_export(root / "draft", drafter, target)
         target.save(root / "target")
-        answerers: dict[str, Answerer] = {}
+        writers: dict[str, ResponseWriter] = {}
         engines: list[VllmWorker] = []
         for mode, compiled in timing.modes.items():
             mine = partial(ours, target, timing.new)
@@ -136,18 +136,18 @@ def engine(draft: Path, timing: Serving) -> None:
                 engines[-1].serve(*folders, served_as, gamma, dtype, compiled)
                 answer = partial(engines[-1].answer, limit=timing.new)
                 drafted, theirs = str(gamma) if way.drafter else "", f"vLLM, {name}{mode}"
-                answerers[theirs] = Answerer(answer, drafted, compiled=compiled)
-                answerers[f"ours, {name}{mode}"] = mine(way, drafted, [theirs])
+                writers[theirs] = ResponseWriter(answer, drafted, compiled=compiled)
+                writers[f"ours, {name}{mode}"] = mine(way, drafted, [theirs])
             tree = fastest_shape(setup, replace(deepest, compiled=compiled), learning[:1], found)
             if isinstance(tree, Static):
                 way = Way(drafter, tree, compiled=compiled)
-                answerers[f"ours, a tree{mode}"] = mine(way, str(tree.nodes), [theirs])
-        made = in_turn(answerers, at_hand.prompts)
-        compare(answerers, made)
+                writers[f"ours, a tree{mode}"] = mine(way, str(tree.nodes), [theirs])
+        made = in_turn(writers, at_hand.prompts)
+        compare(writers, made)
         if dtype == "float32":  # then both write the same texts
             return
         texts = [answer.ids for answer in made["ours, speculative"]]
-        mine, theirs = list[TimedAnswer](), list[TimedAnswer]()
+        mine, theirs = list[TimedGeneration](), list[TimedGeneration]()
         for prompt, text in zip(at_hand.prompts, texts, strict=True):
             for pair in on_shared_text(engines[1], target, drafter, gamma, prompt, text):
                 mine.append(pair[0])
@@ -165,8 +165,8 @@ def on_shared_text(
     gamma: int,
     prompt: list[int],
     text: list[int],
-) -> Iterator[tuple[TimedAnswer, TimedAnswer]]:
-    """Our answers and vLLM's along one of our texts, where both write the same tokens.
+) -> Iterator[tuple[TimedGeneration, TimedGeneration]]:
+    """Our responses and vLLM's along one of our texts, where both write the same tokens.
 
     In bfloat16 near-ties flip. When vLLM leaves the text, it is put back on it after the token at
     which they differ. A stretch ends γ tokens early, so that its last round drafts only tokens that

@@ -19,7 +19,7 @@ from specdec.errors import UserError, require
 from specdec.progress import console
 
 ENDS = 900  # seconds that a run may take
-DELAY = 0.5  # the kill comes at most so many seconds after the last awaited answer
+DELAY = 0.5  # the kill comes at most so many seconds after the last awaited response
 AT_ONCE = 8  # requests of the run
 VICTIMS = (("engine",), ("run",), ("engine", "run"))
 
@@ -30,11 +30,11 @@ def engine_kills(
     conversations: Annotated[int, "that the engine answers"] = 120,
     seed: Annotated[int, "of the moments and of who is killed"] = 1,
 ) -> None:
-    """SIGKILLs of vLLM, of a run with `features.from`, and of both, at random moments.
+    """SIGKILLs of vLLM, of a run with `hidden_states.from`, and of both, at random moments.
 
     After each kill, what was killed is started again. No start of the run may request more
-    answers than were missing then. At the end, the run must have one answer to each prompt and must
-    have trained. Its answers are compared with those of a run that is never killed.
+    responses than were missing then. At the end, the run must have one response to each prompt and
+    must have trained. Its responses are compared with those of a run that is never killed.
     """
     draw, rows = random.Random(seed), list[list[str]]()
     with TemporaryDirectory() as temporary:
@@ -49,10 +49,10 @@ def engine_kills(
             whole.ended()
             while len(rows) < count:
                 server.launch()
-                known, asked = len(killed.answers()), server.answers
+                known, asked = len(killed.responses()), server.responses
                 killed.launch()
                 wanted = draw.randint(1, max(1, conversations // count))
-                while killed.running and server.answers < asked + wanted:
+                while killed.running and server.responses < asked + wanted:
                     time.sleep(0.05)
                 time.sleep(draw.uniform(0, DELAY))
                 victims = draw.choice(VICTIMS)
@@ -63,45 +63,46 @@ def engine_kills(
                 if "engine" in victims:
                     server.kill()
                     killed.stopped()
-                require_missing(len(whole.answers()) - known, server.answers - asked)
-                kept = len(killed.answers())
-                rows.append([" and ".join(victims), *map(str, (server.answers - asked, kept))])
+                require_missing(len(whole.responses()) - known, server.responses - asked)
+                kept = len(killed.responses())
+                rows.append([" and ".join(victims), *map(str, (server.responses - asked, kept))])
                 console.print(*rows[-1], sep=" | ")
             server.launch()
-            known, asked = len(killed.answers()), server.answers
+            known, asked = len(killed.responses()), server.responses
             killed.launch()
             killed.ended()
-            require_missing(len(whole.answers()) - known, server.answers - asked)
+            require_missing(len(whole.responses()) - known, server.responses - asked)
             left = len(list((folder / "states").iterdir()))
         finally:
             for one in (whole, killed, server):
                 one.kill()
-        mine, theirs = killed.answers(), whole.answers()
+        mine, theirs = killed.responses(), whole.responses()
         require(mine.keys() == theirs.keys(), "the two runs answered different prompts")
         same = sum(mine[name] == theirs[name] for name in mine)
-    show(["killed", "answers since its start", "answers kept so far"], rows)
+    show(["killed", "responses since its start", "responses kept so far"], rows)
     console.print(
-        f"{len(rows)} kills: {len(mine)} prompts have one answer each, {same} of them as in the "
+        f"{len(rows)} kills: {len(mine)} prompts have one response each, {same} of them as in the "
         "run that was never killed; no start requested more than were missing; killed runs left "
         f"{left} files of states, which the next start of scripts/serve removes"
     )
 
 
 def require_missing(missing: int, asked: int) -> None:
-    require(asked <= missing, f"{asked} answers were requested, but only {missing} were missing")
+    require(asked <= missing, f"{asked} responses were requested, but only {missing} were missing")
 
 
 class EngineKilledRun:
-    """A run of train.py whose answers and features come from an engine, in a folder of its own."""
+    """A run of train.py whose responses and hidden states come from an engine, in a folder of its
+    own."""
 
     def __init__(self, folder: Path, url: str, conversations: int) -> None:
         folder.mkdir()
         self.folder = folder
         overrides = f"""
-            experiment=quickstart budget.minutes=null also=null decode.prompts=0 track=none
-            target.dtype=float32 loop.epochs=1 answers.max_new_tokens=48 answers.batch={AT_ONCE}
-            features.from={url} data.limit={conversations} hydra.run.dir={folder / "run"}
-            answers.root={folder / "answers"} features.root={folder / "features"}
+            experiment=quickstart budget.minutes=null combine_with=null decode.prompts=0 track=none
+            target.dtype=float32 loop.epochs=1 responses.max_new_tokens=48 responses.batch={AT_ONCE}
+            hidden_states.from={url} data.limit={conversations} hydra.run.dir={folder / "run"}
+            responses.root={folder / "responses"} hidden_states.root={folder / "hidden_states"}
         """
         self.command = [sys.executable, "train.py", *overrides.split()]
         self.process: subprocess.Popen[bytes] | None = None
@@ -131,14 +132,15 @@ class EngineKilledRun:
             raise UserError(f"the run ended with {self.process.returncode}: {self._said()}")
         require((self.folder / "run" / "export").is_dir(), f"no draft: {self._said()}")
 
-    def answers(self) -> dict[str, Sequence[int]]:
-        """The answers that are kept, by the name of the prompt. Raises UserError if one has two."""
+    def responses(self) -> dict[str, Sequence[int]]:
+        """The responses that are kept, by the name of the prompt. Raises UserError if one has
+        two."""
         lines = [
             x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open(encoding="utf-8")
         ]
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         found = {entry["prompt"]: entry["ids"] for entry in entries}
-        require(len(found) == len(entries), "a prompt has two answers")
+        require(len(found) == len(entries), "a prompt has two responses")
         return found
 
     def _said(self) -> str:

@@ -35,10 +35,10 @@ def families(
 
     Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
     are dynamic, with 12 nodes; families that copy are measured with chains only. Training reads the
-    target's features from a cache, so training tokens/s do not include the target's passes. The
-    predicted speedup is τ / (γc + v). A family whose run is refused, for example because it needs
-    another kind of target, is listed with the reason. A family may have overrides of its own, as in
-    "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
+    target's hidden states from a cache, so training tokens/s do not include the target's passes.
+    The predicted speedup is τ / (γc + v). A family whose run is refused, for example because it
+    needs another kind of target, is listed with the reason. A family may have overrides of its own,
+    as in "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
     found, refused = dict[str, tuple[Results, Results | None]](), dict[str, str]()
     named = {given.split()[0]: given.split()[1:] for given in families}

@@ -29,7 +29,7 @@ from specdec.progress import console
 ROOT = Path(__file__).resolve().parents[2]
 MORE = 3  # the exit code while pieces are left
 GRACE = 30  # seconds that an interrupted piece has to save its work
-TESTS = ("drafters/test_contract.py", "decoding", "objectives", "runtime/cpu/test_compiled_pass.py")
+TESTS = ("drafters/test_contract.py", "decoding", "losses", "runtime/cpu/test_compiled_pass.py")
 STRONG = ("budget.minutes=30", "data.limit=20000", "loop.epochs=3", "loop.rows=8")
 
 

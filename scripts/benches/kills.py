@@ -19,11 +19,11 @@ from specdec.files import make_folder
 from specdec.progress import console
 
 RANKS, LAUNCHER = ([0], [1], [0, 1]), [-1]  # who is killed
-CHATS = 60  # 12 batches of answers, 30 rows of features, 12 steps an epoch
+CHATS = 60  # 12 batches of responses, 30 rows of hidden states, 12 steps an epoch
 # phase → the places at which it can be cut, and up to which call they surely come in every life
 PHASES = {
-    "answers": (("answer", 2), ("answer_file", 1)),
-    "features": (("feature_row", 6), ("feature_file", 1)),
+    "responses": (("answer", 2), ("response_file", 1)),
+    "hidden_states": (("hidden_state_row", 6), ("hidden_state_file", 1)),
     "training": (("lr", 4), ("evaluation", 1)),
     "checkpoints": (("checkpoint", 2), ("half", 2), ("half_best", 1)),
 }
@@ -38,12 +38,12 @@ class KilledRun:
     the arguments of `tests.kills.Death`."""
 
     kind: str
-    answers: str
+    responses: str
     deaths: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, {self.answers}"
+        return f"{self.kind}, {self.responses}"
 
 
 def kills(
@@ -56,11 +56,11 @@ def kills(
 ) -> None:
     """SIGKILLs at random moments of runs on two processes, DDP and FSDP2: each resumes bit for bit.
 
-    Four runs of a tiny random target on the CPU in float32, with the answers and features of the
-    target or of the data, are killed in answers, features, training and checkpoints. After each
-    kill the same command is started again. Then the launcher alone is killed, and its ranks must
-    end. At last each run must have the losses, figures, weights and optimisers of one that was left
-    alone.
+    Four runs of a tiny random target on the CPU in float32, with the responses and hidden states of
+    the target or of the data, are killed in responses, hidden states, training and checkpoints.
+    After each kill the same command is started again. Then the launcher alone is killed, and its
+    ranks must end. At last each run must have the losses, figures, weights and optimisers of one
+    that was left alone.
     """
     with TemporaryDirectory() as temporary:
         place = make_folder((folder or Path(temporary)).resolve())
@@ -110,7 +110,7 @@ def _killed(place: Path, run: KilledRun) -> list[list[str]]:
         else:
             done = launched(("train.py", *overrides), kind=run.kind)
             require_done(done, f"{run.name}: the last life")
-            paths = [str(place / f"{run.kind}-{run.answers}-{x}") for x in (name, "whole")]
+            paths = [str(place / f"{run.kind}-{run.responses}-{x}") for x in (name, "whole")]
             _python(f"from tests.runs import require_same_run as f; f(*map(Path, {paths}))")
             return rows
     raise UserError(f"{run.name}: kills came too late {ATTEMPTS} times: give another --seed")
@@ -121,10 +121,10 @@ def planned(count: int, seed: int) -> list[KilledRun]:
     deaths follow its phases, the later ones in turn. The first phase is cut at its first place and
     then at its second, since a first death near its end could leave nothing to cut."""
     draw = random.Random(seed)
-    runs = [KilledRun(kind, answers) for answers in ("target", "data") for kind in FLAGS]
+    runs = [KilledRun(kind, responses) for responses in ("target", "data") for kind in FLAGS]
     for n in range(count + len(runs)):
         run, turn = runs[n % len(runs)], n // len(runs)
-        first = "answers" if run.answers == "target" else "features"
+        first = "responses" if run.responses == "target" else "hidden_states"
         later = ("training", "checkpoints")[turn % 2]
         place, calls = PHASES[first][turn] if turn < 2 else draw.choice(PHASES[later])
         victims = draw.choice(RANKS) if n < count else LAUNCHER
@@ -139,9 +139,9 @@ def planned(count: int, seed: int) -> list[KilledRun]:
 
 def _overrides(place: Path, run: KilledRun, name: str) -> list[str]:
     """The command line of `train.py` for a run, with caches of its own."""
-    folder = place / f"{run.kind}-{run.answers}-{name}"
-    more = [f"answers.root={folder}-answers", f"features.root={folder}-features"]
-    more += [f"data.answers={run.answers}", "answers.batch=4"]
+    folder = place / f"{run.kind}-{run.responses}-{name}"
+    more = [f"responses.root={folder}-answers", f"hidden_states.root={folder}-features"]
+    more += [f"data.responses={run.responses}", "responses.batch=4"]
     more += [f"loop.epochs={1 + len(run.deaths) // 2}"]
     more += ["loop.accumulate=1", "loop.save_every=2", "loop.eval_every=3", "decode.prompts=1"]
     tiny = "Tiny(place, place / 'target', place / 'chats.jsonl')"

@@ -15,9 +15,9 @@ from benches.setting import Timing, setting
 from benches.turns import line, show
 
 from specdec.context import Proposal
-from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation
 from specdec.decoding.verification_methods import RULES, Law, Rule
 from specdec.decoding.way import Way
 from specdec.errors import nearest, require
@@ -35,7 +35,7 @@ def lossless(
     drafts: Sequence[Path],
     *,
     prompts: int = 50,
-    new: Annotated[int, "new tokens per answer"] = 128,
+    new: Annotated[int, "new tokens per response"] = 128,
     trees: Annotated[bool, "dynamic trees as well as chains"] = False,
     batches: Sequence[int] = (1,),
     gamma: Annotated[int | None, "default: as trained, but at most 5; trees: at most 4"] = None,
@@ -99,7 +99,7 @@ def _plain(answer: Callable[..., list[Generation]], prompts: list[list[int]]) ->
 
 
 def _counts(answer: Callable[[], list[Generation]], plain: list[list[int]]) -> dict[str, int]:
-    """How many answers equal the plain ones, and the two counts whose ratio is τ."""
+    """How many responses equal the plain ones, and the two counts whose ratio is τ."""
     made = answer()
     return {
         "same": sum(g.ids == ids for g, ids in zip(made, plain, strict=True)),

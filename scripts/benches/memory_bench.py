@@ -23,7 +23,7 @@ from specdec.targets.loading import TargetLoader
 from train import optim
 from train.accelerated import accelerator_of
 from train.data.sequences import Document
-from train.initialisation import StageConfig, initial_drafter
+from train.initialisation import InitialisationConfig, initial_drafter
 from train.run_config import composed, register
 
 SAID = "memory of a step: "  # begins the line of a process that has measured
@@ -76,7 +76,7 @@ def step() -> None:
     T, generator = job["tokens"], torch.Generator().manual_seed(0)
     ids_1T = torch.randint(parts.vocab_size, (1, T), generator=generator)
     document = Document("long", ids_1T[0].numpy().astype(np.int32), np.ones(T, np.bool_))
-    drafter = initial_drafter(StageConfig(), cfg.drafter, parts, [document], 0)
+    drafter = initial_drafter(InitialisationConfig(), cfg.drafter, parts, [document], 0)
     needs, widths = drafter.needs, (parts.width * len(drafter.needs.layers), parts.width)
     layers, final = (
         torch.randn(1, T, width, generator=generator).to(parts.dtype) if width else None
@@ -86,7 +86,7 @@ def step() -> None:
     place_1T, document_1T = torch.arange(T)[None], torch.zeros(1, T, dtype=torch.long)
     ctx = Context(ids_1T, layers, final if needs.final_hidden else None, document_1T, place_1T)
     batch = Batch(ctx, final, summarise(parts, final, cfg.sampler), torch.ones(1, T).bool())
-    forcing = TeacherForcing(drafter, parts, cfg.sampler, cfg.objective)
+    forcing = TeacherForcing(drafter, parts, cfg.sampler, cfg.loss)
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
     mask, numbers, places = (x[0].numpy() for x in (batch.mask_BT, document_1T, place_1T))
     anchors = [forcing.anchors(mask, numbers.astype(np.int32), places.astype(np.int32), 0)]

@@ -24,7 +24,7 @@ from specdec.report.theory import FURTHEST, PASS, of_pass
 from specdec.theory import leviathan
 from specdec.theory.intervals import ratio_interval
 
-SIZE = ("features.cache=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
+SIZE = ("hidden_states.mode=online", "budget.minutes=null", "decode.gamma=3", "data.limit=300")
 UNTRAINED = ("drafter=unigram", "drafter=bigram", "drafter=ngram")
 CUT = ("drafter=lm", "drafter.depth=1")  # trained on the next token alone, as a language model is
 GAMMAS = (1, 2, 3, 5, 7)  # with which the best draft is measured
@@ -178,7 +178,9 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
         made = again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
         (by_rule[rule],) = made.asked
     for at in (base.asked[1], *by_rule.values()):
-        require(at.foreseen is not None, "answers are too short for α: raise decode.max_new_tokens")
+        require(
+            at.foreseen is not None, "responses are too short for α: raise decode.max_new_tokens"
+        )
     return Experiments(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
 
 
@@ -211,13 +213,13 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
     return [
         f"Target {base.target}, data {base.data}, {base.prompts} held-out prompts of up to "
         f"{base.max_new_tokens} new tokens; drafts trained on {training.tokens:,} tokens of the "
-        f"target's own answers. Machine: {base.machine}. Intervals are 95 % intervals over "
+        f"target's own responses. Machine: {base.machine}. Intervals are 95 % intervals over "
         "prompts. The paper's T5-XXL has 11B parameters and runs on a TPU-v4, and its drafts were "
         "well trained. This target is small, so a draft step costs a larger share of its step (c). "
         "Checking several tokens costs more than a plain step (v); the paper takes both as equal.",
         "## α (Table 3)",
         table("draft", ALPHAS, dict(alphas(m.found))),
-        "This is α over all positions of the target's own answers: greedy at T = 0, sampled at "
+        "This is α over all positions of the target's own responses: greedy at T = 0, sampled at "
         "T = 1. Small targets repeat themselves at T = 0, which helps counts and lookup.",
         table("the paper's", ["α at T = 0", "α at T = 1"], ALPHA),
         "## Speed (Tables 2 and 4)",

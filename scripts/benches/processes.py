@@ -26,16 +26,20 @@ def processes(
 ) -> None:
     """Training tokens/s of several processes of one core each, beside one process of one core.
 
-    A run in one process first stores the answers and the features. Then runs of one process and of
-    several take turns; all train on equally many tokens. Each process reads `loop.rows` rows a
-    step. The ratio of each turn is printed with the share of the time spent waiting for features.
+    A run in one process first stores the responses and the hidden states. Then runs of one process
+    and of several take turns; all train on equally many tokens. Each process reads `loop.rows` rows
+    a step. The ratio of each turn is printed with the share of the time spent waiting for hidden
+    states.
     """
     require(hasattr(psutil.Process, "cpu_affinity"), "this system cannot pin processes to cores")
     cores = len(psutil.Process().cpu_affinity())
     require(1 < count <= cores, f"--count {count}: give 2 or more, up to the {cores} cores here")
     with TemporaryDirectory() as temporary:
         place = Path(temporary)
-        roots = [f"answers.root={place / 'answers'}", f"features.root={place / 'features'}"]
+        roots = [
+            f"responses.root={place / 'responses'}",
+            f"hidden_states.root={place / 'hidden_states'}",
+        ]
         command = ["train.py", *WORK, *overrides, *FIXED, *roots]
 
         def trained(name: str, size: int, *more: str) -> tuple[float, float]:
@@ -49,7 +53,7 @@ def processes(
             last = [record["train"] for record in records if "train" in record][-1]
             return last["tokens_per_second"], last["waiting"]
 
-        console.print("storing answers and features")
+        console.print("storing responses and hidden states")
         trained("first", 1, "loop.max_tokens=1")
         rows, ratios = list[list[str]](), list[float]()
         for turn in range(turns):

@@ -127,8 +127,8 @@ def drawn(draw: random.Random, folder: Path, target: Path) -> list[str]:
     """The settings of a random configuration, whose data is written to `folder`."""
     folder.mkdir()
     kind = draw.choice(["chats", "chats", "chats", "prompts", "tokens", "pairs", "texts"])
-    answers = "target" if kind == "prompts" else draw.choice(["data", "target"])
-    settings = [f"target.path={target}", f"data.answers={answers}"]
+    responses = "target" if kind == "prompts" else draw.choice(["data", "target"])
+    settings = [f"target.path={target}", f"data.responses={responses}"]
     several = kind in ("chats", "tokens") and draw.random() < 0.5
     files = [_written(draw, folder / f"{i}", kind, i) for i in range(3 if several else 1)]
     if several and draw.random() < 0.7:
@@ -155,7 +155,7 @@ def drawn(draw: random.Random, folder: Path, target: Path) -> list[str]:
         "data.seed": [0, 3],
         "data.max_prompt": [30, 60, 128],
         "data.max_length": [90, 128, 200],
-        "data.min_answer": [1, 4, 20],
+        "data.min_response": [1, 4, 20],
         "data.too_long": ["drop", "truncate"],
         "data.thinking": ["template", "template", "on", "off", "mixed", "data"],
     }
@@ -168,7 +168,7 @@ def drawn(draw: random.Random, folder: Path, target: Path) -> list[str]:
 FIXED = ["drafter=ngram", "target=model", "data=conversations", "target.device=cpu"]
 FIXED += ["target.dtype=float32", "decode.prompts=0", "decode.max_new_tokens=2", "export=null"]
 
-FIXED += ["answers.max_new_tokens=4", "data.date=2026-01-31", "planning.device=l4"]
+FIXED += ["responses.max_new_tokens=4", "data.date=2026-01-31", "planning.device=l4"]
 
 
 def _written(draw: random.Random, folder: Path, kind: str, seed: int) -> Path:
@@ -229,8 +229,8 @@ def _chat(
 
 def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
     cfg, outcome, silent = composed(settings), ReadingOutcome(settings), StringIO()
-    answers = [f"answers.root={folder / 'answers'}"]
-    cfg = composed([*settings, *answers])
+    responses = [f"responses.root={folder / 'responses'}"]
+    cfg = composed([*settings, *responses])
     place, target = folder / "run", TargetLoader(cfg.target).parts
     tokenizer = target.tokenizer
 
@@ -247,7 +247,7 @@ def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
         return DataCounts(**config_of(place)["read"]), _text([*parts[0], *parts[1]])
 
     def of_doctor() -> tuple[DataCounts, str]:
-        diagnosis = diagnose(cfg.data, target, None, 1, cfg.answering, cfg.drafter.depth)
+        diagnosis = diagnose(cfg.data, target, None, 1, cfg.response_generation, cfg.drafter.depth)
         unusable = [x for x in diagnosis.faults if "stop token" not in x and "mask" not in x]
         require(not unusable, "".join(unusable[:1]))
         return diagnosis.counts, _text(diagnosis.prompts)

@@ -1,9 +1,9 @@
-"""Recipes compared at equal tokens: what start and objective add, and which objective is best.
+"""Recipes compared at equal tokens: what start and loss add, and which loss is best.
 
 Every arm is trained with every seed at every learning rate, each time in a process of its own, and
 is judged at its best rate. α is measured on the same text for all drafts, the target's plain
-answers, which do not depend on the draft. So arms are compared prompt by prompt, with the counts of
-each prompt added over the seeds.
+responses, which do not depend on the draft. So arms are compared prompt by prompt, with the counts
+of each prompt added over the seeds.
 """
 
 import subprocess
@@ -23,12 +23,12 @@ from specdec.progress import console
 from specdec.terminal import plain
 from specdec.theory.intervals import Interval, difference_interval, ratio_interval, share_interval
 
-STARTS, OBJECTIVES = ("regression", "target", "random"), ("nla", "kl")
+INITIALISATIONS, LOSSES = ("closed_form", "target", "random"), ("nla", "kl")
 SIZE = ("experiment=quickstart", "data.limit=760", "loop.epochs=2", "decode.prompts=30")
-FIXED = ("decode.temperatures=[0,1]", "decode.fastest=false", "also=null")
+FIXED = ("decode.temperatures=[0,1]", "decode.fastest=false", "combine_with=null")
 FIXED += ("track=none", "export=null")
-# Which products use packed weights is found by timing, so in bfloat16 the target's answers could be
-# others in each process.
+# Which products use packed weights is found by timing, so in bfloat16 the target's responses could
+# be others in each process.
 FIXED += ("target.packed=false",)
 ROOT = Path(__file__).resolve().parents[2]
 DEPTHS = 3  # how many depths α is shown for
@@ -61,7 +61,7 @@ class Arm:
         return self.counts(0, lambda p: p.emitted, lambda p: p.rounds)
 
     def walked(self, at: int) -> Counts:
-        """τ of a decoder that walks the plain answers."""
+        """τ of a decoder that walks the plain responses."""
         return self.counts(at, lambda p: p.walked[0], lambda p: p.walked[1])
 
     @property
@@ -149,14 +149,14 @@ def recipe(
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates"] = ("3e-4", "1e-3", "2e-3"),
 ) -> None:
-    """Six arms of start and objective, over several seeds, each at its best learning rate.
+    """Six arms of start and loss, over several seeds, each at its best learning rate.
 
     Trains the runs that `folder` lacks. After an interruption, the same command continues: finished
     runs are not trained again, and the others are resumed.
     """
     arms = {
-        f"{start}-{objective}": [f"drafter.start={start}", f"objective={objective}"]
-        for start, objective in product(STARTS, OBJECTIVES)
+        f"{initialisation}-{loss}": [f"drafter.initialisation={initialisation}", f"loss={loss}"]
+        for initialisation, loss in product(INITIALISATIONS, LOSSES)
     }
     found, best = trained(arms, overrides, folder, seeds, rates)
     published, rows = best["random-kl"], []
@@ -168,16 +168,24 @@ def recipe(
             [*arm.name.split("-"), f"{arm.rate}{' (best)' * chosen}", str(arm.alpha)]
             + [arm.of_each_seed, f"{arm.alpha.n:,}", str(ratio_interval(*arm.tau())), above]
         )
-    columns = ["start", "objective", "lr", "α sampled, depth 0", "of each seed", "n", "τ, T = 0"]
+    columns = [
+        "initialisation",
+        "loss",
+        "lr",
+        "α sampled, depth 0",
+        "of each seed",
+        "n",
+        "τ, T = 0",
+    ]
     show([*columns, "α above random and kl"], rows)
     pairs = [
         *(
-            (f"random → {to}", f"objective {x}", f"{to}-{x}", f"random-{x}")
-            for to in STARTS[:2]
-            for x in OBJECTIVES
+            (f"random → {to}", f"loss {x}", f"{to}-{x}", f"random-{x}")
+            for to in INITIALISATIONS[:2]
+            for x in LOSSES
         ),
-        *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in STARTS),
-        *((f"random → {to}, kl → nla", "", f"{to}-nla", "random-kl") for to in STARTS[:2]),
+        *(("kl → nla", f"start {x}", f"{x}-nla", f"{x}-kl") for x in INITIALISATIONS),
+        *((f"random → {to}, kl → nla", "", f"{to}-nla", "random-kl") for to in INITIALISATIONS[:2]),
     ]
     brought = []  # the gain from changing one part, or both; every arm is at its best rate
     for what, same, ours, theirs in pairs:
@@ -193,11 +201,11 @@ def bits(
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("bits"),
     seeds: int = 3,
 ) -> None:
-    """What a draft loses by features stored in 8 bits, at equal tokens, over several seeds.
+    """What a draft loses by hidden states stored in 8 bits, at equal tokens, over several seeds.
 
     Trains the runs that `folder` lacks, and continues after an interruption, as recipe does.
     """
-    arms = {"plain": ["features.bits=null"], "eight": ["features.bits=8"]}
+    arms = {"plain": ["hidden_states.bits=null"], "eight": ["hidden_states.bits=8"]}
     _, best = trained(arms, overrides, folder, seeds, ("null",))
     plain_arm, eight = best["plain"], best["eight"]
     rows = []
@@ -207,25 +215,25 @@ def bits(
     show(["figure", "plain", "8 bits", "8 bits above plain"], rows)
 
 
-def objectives(
+def losses(
     overrides: Annotated[Sequence[str], "of train.py for all arms, e.g. drafter=NAME"] = (),
     *,
-    folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("objectives"),
-    arms: Annotated[Sequence[str], "objectives; the others are compared with the first"] = (
+    folder: Annotated[Path, "of the runs, inside runs/; one per drafter"] = Path("losses"),
+    arms: Annotated[Sequence[str], "losses; the others are compared with the first"] = (
         *("kl", "nla", "lk_hybrid", "tv", "reverse_kl", "jsd", "ce", "top_k"),
         *("d_pace", "expected_length"),
     ),
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates; null is the family's own"] = ("null",),
 ) -> None:
-    """Objectives for one drafter at equal tokens, over several seeds, each at its best rate.
+    """Losses for one drafter at equal tokens, over several seeds, each at its best rate.
 
     Trains the runs that `folder` lacks, and continues after an interruption, as recipe does. Walked
-    τ is that of a decoder that walks the plain answers: its actual τ at T = 0, and its expected τ
+    τ is that of a decoder that walks the plain responses: its actual τ at T = 0, and its expected τ
     at T = 1. An arm may have overrides of its own, as in
-    "adaspec objective.reference=runs/NAME/best".
+    "adaspec loss.reference=runs/NAME/best".
     """
-    named = {arm.split()[0]: f"objective={arm}".split() for arm in arms}
+    named = {arm.split()[0]: f"loss={arm}".split() for arm in arms}
     _, best = trained(named, overrides, folder, seeds, rates)
     first = next(iter(best.values()))
     deep = range(min(DEPTHS, len(first.runs[0].asked[0].prompts[0].positions)))
@@ -240,5 +248,5 @@ def objectives(
         if arm is not first:
             more = (str(difference_interval(f(arm), f(first))) for f in figures.values())
             above.append([arm.name, arm.rate, *more])
-    show(["objective", "lr", *figures, "α sampled, depth 0, of each seed"], rows)
+    show(["loss", "lr", *figures, "α sampled, depth 0, of each seed"], rows)
     show([f"above {first.name}", "lr", *figures], above)

@@ -27,9 +27,9 @@ from specdec.progress import console
 WIDE = {"hidden_size": 384, "intermediate_size": 1024, "head_dim": 96}
 CHATS = 24
 SETTINGS = (
-    *("target=model", "target.device=cpu", "data=conversations", "data.answers=target"),
-    *("data.max_length=128", "data.max_prompt=64", "data.held_out=0.2", "answers.batch=8"),
-    *("answers.max_new_tokens=16", "drafter.layers=[1,2,3]", "drafter.depth=2"),
+    *("target=model", "target.device=cpu", "data=conversations", "data.responses=target"),
+    *("data.max_length=128", "data.max_prompt=64", "data.held_out=0.2", "responses.batch=8"),
+    *("responses.max_new_tokens=16", "drafter.layers=[1,2,3]", "drafter.depth=2"),
     *("loop.rows=2", "loop.epochs=1", "loop.log_every=1", "loop.eval_every=4", "track=none"),
     *("decode.prompts=0", "export=null"),
 )
@@ -81,7 +81,7 @@ def repeat(
 def trained(place: Path, name: str, overrides: Sequence[str]) -> Path:
     """The folder of a run with caches of its own."""
     folder = place / name
-    roots = [f"{kind}.root={folder / kind}" for kind in ("answers", "features")]
+    roots = [f"{kind}.root={folder / kind}" for kind in ("responses", "hidden_states")]
     data = [f"target.path={place / 'target'}", f"data.path={place / 'chats.jsonl'}"]
     own = [*roots, *data, f"target.cache={folder / 'targets'}", f"hydra.run.dir={folder / 'run'}"]
     log = make_folder(folder) / "log"
@@ -97,11 +97,11 @@ def parts(folder: Path) -> dict[str, str]:
     """Checksums of what a run has computed, by name."""
     lines = [
         {"prompt": r["prompt"], "ids": r["ids"]}
-        for path in (folder / "answers").rglob("*.jsonl")
+        for path in (folder / "responses").rglob("*.jsonl")
         for r in read_lines(path, ("prompt", "ids"))
     ]
     tensors: dict[str, Any] = {}
-    for path in (folder / "features").rglob("*.safetensors"):
+    for path in (folder / "hidden_states").rglob("*.safetensors"):
         tensors |= load_file(path)
     figures = []
     for record in read_lines(folder / "run" / "metrics.jsonl", ("step",)):

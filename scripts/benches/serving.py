@@ -16,7 +16,7 @@ from benches.launching import started
 from specdec.errors import UserError, require
 
 STARTS = 600  # seconds that it may take to start
-ASKED = '"POST /v1/completions HTTP/1.1" 200'  # in its log, after each answer
+ASKED = '"POST /v1/completions HTTP/1.1" 200'  # in its log, after each response
 
 
 class ServedEngine:
@@ -60,6 +60,6 @@ class ServedEngine:
             self.process = None
 
     @property
-    def answers(self) -> int:
+    def responses(self) -> int:
         """How many requests were answered, in all its lives."""
         return self.log.read_text(errors="replace", encoding="utf-8").count(ASKED)

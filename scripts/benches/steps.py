@@ -98,8 +98,8 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
 
 
 def main() -> None:
-    answers = sys.stdout
-    with redirect_stdout(sys.stderr):  # what a checkout prints is not an answer
+    responses = sys.stdout
+    with redirect_stdout(sys.stderr):  # what a checkout prints is not a response
         step, device = step_of(sys.argv[1:])
 
         def clock(run: Callable[[], Any]) -> float:
@@ -114,20 +114,20 @@ def main() -> None:
             return time.perf_counter() - start
 
         tokens = step()
-        answers.write(json.dumps({"tokens": tokens, "device": device.type}) + "\n")
-        answers.flush()
+        responses.write(json.dumps({"tokens": tokens, "device": device.type}) + "\n")
+        responses.flush()
         for request in sys.stdin:
-            answer: dict[str, float] = {}
+            response: dict[str, float] = {}
             if request.strip() == "step":
-                answer = {"seconds": clock(step)}
+                response = {"seconds": clock(step)}
             else:
                 with Products() as products:
                     step()
                 with torch.no_grad():
                     seconds = products.seconds(clock)
-                answer = {"seconds": seconds, "operations": products.operations}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+                response = {"seconds": seconds, "operations": products.operations}
+            responses.write(json.dumps(response) + "\n")
+            responses.flush()
 
 
 if __name__ == "__main__":

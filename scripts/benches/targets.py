@@ -32,7 +32,7 @@ import train
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import Trainable, starts_of
+from specdec.drafters.base import Trainable, initialisations_of
 from specdec.errors import UserError, first_line, nearest, require
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
@@ -48,7 +48,7 @@ from train.run_documents import RunDocuments
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "targets.md"
 COMMAND = "scripts/bench targets"
-NEW = 24  # tokens of an answer that are compared with transformers' own
+NEW = 24  # tokens of a response that are compared with transformers' own
 TREE = Static([[0], [1], [0, 0], [1, 0], [0, 0, 0]])
 VERDICTS = (
     "read, and every drafter trained and exported",
@@ -69,10 +69,10 @@ OK, REFUSED, NONE, FAULT = "ok", "refused", "not made", "FAULT"
 # a run of two steps in float32
 RUN = (
     *("target=model", "target.path=TARGET", "target.dtype=float32", "target.device=cpu"),
-    *("data=conversations", "data.path=TEXTS", "data.answers=data", "data.max_length=128"),
+    *("data=conversations", "data.path=TEXTS", "data.responses=data", "data.max_length=128"),
     *("data.max_prompt=64", "data.held_out=0.2", "budget.minutes=null", "track=none"),
     *("loop.rows=1", "loop.max_tokens=200", "loop.epochs=1", "loop.log_every=1"),
-    *("decode.prompts=1", "decode.max_new_tokens=4", "decode.fastest=false", "also=null"),
+    *("decode.prompts=1", "decode.max_new_tokens=4", "decode.fastest=false", "combine_with=null"),
 )
 # settings that fit tiny targets, of families that have them
 SMALL = {"depth": 2, "draft_vocab": 96, "group": 8, "window": 6}
@@ -325,9 +325,9 @@ def decoded(target: Target, theirs: Any) -> None:
         *trees,
     ):
         made = decode(target, prompts, Way(draft, shape), max_new_tokens=NEW, eos=())
-        for answer, ids in zip(made, expected, strict=True):
-            where = next((n for n, (a, b) in enumerate(zip(answer.ids, ids)) if a != b), None)
-            assert answer.ids == ids, f"decoded {how}, token {where} is not transformers' own"
+        for response, ids in zip(made, expected, strict=True):
+            where = next((n for n, (a, b) in enumerate(zip(response.ids, ids)) if a != b), None)
+            assert response.ids == ids, f"decoded {how}, token {where} is not transformers' own"
 
 
 def configured(families: Sequence[str]) -> dict[str, Config]:
@@ -355,9 +355,9 @@ def placed(run: Config, arch: Tiny, folder: Path, data: Path) -> Config:
     texts = replace(run.data, path=str(data))
     if not arch.decoder:
         texts = replace(texts, format="pairs", pair=["source", "target"])
-    features = replace(run.features, root=str(folder / "features"))
+    hidden_states = replace(run.hidden_states, root=str(folder / "hidden_states"))
     export = run.export if arch.decoder else None  # no engine loads a draft for the others
-    places = {"target": target, "data": texts, "features": features}
+    places = {"target": target, "data": texts, "hidden_states": hidden_states}
     return replace(copy.deepcopy(run), **places, export=export)
 
 
@@ -365,8 +365,10 @@ def drawn(target: Target, cfg: Config) -> bool:
     """Build a family's drafter from every start. Raises an AssertionError if this changes anything
     of the target, or if a weight is not finite."""
     kind, before = DRAFTERS[cfg.drafter.name], state_of(target)
-    for start in starts_of(cfg.drafter) if hasattr(cfg.drafter, "start") else [None]:
-        config = cfg.drafter if start is None else replace(cfg.drafter, start=start)
+    for start in (
+        initialisations_of(cfg.drafter) if hasattr(cfg.drafter, "initialisation") else [None]
+    ):
+        config = cfg.drafter if start is None else replace(cfg.drafter, initialisation=start)
         drafter = kind.build(config, target)
         bad = [name for name, x in drafter.named_parameters() if not x.isfinite().all()]
         assert not bad, f"from start={start}, weights of {bad[0]} are not finite"

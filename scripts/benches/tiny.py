@@ -338,13 +338,13 @@ def conversations(count: int, seed: int = 0) -> Iterator[str]:
     """Chats of 8 and 12 made-up words, as JSON lines."""
     draw, known = random.Random(seed), words()[:80]
     for i in range(count):
-        asked, answer = (" ".join(draw.choices(known, k=k)) + "." for k in (8, 12))
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        asked, response = (" ".join(draw.choices(known, k=k)) + "." for k in (8, 12))
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": response}]
         yield json.dumps({"id": f"chat{i}", "messages": turns})
 
 
 def pairs(count: int, seed: int = 0) -> Iterator[str]:
     """Sources of 8 and targets of 12 made-up words, as JSON lines."""
     for line in conversations(count, seed):
-        asked, answer = (turn["content"] for turn in json.loads(line)["messages"])
-        yield json.dumps({"source": asked, "target": answer})
+        asked, response = (turn["content"] for turn in json.loads(line)["messages"])
+        yield json.dumps({"source": asked, "target": response})

@@ -19,10 +19,10 @@ import torch
 from benches.turns import ratio, show
 
 from specdec.errors import require
+from specdec.losses.chunked import at_once, chunked
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LossInputs, nla
 from specdec.measure.costs import timed
-from specdec.objectives.chunked import at_once, chunked
-from specdec.objectives.losses import LossInputs, nla
-from specdec.objectives.objective import ObjectiveConfig
 from specdec.progress import console
 from specdec.targets.loading import load_target
 from specdec.targets.target_config import resolved
@@ -50,7 +50,7 @@ def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
 
         def few(at: slice, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             ids = nothing[rows][at]
-            unread = {"hidden": logits, "features": logits}
+            unread = {"hidden": logits, "target_hidden": logits}
             log_p, log_q = of_target[at] - log_z, logits.log_softmax(-1)
             piece = LossInputs(log_p, log_q, ids, ids, valid=ids < 0, logits=logits, **unread)
             return nla(piece).sum(), torch.stack(acceptance(piece)).sum((1, 2))
@@ -60,7 +60,7 @@ def loss_cost(way: str, positions: int, vocab: int) -> tuple[float, float]:
         return chunked(few, [logits], [], at_once(logits))
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    chunk = positions if way == "plain" else ObjectiveConfig().chunk
+    chunk = positions if way == "plain" else LossConfig().chunk
     seconds, _ = timed(lambda: chunked(part, [hidden], [head], chunk)[0].backward(), hidden.device)
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds
 
@@ -103,11 +103,11 @@ def throughput(
 ) -> None:
     """Training tokens/s, and memory on a GPU, by the number of rows in a step.
 
-    A step is forward, loss, backward, clipping and AdamW; the target's features are read before it.
-    Shows medians over steps, and the peak of GPU memory, which includes the target.
+    A step is forward, loss, backward, clipping and AdamW; the target's hidden states are read
+    before it. Shows medians over steps, and the peak of GPU memory, which includes the target.
     """
     register()
-    given = ["data.answers=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
+    given = ["data.responses=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
     cfg = composed([*given, f"drafter.draft_vocab={VOCAB}", *overrides])
     target = load_target(cfg.target)
     documents = read_run_data(cfg.data, target).train
@@ -137,9 +137,10 @@ def training(
 ) -> None:
     """Training tokens/s, also of another checkout, and the share of a step that is products.
 
-    A step is forward, loss, backward, clipping and AdamW; the target's features are read before it.
-    The share is the time of the step's matrix products, each done by itself, divided by the step's.
-    Each checkout has a process of its own, and their steps take turns. Shows medians and quartiles.
+    A step is forward, loss, backward, clipping and AdamW; the target's hidden states are read
+    before it. The share is the time of the step's matrix products, each done by itself, divided by
+    the step's. Each checkout has a process of its own, and their steps take turns. Shows medians
+    and quartiles.
     """
     roots = {"this checkout": ROOT} | ({str(against): against.resolve()} if against else {})
     for name, root in roots.items():
@@ -149,7 +150,7 @@ def training(
         require(there, f"--against {name} is no checkout of Draftsmith")
     given = [
         "experiment=quickstart",
-        "data.answers=data",
+        "data.responses=data",
         "data.limit=60",
         "data.too_long=truncate",
     ]
@@ -199,7 +200,7 @@ class TimedSteps:
         self.process.wait()
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The answer to a request. Raises UserError if the process has ended."""
+        """The response to a request. Raises UserError if the process has ended."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` then raises the error
             self.process.stdin.write(f"{request}\n")

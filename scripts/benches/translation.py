@@ -42,8 +42,13 @@ LONGEST = 100  # characters of a verse
 TARGET = dict(d_model=128, d_kv=32, num_heads=4, d_ff=512, num_layers=6, num_decoder_layers=6)
 VOCABULARY, ROWS, SAVE = 4096, 32, 100  # tokens; pairs per step; steps per checkpoint
 SIZE = (
-    *("features.cache=online", "budget.minutes=null", "data.limit=3000", "data.max_length=192"),
-    *("data.max_prompt=96", "answers.max_new_tokens=64", "loop.max_tokens=400000", "optim.lr=2e-3"),
+    *("hidden_states.mode=online", "budget.minutes=null", "data.limit=3000", "data.max_length=192"),
+    *(
+        "data.max_prompt=96",
+        "responses.max_new_tokens=64",
+        "loop.max_tokens=400000",
+        "optim.lr=2e-3",
+    ),
     *("loop.epochs=20", "decode.gamma=3", "decode.prompts=40", "decode.max_new_tokens=64"),
 )
 SMALL = next(n for n, k in DRAFTERS.items() if getattr(k, "Auto", None) is AutoModelForSeq2SeqLM)
@@ -159,18 +164,19 @@ def blocks(found: Mapping[str, Results]) -> list[str]:
     """The page's text on translation. What a model wrote, names and paths are no markup."""
     found = escaped(dict(found))
     (base, *_), (trained, *_) = found.values(), (x.training for x in found.values() if x.training)
-    samples = {s.prompt: [s.answer] for s in base.asked[0].samples[:3]}
+    samples = {s.prompt: [s.response] for s in base.asked[0].samples[:3]}
     return [
         "## An encoder-decoder (Section 4.1, Tables 2 and 3)",
         f"Target {base.target}: a T5 of {TARGET['num_layers']} + {TARGET['num_decoder_layers']} "
         f"layers of width {TARGET['d_model']}, trained for this page on the training side of "
         f"{base.data}; the samples show how well it translates. {base.prompts} "
-        f"held-out sources, answers of up to {base.max_new_tokens} tokens; the drafts were trained "
-        f"on {trained.tokens:,} tokens of the target's own answers. Machine: {base.machine}. A "
-        "draft of one or two layers out of 6 costs a far larger share of a target step (c) than "
-        "T5-small beside T5-XXL, and a draft easily learns what little a small target knows. So "
-        "compare the ranking of the drafts with the paper's, not the figures themselves.",
-        table("source", ["its greedy answer"], samples),
+        f"held-out sources, responses of up to {base.max_new_tokens} tokens; the drafts were "
+        f"trained on {trained.tokens:,} tokens of the target's own responses. Machine: "
+        f"{base.machine}. A draft of one or two layers out of 6 costs a far larger share of a "
+        "target step (c) than T5-small beside T5-XXL, and a draft easily learns what little a "
+        "small target knows. So compare the ranking of the drafts with the paper's, not the "
+        "figures themselves.",
+        table("source", ["its greedy response"], samples),
         table("draft", ALPHAS, dict(alphas(found))),
         table("draft", SPEEDS, dict(speeds(found, cost_of_a_pass(found)))),
         table("the paper's, T5-small for T5-XXL", ["γ", "α", "measured"], PAPERS),

@@ -14,7 +14,7 @@ from specdec.progress import bars, console
 from specdec.targets.target import Target
 
 
-class TimedAnswer(NamedTuple):
+class TimedGeneration(NamedTuple):
     """New tokens and the seconds that they took; if drafts were verified, also the number of rounds
     and how many of them accepted each position."""
 
@@ -24,11 +24,11 @@ class TimedAnswer(NamedTuple):
     accepted: Sequence[int] = ()
 
 
-class Answerer(NamedTuple):
+class ResponseWriter(NamedTuple):
     """How a prompt is answered, how much a round drafts, and the names of the rivals to compare
     this one with. `compiled` says whether passes go through torch.compile."""
 
-    answer: Callable[[list[int]], TimedAnswer]
+    answer: Callable[[list[int]], TimedGeneration]
     drafted: str = ""
     rivals: Sequence[str] = ()
     compiled: bool = False
@@ -42,70 +42,72 @@ def ours(
     rivals: Sequence[str] = (),
     prefill: bool = True,
     **options: Any,
-) -> Answerer:
+) -> ResponseWriter:
     """Our decoder in this way (None: plainly), timed with its prefill or without it."""
     way = way or Way()
 
-    def answer(prompt: list[int]) -> TimedAnswer:
+    def answer(prompt: list[int]) -> TimedGeneration:
         call = partial(generate, target, prompt, way, max_new_tokens=new, **options)
         seconds, made = timed(call, target.device)
         deepest = max((r.drafted for r in made.rounds), default=0)
         accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
         spent = seconds if prefill else made.seconds
-        return TimedAnswer(made.ids, spent, len(made.rounds), accepted)
+        return TimedGeneration(made.ids, spent, len(made.rounds), accepted)
 
-    return Answerer(answer, drafted, rivals, way.compiled)
+    return ResponseWriter(answer, drafted, rivals, way.compiled)
 
 
 def in_turn(
-    answerers: dict[str, Answerer], prompts: list[list[int]], first: list[list[int]] | None = None
-) -> dict[str, list[TimedAnswer]]:
-    """The answers of each to every prompt. Each first warms up: if its passes are compiled, on all
-    prompts, so that no graph is built while the clock runs; otherwise on `first` (by default the
-    first prompt and the longest)."""
+    writers: dict[str, ResponseWriter],
+    prompts: list[list[int]],
+    first: list[list[int]] | None = None,
+) -> dict[str, list[TimedGeneration]]:
+    """The responses of each to every prompt. Each first warms up: if its passes are compiled, on
+    all prompts, so that no graph is built while the clock runs; otherwise on `first` (by default
+    the first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
-    made: dict[str, list[TimedAnswer]] = {name: [] for name in answerers}
+    made: dict[str, list[TimedGeneration]] = {name: [] for name in writers}
     with bars(console) as progress:
-        task = progress.add_task("warming up", total=len(answerers))
-        for one in answerers.values():
+        task = progress.add_task("warming up", total=len(writers))
+        for one in writers.values():
             for prompt in prompts if one.compiled else few:
                 one.answer(prompt)
             progress.advance(task)
         task = progress.add_task("decoding", total=len(prompts))
         for prompt in prompts:
-            for name, one in answerers.items():
+            for name, one in writers.items():
                 made[name].append(one.answer(prompt))
             progress.advance(task)
     return made
 
 
-def compare(answerers: dict[str, Answerer], made: dict[str, list[TimedAnswer]]) -> None:
+def compare(writers: dict[str, ResponseWriter], made: dict[str, list[TimedGeneration]]) -> None:
     """Print a table of what `in_turn` made: each beside the fastest of its rivals."""
     seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
     middle = {name: statistics.median(of) for name, of in seconds.items()}  # per token
     rows = []
-    for name, answers in made.items():
-        shares = accepted(answers)
-        row = [name, answerers[name].drafted, tau(answers), " ".join(f"{s:.3f}" for s in shares)]
-        row += [str(sum(a.rounds for a in answers) or ""), f"{1 / middle[name]:.1f}"]
-        if rivals := answerers[name].rivals:
+    for name, responses in made.items():
+        shares = accepted(responses)
+        row = [name, writers[name].drafted, tau(responses), " ".join(f"{s:.3f}" for s in shares)]
+        row += [str(sum(a.rounds for a in responses) or ""), f"{1 / middle[name]:.1f}"]
+        if rivals := writers[name].rivals:
             best = min(rivals, key=middle.__getitem__)
-            same = sum(a.ids == b.ids for a, b in zip(answers, made[best], strict=True))
-            row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(answers)}"]
+            same = sum(a.ids == b.ids for a, b in zip(responses, made[best], strict=True))
+            row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(responses)}"]
         rows.append(row)
     columns = ["", "drafted", "τ", "accepted by position", "rounds", "tokens/s, median"]
     show([*columns, "times faster than", "", "same ids"], rows)
 
 
-def accepted(answers: Sequence[TimedAnswer]) -> list[float]:
+def accepted(responses: Sequence[TimedGeneration]) -> list[float]:
     """The share of all rounds that accepted each position."""
-    counts = zip_longest(*(a.accepted for a in answers), fillvalue=0)
-    return [sum(count) / sum(a.rounds for a in answers) for count in counts]
+    counts = zip_longest(*(a.accepted for a in responses), fillvalue=0)
+    return [sum(count) / sum(a.rounds for a in responses) for count in counts]
 
 
-def tau(answers: Sequence[TimedAnswer]) -> str:
-    """τ over all the answers; empty if nothing was drafted."""
-    shares = accepted(answers)
+def tau(responses: Sequence[TimedGeneration]) -> str:
+    """τ over all the responses; empty if nothing was drafted."""
+    shares = accepted(responses)
     return f"{1 + sum(shares):.3f}" if shares else ""
 
 

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from specdec.drafters import shipped
-from specdec.objectives.losses import TERMS
+from specdec.losses.loss_terms import LOSS_TERMS
 from train.run_config import CONF, NO_GROUPS, Config, register
 
 PATH = CONF.parent / "docs" / "configuration.md"
@@ -31,7 +31,7 @@ INTRODUCTION = """# Configuration
 A setting is given on the command line as `KEY=VALUE`, as in `python train.py data.limit=500
 loop.epochs=2`. A key that does not exist is refused with the nearest one that does, and so is a
 value of the wrong type. `null` means none. A value with brackets, braces, spaces or quotes needs
-quotes around the whole setting, as in `'objective.terms={nla: 1.0, smooth_l1: 0.1}'`.
+quotes around the whole setting, as in `'loss.terms={nla: 1.0, smooth_l1: 0.1}'`.
 
 A text is kept as you type it, as in `name=1.10`. A text with a comma needs quotes inside those of
 the shell, as in `"data.path='a,b.jsonl'"`. In a file of settings, a text that YAML reads as a
@@ -94,8 +94,8 @@ def groups() -> str:
             words = " ".join(x.removeprefix("# ") for x in comments if "@package" not in x)
             lines.append(f"| `{path.parent.name}={path.stem}` | {cell(first_sentence(words))} |")
     lines.append("| `drafter=NAME` | one of the families [below](#drafter) |")
-    names = ", ".join(f"`{name}`" for name in sorted(TERMS))
-    lines.append(f"| `objective=NAME` | one of {names} |")
+    names = ", ".join(f"`{name}`" for name in sorted(LOSS_TERMS))
+    lines.append(f"| `loss=NAME` | one of {names} |")
     return "\n".join(lines) + "\n"
 
 

@@ -28,7 +28,7 @@ NAMES = {
 }
 DEVICE, COUNTS = "h100", (1, 8)
 # 10,000 prompts of 512 tokens, answered with about 900 tokens each
-JOB = ["target=model", "data.max_prompt=1024", "answers.max_new_tokens=1024"]
+JOB = ["target=model", "data.max_prompt=1024", "responses.max_new_tokens=1024"]
 JOB += ["data.max_length=2048", "planning.tokens=5120000", f"planning.device={DEVICE}"]
 BEGIN, END = "<!-- made by scripts/docs -->", "<!-- end of what scripts/docs makes -->"
 

@@ -26,7 +26,7 @@ class DecodeConfig:
 
     Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
     With 0 prompts, a run ends without measuring. Seconds come from the first `timed` prompts, which
-    plain and speculative decoding answer in turn, `batch` of them at a time, in whole batches; a
+    plain and speculative decoding response in turn, `batch` of them at a time, in whole batches; a
     speedup is put together from both (see `measure.evaluation`).
     """
 

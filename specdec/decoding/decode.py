@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import FeatureSpec, Proposal
-from specdec.decoding.answers import Answers, Generation, OnTokens, Record, outcome
+from specdec.context import HiddenStateSpec, Proposal
+from specdec.decoding.generation import Generation, GrowingResponses, OnTokens, Record, outcome
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops
@@ -55,11 +55,11 @@ def decode(
     neither: its random numbers follow from its seed alone. Exceptions are its drafts' lengths, if
     `way.length` looks at the batch or the longest row is about to use up the positions.
 
-    `eos` None is the target's own; () never ends an answer early. A `stop` string ends an answer
+    `eos` None is the target's own; () never ends a response early. A `stop` string ends a response
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt.
-    `on_tokens` is called after each round, and `record` keeps features of plain answers. Raises
-    UserError as `require_room` does, and for options that do not go together.
+    `on_tokens` is called after each round, and `record` keeps hidden states of plain responses.
+    Raises UserError as `require_room` does, and for options that do not go together.
     """
     way = way or Way()
     drafter, shape, length, judge = way.drafter, way.shape, way.length, way.judge
@@ -72,12 +72,12 @@ def decode(
         at_once is None or (drafter is None and at_once >= 1 and target.refills),
         f"at_once={at_once}: give 1 or more, and neither a draft nor an encoder-decoder",
     )
-    require("" not in stop, "stop='' would end every answer at once: leave it out")
+    require("" not in stop, "stop='' would end every response at once: leave it out")
     require(
         not stop or target.tokenizer is not None,
         "stop strings need a tokenizer, but this target has none: give eos ids instead",
     )
-    needs = replace(record.needs, final_hidden=True) if record else FeatureSpec()
+    needs = replace(record.needs, final_hidden=True) if record else HiddenStateSpec()
     needs = needs if drafter is None else drafter.needs
     slots = None
     if way.compiled:
@@ -88,11 +88,13 @@ def decode(
     stops = Stops(stop, target.tokenizer) if stop else None
     eos = target.eos if eos is None else eos
     ends = max_new_tokens, eos, stops
-    answers = Answers(prompts, openings, *ends, on_tokens, record, target.device, at_once)
+    responses = GrowingResponses(
+        prompts, openings, *ends, on_tokens, record, target.device, at_once
+    )
     seeds = seeds or range(asked)
 
     def begun(numbers: Sequence[int], cache: SlotCache) -> tuple[Rows, Choose, list[list[int]]]:
-        """Prefill: the target reads these prompts and emits the first token of each answer."""
+        """Prefill: the target reads these prompts and emits the first token of each response."""
         rows, first_BV = prefill(target, [prompts[i] for i in numbers], needs, cache)
         choose = Choose(
             way.sampler,
@@ -110,60 +112,60 @@ def decode(
         return rows, choose, new
 
     cache = target.new_cache(slots)
-    rows, choose, new = begun(answers.in_batch, cache)
+    rows, choose, new = begun(responses.in_batch, cache)
     own = drafter.new_cache(slots) if drafter else None
-    answers.clock.end("prefill")
-    answers.add(rows, new)
+    responses.clock.end("prefill")
+    responses.add(rows, new)
 
-    while not answers.all_ended:
-        # Prompts that wait get the rows of answers that have ended.
-        if fresh := answers.refilled():
-            answers.clock.restart()
+    while not responses.all_ended:
+        # Prompts that wait get the rows of responses that have ended.
+        if fresh := responses.refilled():
+            responses.clock.restart()
             other = target.new_cache(slots)
-            theirs, choosing, new = begun([answers.in_batch[b] for b in fresh], other)
+            theirs, choosing, new = begun([responses.in_batch[b] for b in fresh], other)
             rows.replace(fresh, theirs)
             cache.replace(fresh, other)
             choose.replace(fresh, choosing)
-            answers.clock.end("prefill")
-            answers.add(rows, new, only=fresh)
+            responses.clock.end("prefill")
+            responses.add(rows, new, only=fresh)
             continue
 
-        # Rows whose answer has ended leave the batch.
-        if (going := answers.remaining(patient=drafter is None)) is not None:
+        # Rows whose response has ended leave the batch.
+        if (going := responses.remaining(patient=drafter is None)) is not None:
             for part in (rows, cache, choose, own):
                 if part is not None:
                     part.select(going)
-        answers.clock.restart()
+        responses.clock.restart()
 
         # The draft proposes a chain or a tree after each row's anchor, if there is room for one.
         proposal = Proposal(rows.anchors()[:, :0])
         if drafter and shape and (fits := shortened(shape, length, target, drafter, cache)):
             proposal = drafter.draft(rows.context(cache), fits, choose, own)
-        answers.clock.end("draft")
+        responses.clock.end("draft")
 
         # The target reads the anchors and all drafted tokens in one pass.
         ids_BM, above_BM = proposal.block(rows.anchors())
-        features, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
+        hidden_states, logits_BMV = target.step(ids_BM, needs, cache, above_BM)
         if drafter and proposal.scouts is not None:
             M = 1 + proposal.tokens_BG.shape[1]
             drafter.hear(logits_BMV[:, M:], own)
             logits_BMV = logits_BMV[:, :M]
-        answers.clock.end("verify")
+        responses.clock.end("verify")
 
         # The rule keeps a path of each draft, and the target adds a token of its own.
         verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal), choose)
-        answers.clock.end("judge")
+        responses.clock.end("judge")
 
-        # The kept tokens are committed to the cache, the texts and the answers.
+        # The kept tokens are committed to the cache, the texts and the responses.
         rounds, new = outcome(proposal, verdict, rows.texts)
         counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
         cache.commit(counts, kept_BM)
-        rows.extend(new, features, counts, kept_BM)
+        rows.extend(new, hidden_states, counts, kept_BM)
         if length is not None:
             length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
-        answers.clock.end("commit")
-        answers.add(rows, new, rounds)
-    return answers.generations()
+        responses.clock.end("commit")
+        responses.add(rows, new, rounds)
+    return responses.generations()
 
 
 def _of_decoder(processor: Processor, target: Target) -> Processor:
@@ -177,15 +179,15 @@ def _of_decoder(processor: Processor, target: Target) -> Processor:
 
 
 def prefill(
-    target: Target, prompts: Sequence[Sequence[int]], needs: FeatureSpec, cache: SlotCache
+    target: Target, prompts: Sequence[Sequence[int]], needs: HiddenStateSpec, cache: SlotCache
 ) -> tuple[Rows, Tensor]:
     """Read every distinct prompt into the cache once; returns the rows and the logits [B, V]."""
     distinct = list(dict.fromkeys(map(tuple, prompts)))
     rows, counts = Rows(distinct, target.device), [len(p) for p in distinct]
-    features, final_BTD = target.features(rows.ids(), needs, cache=cache)
+    hidden_states, final_BTD = target.hidden_states(rows.ids(), needs, cache=cache)
     logits_BV = target.logits(last_of(final_BTD, counts))
     cache.commit(counts)
-    rows.extend([[] for _ in distinct], features, counts)
+    rows.extend([[] for _ in distinct], hidden_states, counts)
     if len(distinct) < len(prompts):
         origin = [distinct.index(tuple(p)) for p in prompts]
         rows.select(origin)
@@ -239,7 +241,7 @@ def require_room(
     max_new_tokens: int,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise UserError for no prompts or an empty one, for unknown ids, and if an answer would not
+    """Raise UserError for no prompts or an empty one, for unknown ids, and if a response would not
     fit the positions of the target, or of a `drafter` that cannot stop before they run out."""
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     whole = isinstance(max_new_tokens, int) and max_new_tokens >= 1

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import prefill
 from specdec.runtime.device import free_bytes
 from specdec.targets.target import Target
@@ -17,7 +17,7 @@ ACTIVATIONS = 24  # tensors of the model's width that a layer holds for each tok
 
 @torch.inference_mode()
 def rows_that_fit(
-    target: Target, prompt: Sequence[int], new: int, needs: FeatureSpec
+    target: Target, prompt: Sequence[int], new: int, needs: HiddenStateSpec
 ) -> int | None:
     """How many prompts as long as this one can be answered at once with `new` tokens each, at least
     1; None where the free memory is not known. The KV cache of the prompt is measured, so it is
@@ -26,7 +26,7 @@ def rows_that_fit(
     if (free := free_bytes(target.device)) is None:
         return None
     cache = target.new_cache()
-    prefill(target, [prompt], FeatureSpec(), cache)
+    prefill(target, [prompt], HiddenStateSpec(), cache)
     states = cache.states.nbytes  # of the same size for a text of any length
     by_token = (cache.nbytes - states) / max(1, cache.capacity)
     by_token += (len(needs.layers) + needs.final_hidden) * target.width * target.dtype.itemsize

@@ -1,16 +1,16 @@
 """A decoder's rounds in a file, for training at the anchors that it visited: a line of JSON for
-each answer (`Logged`)."""
+each response (`Logged`)."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from specdec.decoding.answers import Generation
+from specdec.decoding.generation import Generation
 from specdec.errors import require
 from specdec.integrity import sealed
 
-# for each: the anchor's position in prompt + answer, the number of accepted tokens, the draft
+# for each: the anchor's position in prompt + response, the number of accepted tokens, the draft
 Rounds = list[tuple[int, int, tuple[int, ...]]]
 
 
@@ -19,11 +19,11 @@ class Logged:
     """One line of a log."""
 
     prompt: list[int]
-    ids: list[int]  # of the answer
+    ids: list[int]  # of the response
     rounds: Rounds
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether this line can come from an answer of a target with this vocabulary."""
+        """Whether this line can come from a response of a target with this vocabulary."""
         texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.rounds)]
         end = len(self.prompt) + len(self.ids)
         return (
@@ -33,19 +33,19 @@ class Logged:
         )
 
 
-def rounds_of(answer: Generation) -> Rounds:
-    """The rounds of an answer as a log holds them. Raises UserError if trees were drafted."""
+def rounds_of(response: Generation) -> Rounds:
+    """The rounds of a response as a log holds them. Raises UserError if trees were drafted."""
     require(
-        all(r.tokens or not r.nodes for r in answer.rounds),
+        all(r.tokens or not r.nodes for r in response.rounds),
         "a log of rounds holds chains only: leave out --tree",
     )
-    return [(r.anchor, r.accepted, r.tokens) for r in answer.rounds]
+    return [(r.anchor, r.accepted, r.tokens) for r in response.rounds]
 
 
-def log_rounds(path: Path, answers: Sequence[Generation]) -> None:
-    """Append the rounds of some answers to a file."""
+def log_rounds(path: Path, responses: Sequence[Generation]) -> None:
+    """Append the rounds of some responses to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for answer in answers:
-            line = Logged(answer.prompt, answer.ids, rounds_of(answer))
+        for response in responses:
+            line = Logged(response.prompt, response.ids, rounds_of(response))
             file.write(json.dumps(sealed(asdict(line))) + "\n")

@@ -1,4 +1,4 @@
-"""The growing texts of a batch, and the target's features of them."""
+"""The growing texts of a batch, and the target's hidden states of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,15 +12,15 @@ from specdec.runtime.cache import SlotCache
 
 
 class Rows:
-    """The growing texts of a batch, and the target's features of all but their anchors. `texts`
-    stays the same list object, so its holders see the current batch."""
+    """The growing texts of a batch, and the target's hidden states of all but their anchors.
+    `texts` stays the same list object, so its holders see the current batch."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts: list[list[int]] = [[] for _ in prompts]
-        self.seen = [0] * len(prompts)  # number of positions with features
+        self.seen = [0] * len(prompts)  # number of positions with hidden states
         self.device = device
         ids_BT = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
-        self._buffers = Context(ids_BT)  # of ids and features, with room for more
+        self._buffers = Context(ids_BT)  # of ids and hidden states, with room for more
         self.extend([list(p) for p in prompts])
 
     def ids(self) -> Tensor:
@@ -34,19 +34,19 @@ class Rows:
     def extend(
         self,
         new: list[list[int]],
-        features: Context | None = None,
+        hidden_states: Context | None = None,
         counts: Sequence[int] = (),
         path_BK: Tensor | None = None,
     ) -> None:
-        """Commit tokens to each row, and the features of `counts[b]` places of a pass: the first
-        ones, or the first that `path_BK` lists."""
+        """Commit tokens to each row, and the hidden states of `counts[b]` places of a pass: the
+        first ones, or the first that `path_BK` lists."""
         fresh = [torch.tensor(ids, dtype=torch.long, device=self.device) for ids in new]
         self._buffers.ids_BT = _written(self._buffers.ids_BT, list(map(len, self.texts)), fresh)
         for ids, more in zip(self.texts, new, strict=True):
             ids += more
-        if features is None:
+        if hidden_states is None:
             return
-        for name, x in tensors(features).items():
+        for name, x in tensors(hidden_states).items():
             if path_BK is not None:
                 x = x[torch.arange(len(x), device=x.device)[:, None], path_BK]
             buffer = getattr(self._buffers, name)
@@ -56,8 +56,8 @@ class Rows:
         self.seen = [s + n for s, n in zip(self.seen, counts, strict=True)]
 
     def known(self, b: int) -> Context:
-        """The tokens [1, T] of one row that have features, with those features: a copy, since the
-        row may be given to another text."""
+        """The tokens [1, T] of one row that have hidden states, with those hidden states: a copy,
+        since the row may be given to another text."""
         ids_BT = self._buffers.ids_BT[b : b + 1, : self.seen[b]]
         return replace(
             each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]].clone()), ids_BT=ids_BT
@@ -97,16 +97,16 @@ class Rows:
             setattr(self._buffers, name, written(getattr(self._buffers, name), x, other.seen))
 
 
-def tensors(features: Context) -> dict[str, Any]:
-    """The features that a context has, by field."""
+def tensors(hidden_states: Context) -> dict[str, Any]:
+    """The hidden states that a context has, by field."""
     names = ("layers_BTF", "final_BTD")
-    return {name: x for name in names if (x := getattr(features, name)) is not None}
+    return {name: x for name in names if (x := getattr(hidden_states, name)) is not None}
 
 
-def each(features: Context, change: Callable[[Tensor], Tensor]) -> Context:
-    """The context with `change` applied to every feature; the ids stay as they are."""
-    changed: dict[str, Any] = {name: change(x) for name, x in tensors(features).items()}
-    return replace(features, **changed)
+def each(hidden_states: Context, change: Callable[[Tensor], Tensor]) -> Context:
+    """The context with `change` applied to every hidden state; the ids stay as they are."""
+    changed: dict[str, Any] = {name: change(x) for name, x in tensors(hidden_states).items()}
+    return replace(hidden_states, **changed)
 
 
 def _written(buffer: Tensor, starts: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:

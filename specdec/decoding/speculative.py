@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, LogitsProcessorList, PrefixConstrainedLogitsProcessor
 
 from specdec.compat import generation_defaults, logits_processors
-from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
@@ -32,7 +32,7 @@ from specdec.targets.target import Target
 
 # warpers that transformers runs after temperature, top-k and top-p or, for top_h, between them
 LATE = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
-# processors that count the tokens before the answer, with one number for all rows
+# processors that count the tokens before the response, with one number for all rows
 COUNTED = (
     "min_length",
     "min_new_tokens",
@@ -214,7 +214,7 @@ def _processors(
 ) -> list[Processor]:
     """The processors that `generate` would run, made by its own function. Its warpers are among
     them only if the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the
-    same. `seen` counts the tokens before each row's answer, `limit` those of the answer."""
+    same. `seen` counts the tokens before each row's response, `limit` those of the response."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in of_user),
         "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "

@@ -21,7 +21,7 @@ class Way:
     judged. `Way()` is greedy plain decoding.
 
     `shape` is what a round drafts (None: a chain as deep as the drafter was trained). `length` is a
-    policy that shortens chains, and may learn from one answer to the next. `rule` judges drafts
+    policy that shortens chains, and may learn from one response to the next. `rule` judges drafts
     (see `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by
     default. `compiled` runs the passes of target and draft through `torch.compile`, over caches of
     fixed size. Raises UserError as `require_draftable` and `fitting_rule` do, and for a policy

@@ -6,7 +6,7 @@ drafter gives if it sets that attribute. The functions at the end make the `Grow
 drafter, which grows a draft tree node by node.
 
 The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
-features strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
+hidden states strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
 `target_logits[a + k]`.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.compat import set_buffer
-from specdec.context import Context, FeatureSpec, KnownAnchors, Proposal, TrainingMoment
+from specdec.context import Context, HiddenStateSpec, KnownAnchors, Proposal, TrainingMoment
 from specdec.drafters.attention import pieces, unread
 from specdec.errors import UserError, require, require_between, require_known, require_within
 from specdec.runtime.cache import SlotCache
@@ -79,7 +79,7 @@ class Drafter(nn.Module, ABC):
     Sizes: ClassVar[type[Sizes]] = Sizes
     config: Any
     sizes: Any
-    needs: FeatureSpec = FeatureSpec()
+    needs: HiddenStateSpec = HiddenStateSpec()
     depth: int  # how many depths are trained and measured; also the default γ
     limits: Limits
 
@@ -101,8 +101,8 @@ class Drafter(nn.Module, ABC):
         bounds |= getattr(config, "bounds", {})
         own = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
         require_within("drafter", config, **own)
-        if hasattr(config, "start"):
-            require_known("drafter", config, start=starts_of(config))
+        if hasattr(config, "initialisation"):
+            require_known("drafter", config, initialisation=initialisations_of(config))
         self.config = config
         self.sizes = sizes
         self.depth = config.depth
@@ -228,10 +228,10 @@ class Drafter(nn.Module, ABC):
         return dict(weights)
 
 
-def starts_of(config: Any) -> Sequence[str]:
+def initialisations_of(config: Any) -> Sequence[str]:
     """The values that the setting `start` may have in a config, or in a class of configs."""
-    starts: Sequence[str] = getattr(config, "starts", ("target", "random"))
-    return starts
+    initialisations: Sequence[str] = getattr(config, "initialisations", ("target", "random"))
+    return initialisations
 
 
 def chosen_layers(
@@ -368,11 +368,11 @@ class Trainable(Predictor):
 
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
-    regressed: int = 2  # how many depths `regress` solves for
+    closed_form_depths: int = 2  # how many depths `solve_closed_form` solves for
     # It has a head for each depth that reads only states of the target: no drafted token, and
     # nothing of another head (`read_by_heads`, `heads_of`). So training needs the tensors of one
     # head at a time (Gloeckle et al. 2024, arXiv 2404.19737, section 2): its logits are made, give
-    # their gradient and are freed before the next head's are made, unless the objective couples the
+    # their gradient and are freed before the next head's are made, unless the loss couples the
     # depths.
     separate_heads: ClassVar[bool] = False
 
@@ -454,16 +454,16 @@ class Trainable(Predictor):
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
-        more. Families that do not train as they draft (noise on features, glancing, parallel
+        more. Families that do not train as they draft (noise on hidden states, glancing, parallel
         depths) replace this default."""
         return self.hidden(ctx, anchors_BA, None)
 
     @property
-    def closed_form_start(self) -> bool:
-        """Whether the config asks for an initialisation in closed form, by `regress`."""
-        return getattr(self.config, "start", None) == "regression"
+    def closed_form_initialisation(self) -> bool:
+        """Whether the config asks for an initialisation in closed form, by `solve_closed_form`."""
+        return getattr(self.config, "initialisation", None) == "closed_form"
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Initialise the weights in closed form, by least squares over a part of the training
         texts. `known()` yields the same part every time. Called only with `closed_form_start`."""
         raise NotImplementedError
@@ -485,10 +485,10 @@ class Trainable(Predictor):
         raise NotImplementedError
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        """Only drafters that read the target's features lose acceptance beyond their trained depth,
-        since there they read their own states in place of these features. A draft that is a
-        language model of its own has no such depth."""
-        fed_back = self.trains(self.config) and self.needs != FeatureSpec()
+        """Only drafters that read the target's hidden states lose acceptance beyond their trained
+        depth, since there they read their own states in place of these hidden states. A draft that
+        is a language model of its own has no such depth."""
+        fed_back = self.trains(self.config) and self.needs != HiddenStateSpec()
         if depth <= self.depth or self.limits.depth is not None or not fed_back:
             return ""
         return (
@@ -498,8 +498,8 @@ class Trainable(Predictor):
 
 
 def learning_rate(config: Any) -> float:
-    """The learning rate if `optim.lr` is null. Higher ones spoil a start by regression."""
-    return 3e-4 if getattr(config, "start", None) == "regression" else 1e-3
+    """The learning rate if `optim.lr` is null. Higher ones spoil a closed-form initialisation."""
+    return 3e-4 if getattr(config, "initialisation", None) == "closed_form" else 1e-3
 
 
 def with_depth(

@@ -1,14 +1,14 @@
 """A block of tokens drafted in one pass: the common part of the parallel block drafters.
 
-The target's features are fused once, c = RMSNorm(fc(features)), and every layer reads them as keys
-and values at the positions before the anchor. The queries are the slots of a block, which see each
-other: slot 0 is the anchor's token, the others the embedding of a mask token, so one pass drafts
-all depths. The target's own embedding and LM head are used as they are. A cache holds keys of the
-target's features, never of a block.
+The target's hidden states are fused once, c = RMSNorm(fc(hidden states)), and every layer reads
+them as keys and values at the positions before the anchor. The queries are the slots of a block,
+which see each other: slot 0 is the anchor's token, the others the embedding of a mask token, so one
+pass drafts all depths. The target's own embedding and LM head are used as they are. A cache holds
+keys of the target's hidden states, never of a block.
 
 Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
-of query norms can do the same work, and on a CPU vLLM 0.32 norms the features' keys in every layer
-with the first layer's weights (its kernel reads only one row of the stacked weights).
+of query norms can do the same work, and on a CPU vLLM 0.32 norms the hidden states' keys in every
+layer with the first layer's weights (its kernel reads only one row of the stacked weights).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import Keys, OverSequence, OverSlots, Sight, last_of, pieces, unread
 from specdec.drafters.base import (
     AnchorsConfig,
@@ -56,8 +56,8 @@ class BlockConfig:
 
     `layers` null reads as many layers of the target as the draft has, spread as in the reference.
     `mask_token` is the id whose embedding stands for a token to be drafted; null takes the last id
-    of the vocabulary. `draft_vocab` null keeps the whole vocabulary. `start=target` copies the
-    target's last layers and its final norm; `random` is the paper's start.
+    of the vocabulary. `draft_vocab` null keeps the whole vocabulary. `initialisation=target` copies
+    the target's last layers and its final norm; `random` is the paper's initialisation.
     """
 
     bounds: ClassVar[dict[str, Any]] = {"num_layers": (1, 64)}
@@ -67,7 +67,7 @@ class BlockConfig:
     layers: list[int] | None = None
     draft_vocab: int | None = 8192
     mask_token: int | None = None
-    start: str = "target"
+    initialisation: str = "target"
     intermediate_size: int | None = None  # None: the target's
     anchors: AnchorsConfig = field(default_factory=lambda: AnchorsConfig(per_row=64))
 
@@ -95,7 +95,7 @@ class Block(Trainable):
     def __init__(self, config: BlockConfig, sizes: BlockSizes) -> None:
         super().__init__(config, sizes)
         require_between("drafter.mask_token", sizes.mask_token, 0, sizes.target_vocab - 1)
-        self.needs = FeatureSpec(layers=tuple(sizes.layers))
+        self.needs = HiddenStateSpec(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
         self.slots = config.depth + self.first
         self.limits = Limits(depth=config.depth, slots=self.slots, parallel=self.parallel)
@@ -126,9 +126,10 @@ class Block(Trainable):
     def attach(self, target: TargetParts) -> None:
         self.target, self._head = target, target.unembedding(self.vocab_S)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """c [B, T, D], of which keys and values are made, from the target's features [B, T, F]."""
-        read: Tensor = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """c [B, T, D], of which keys and values are made, from the target's hidden states [B, T,
+        F]."""
+        read: Tensor = self.hidden_norm(self.fc(hidden_states.to(self.fc.weight.dtype)))
         return read
 
     def enter(self, anchor_BA: Tensor) -> Tensor:
@@ -162,9 +163,10 @@ class Block(Trainable):
 
     def blocks(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor."""
-        context_BTD, M = self.fuse(ctx.features(self.needs)), self.slots  # from [B, T, F]
+        context_BTD, M = self.fuse(ctx.hidden_states(self.needs)), self.slots  # from [B, T, F]
         T = context_BTD.shape[1]
-        pair_BA = (anchors_BA - 1).clamp_min(0)  # the last feature that the anchor's block reads
+        # the last hidden state that the anchor's block reads
+        pair_BA = (anchors_BA - 1).clamp_min(0)
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         keys = Keys(Sight.of_anchors(pair_BA, position_BT, document_BT), M, self.causal)
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
@@ -194,7 +196,7 @@ class Block(Trainable):
         return SlotCache(len(self.layers), capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """One pass, whatever is drafted from it. A cache keeps the keys of features only."""
+        """One pass, whatever is drafted from it. A cache keeps the keys of hidden states only."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
@@ -207,7 +209,7 @@ class Block(Trainable):
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
         new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
         num_read = max(new)
-        features = pieces(ctx.features(self.needs), cache.lengths, num_read)
+        hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, num_read)
         known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
         cache.place(anchor_B.new_zeros(len(new), num_read + M))
         steps = torch.arange(num_read + M, device=device)
@@ -218,7 +220,7 @@ class Block(Trainable):
         mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
         cos, sin = self.rope(positions, cache.shown + 1)
         outputs = self.compiled(
-            cache, features=features, embedding=embedding, cos=cos, sin=sin, mask=mask
+            cache, hidden_states=hidden_states, embedding=embedding, cos=cos, sin=sin, mask=mask
         )
         cache.commit(new)
         return outputs
@@ -226,27 +228,27 @@ class Block(Trainable):
     def run(
         self,
         cache: SlotCache,
-        features: Tensor,
+        hidden_states: Tensor,
         embedding: Tensor,
         cos: Tensor,
         sin: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The logits [B, K, S] and states [B, K, D] of one block in each row. Its embeddings
-        [B, M, D] follow the new features [B, T, F]; both get keys in the cache, with `mask`
+        [B, M, D] follow the new hidden states [B, T, F]; both get keys in the cache, with `mask`
         [B, M, P] over all of them."""
-        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(features))
+        over_slots = OverSlots(cache, (cos, sin), lambda _: mask, text=self.fuse(hidden_states))
         states = self.step(embedding, over_slots)[:, 0]
         return self.head(states), states
 
     def initialise(self, target: TargetParts) -> None:
         """Draw linear weights and embeddings from a normal distribution of standard deviation 0.02.
-        `start=target` then copies the parts of the target's last layers that fit, around a
-        pass-through of the highest feature. Query norms are set to keep the size of scores."""
+        `initialisation=target` then copies the parts of the target's last layers that fit, around a
+        pass-through of the highest hidden state. Query norms are set to keep the size of scores."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
-        if self.config.start != "target":
+        if self.config.initialisation != "target":
             return
 
         D, depth = self.llama.hidden_size, target.depth

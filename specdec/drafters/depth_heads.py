@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import entries, tokens_from
 from specdec.drafters.base import Sizes, Trainable, with_depth
 from specdec.sampling.trees import Growth
@@ -34,7 +34,7 @@ class Heads(Trainable):
     for each depth, or one for all; `width` is that of its input."""
 
     Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
-    needs = FeatureSpec(final_hidden=True)
+    needs = HiddenStateSpec(final_hidden=True)
 
     def __init__(self, config: Any, sizes: HeadsSizes, width: int, one_head: bool, bias: bool):
         super().__init__(config, sizes)
@@ -49,7 +49,7 @@ class Heads(Trainable):
 
     def first(self, ctx: Context, anchors_BA: Tensor, cache: Any = None) -> Tensor:
         """The state [B, A, F] before the anchor's token; with a cache, for one anchor per row."""
-        last_BAD = entries(ctx.features(self.needs), (anchors_BA - 1).clamp_min(0))
+        last_BAD = entries(ctx.hidden_states(self.needs), (anchors_BA - 1).clamp_min(0))
         return last_BAD.to(self.lm_heads[0].weight.dtype)
 
     @abstractmethod

@@ -6,7 +6,7 @@ the token drafted before it, though the block itself is one pass. In training th
 text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), which decoding
 reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ plus this head's
 cross-entropy with the acceptance, whose gradient reaches the block too; depth k has the weight
-e^{-k/4} (`experiment=dspark_paper`). Under other objectives that gradient stops at the head.
+e^{-k/4} (`experiment=dspark_paper`). Under other losses that gradient stops at the head.
 """
 
 from dataclasses import dataclass

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, FeatureSpec, KnownAnchors, TrainingMoment
+from specdec.context import Context, HiddenStateSpec, KnownAnchors, TrainingMoment
 from specdec.drafters.attention import text_after
 from specdec.drafters.layers import Layer, away_from_zero, copy_last
-from specdec.drafters.recurrence import STARTS, RecurrentConfig, RecurrentSizes, Solved
+from specdec.drafters.recurrence import INITIALISATIONS, RecurrentConfig, RecurrentSizes, Solved
 from specdec.errors import require_within
 from specdec.targets.parts import TargetParts
 
@@ -25,15 +25,16 @@ from specdec.targets.parts import TargetParts
 @dataclass
 class EagleConfig(RecurrentConfig):
     """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
-    recipe, which reads only the target's features. `noise` is the width of the uniform noise that
-    training adds to the features of a text of 512 tokens (the paper uses 0.2; longer texts get
-    narrower noise); 0 adds none. With `detach` each depth takes the output of the depth before it
-    as data, without a gradient through it, as in HASS. `start=regression` starts from the best
-    linear draft (see `Eagle.regress`), `start=target` from a copy of the target's last layer."""
+    recipe, which reads only the target's hidden states. `noise` is the width of the uniform noise
+    that training adds to the hidden states of a text of 512 tokens (the paper uses 0.2; longer
+    texts get narrower noise); 0 adds none. With `detach` each depth takes the output of the depth
+    before it as data, without a gradient through it, as in HASS. `initialisation=closed_form`
+    starts from the best linear draft (see `Eagle.solve_closed_form`), `initialisation=target` from
+    a copy of the target's last layer."""
 
-    starts: ClassVar[tuple[str, ...]] = STARTS
+    initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     name: str = "eagle"
-    start: str = "regression"
+    initialisation: str = "closed_form"
     unroll: int | None = None
     noise: float = 0.0
     detach: bool = False
@@ -44,7 +45,7 @@ class EagleConfig(RecurrentConfig):
 
 class Eagle(Solved):
     Config: ClassVar[type] = EagleConfig
-    needs = FeatureSpec(final_hidden=True)
+    needs = HiddenStateSpec(final_hidden=True)
 
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
@@ -79,7 +80,7 @@ class Eagle(Solved):
             writes.weight.mul_(after_D[:, None])
         layer.temper(state_ND, state_ND)
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the best linear draft (`solve_pairs`). At first attention adds nothing, and the
         MLP adds what `solve_mlp` finds."""
         self.solve_pairs(self.fc, known)
@@ -90,8 +91,8 @@ class Eagle(Solved):
     def train_depth(self) -> int:
         return self.config.unroll or self.depth
 
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        pair = self.fc(self.joined(embedding, feature))
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
+        pair = self.fc(self.joined(embedding, hidden_state))
         return pair, pair
 
     def state_for_next_depth(self, hidden: Tensor) -> Tensor:
@@ -99,26 +100,27 @@ class Eagle(Solved):
         HArmonizedSS/HASS, model/cnets_hass.py).
 
         There, pass j reads every position t of the text. Its query and residual come from the
-        output of pass j - 1 at t - 1; its keys are those of true features up to t - (j - 1) and one
-        of each pass i < j, from the output of pass i at t - j + i. So it is depth j - 1 of the
-        anchor with pair t - (j - 1), which reads what our unrolled layer reads, but detached. The
-        reference takes one backward pass for each loss, so gradients sum:
-        `objective.depth_decay=1`. Two of its traits are left out. Its masked scores are 0, not
+        output of pass j - 1 at t - 1; its keys are those of true hidden states up to t - (j - 1)
+        and one of each pass i < j, from the output of pass i at t - j + i. So it is depth j - 1 of
+        the anchor with pair t - (j - 1), which reads what our unrolled layer reads, but detached.
+        The reference takes one backward pass for each loss, so gradients sum:
+        `loss.depth_decay=1`. Two of its traits are left out. Its masked scores are 0, not
         -inf, so masked positions count in the softmax's denominator, as in no engine. And pass j
-        also trains on the first j - 1 positions of an answer, whose anchors lie before the answer.
+        also trains on the first j - 1 positions of a response, whose anchors lie before the
+        response.
         """
         return hidden.detach() if self.config.detach else hidden
 
     def noisy(self, ctx: Context, moment: TrainingMoment) -> Context:
-        """The context with uniform noise of width `noise` · 512/n on the features of each
-        document of n tokens. The features that the objective compares with get no noise."""
+        """The context with uniform noise of width `noise` · 512/n on the hidden states of each
+        document of n tokens. The hidden states that the loss compares with get no noise."""
         if not self.config.noise:
             return ctx
         position_BT, document_BT = ctx.documents()
         which_BT, real_BT = (position_BT == 0).cumsum(1) - 1, (document_BT >= 0).long()
         count_BT = torch.zeros_like(which_BT).scatter_add_(1, which_BT, real_BT).gather(1, which_BT)
         width_BT1 = self.config.noise * 512 / count_BT.clamp_min(1)[..., None]
-        final_BTD = ctx.features(self.needs)
+        final_BTD = ctx.hidden_states(self.needs)
         draws = [
             torch.rand(final_BTD.shape[1:], generator=generator, device=final_BTD.device)
             for generator in moment.generators(final_BTD.device)
@@ -127,6 +129,6 @@ class Eagle(Solved):
         return replace(ctx, final_BTD=final_BTD + noise_BTD.to(final_BTD.dtype))
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
-        """The states of the layer, unrolled to `train_depth` depths over noisy features."""
+        """The states of the layer, unrolled to `train_depth` depths over noisy hidden states."""
         drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         return self.hidden(self.noisy(ctx, moment), anchors_BA, drafted_BAK)

@@ -1,9 +1,10 @@
-"""EAGLE-3 (Li et al. 2025): decoder layers over fused target features, with a head of their own.
+"""EAGLE-3 (Li et al. 2025): decoder layers over fused target hidden states, with a head of their
+own.
 
-The first layer reads a normed embedding and a normed feature side by side, 2D wide. The feature is
-a linear map of the residual stream after several of the target's layers or, at later depths, the
-output of the draft's last layer. Layers above the first are Llama's own and read the stream alone.
-The tensors have the names and shapes that vLLM and SGLang load.
+The first layer reads a normed embedding and a normed hidden state side by side, 2D wide. The hidden
+state is a linear map of the residual stream after several of the target's layers or, at later
+depths, the output of the draft's last layer. Layers above the first are Llama's own and read the
+stream alone. The tensors have the names and shapes that vLLM and SGLang load.
 
 This file has the configuration, the parts of the forward pass and the initialisation. The class
 `Recurrent` (recurrence.py) unrolls them in training and drafting.
@@ -16,11 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import FeatureSpec, KnownAnchors
+from specdec.context import HiddenStateSpec, KnownAnchors
 from specdec.drafters.base import chosen_layers, require_rising
 from specdec.drafters.layers import Layer, RMSNorm, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrence import (
-    STARTS,
+    INITIALISATIONS,
     RecurrentConfig,
     RecurrentSizes,
     Solved,
@@ -32,7 +33,7 @@ from specdec.errors import require
 from specdec.targets.parts import TargetParts
 
 MOST_LAYERS = 64
-KEPT = 0.8  # the factor on M_h in a start by regression (see `Eagle3.regress`)
+KEPT = 0.8  # the factor on M_h in a closed-form initialisation (see `Eagle3.solve_closed_form`)
 DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
 
 
@@ -40,18 +41,19 @@ DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
 class Eagle3Config(RecurrentConfig):
     """EAGLE-3. `layers` null reads the residual after 2, L/2 and L - 3 layers, as engines do.
 
-    `start=regression` starts from the best linear draft (see `Eagle3.regress`). `start=target`
-    copies the target's last `num_layers` layers and LM head and passes the highest feature through.
-    `draft_vocab` null keeps the whole vocabulary. With `norm_before_residual` the first layer's
-    residual is the normed feature. EAGLE-3.1 has more norms (vLLM 0.32, llama_eagle3.py):
-    `norm_before_fc` norms the concatenated features together, or `fc_norm` norms each of them, and
-    `norm_output` norms the output that the next depth reads.
+    `initialisation=closed_form` starts from the best linear draft (see `Eagle3.solve_closed_form`).
+    `initialisation=target` copies the target's last `num_layers` layers and LM head and passes the
+    highest hidden state through. `draft_vocab` null keeps the whole vocabulary. With
+    `norm_before_residual` the first layer's residual is the normed hidden state. EAGLE-3.1 has more
+    norms (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms the concatenated hidden states
+    together, or `fc_norm` norms each of them, and `norm_output` norms the output that the next
+    depth reads.
     """
 
-    starts: ClassVar[tuple[str, ...]] = STARTS
+    initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "eagle3"
-    start: str = "regression"
+    initialisation: str = "closed_form"
     layers: list[int] | None = None
     draft_vocab: int | None = 8192
     num_layers: int = 1
@@ -81,29 +83,30 @@ class Eagle3(Solved):
 
     def __init__(self, config: Eagle3Config, sizes: Eagle3Sizes) -> None:
         super().__init__(config, sizes)
-        self.needs = FeatureSpec(layers=tuple(sizes.layers))
+        self.needs = HiddenStateSpec(layers=tuple(sizes.layers))
         D, eps, count = self.llama.hidden_size, self.llama.rms_norm_eps, len(self.needs.layers)
         self.input_norm = RMSNorm(count * D, eps) if config.norm_before_fc else None
         norms = (RMSNorm(D, eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
         self.fc = nn.Linear(count * D, D, bias=False)
-        # the norms of the embedding and of the feature
+        # the norms of the embedding and of the hidden state
         self.midlayer = Layer(self.llama, 2 * D, ("input_layernorm", "hidden_norm"))
         numbers = range(1, config.num_layers)
         above = {str(i): Layer(self.llama, D, ("input_layernorm",)) for i in numbers}
         self.layers = nn.ModuleDict(above)  # layers.1, …, as engines name them
         self.norm = RMSNorm(D, eps)
         self.lm_head = nn.Linear(D, sizes.draft_vocab or sizes.target_vocab, bias=False)
-        if config.start == "regression" and not (config.norm_before_fc or config.fc_norm):
-            self.learning_rates = {"fc.*": 0.03}  # its weights are small, as the features are large
+        if config.initialisation == "closed_form" and not (config.norm_before_fc or config.fc_norm):
+            # its weights are small, as the hidden states are large
+            self.learning_rates = {"fc.*": 0.03}
 
     @classmethod
     def plan(cls, config: Eagle3Config, target: TargetParts) -> Eagle3Sizes:
         num_layers = target.depth
         require(
-            config.start == "random" or config.num_layers <= num_layers,
+            config.initialisation == "random" or config.num_layers <= num_layers,
             f"drafter.num_layers={config.num_layers}: this target has only {num_layers} layers to "
-            "start from; give drafter.start=random",
+            "start from; give drafter.initialisation=random",
         )
         layers = chosen_layers(config.layers, [2, num_layers // 2, num_layers - 3], target)
         llama = llama_of(target, config.intermediate_size)
@@ -121,27 +124,28 @@ class Eagle3(Solved):
     # runs the layers, `unembed` is the head. `Recurrent.unrolled` takes the step in training, and
     # `Recurrent.draft_growth` in drafting.
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., F], F = layers · D, as one feature h [..., D]."""
-        fused: Tensor = self.fc(self.normed(features))  # [..., F] -> [..., D]
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., F], F = layers · D, as one hidden state h [..., D]."""
+        fused: Tensor = self.fc(self.normed(hidden_states))  # [..., F] -> [..., D]
         return fused
 
-    def normed(self, features: Tensor) -> Tensor:
-        """The features [..., F] as fc reads them."""
-        features = super().fuse(features)  # [..., F] in the draft's dtype
+    def normed(self, hidden_states: Tensor) -> Tensor:
+        """The hidden states [..., F] as fc reads them."""
+        hidden_states = super().fuse(hidden_states)  # [..., F] in the draft's dtype
         if self.input_norm is not None:
-            features = self.input_norm(features)  # [..., F], normed together
+            hidden_states = self.input_norm(hidden_states)  # [..., F], normed together
         if self.fc_norm is not None:
-            chunks = features.chunk(len(self.fc_norm), -1)  # of each layer [..., D]
+            chunks = hidden_states.chunk(len(self.fc_norm), -1)  # of each layer [..., D]
             normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
-            features = torch.cat(normed, -1)  # [..., F], each layer's normed by itself
-        return features
+            hidden_states = torch.cat(normed, -1)  # [..., F], each layer's normed by itself
+        return hidden_states
 
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.midlayer
-        normed = layer.hidden_norm(feature)  # n(h) [..., D]
+        normed = layer.hidden_norm(hidden_state)  # n(h) [..., D]
         both = torch.cat([layer.input_layernorm(embedding), normed], -1)  # [e; n(h)] [..., 2D]
-        return both, normed if self.config.norm_before_residual else feature  # residual [..., D]
+        # residual [..., D]
+        return both, normed if self.config.norm_before_residual else hidden_state
 
     def state_for_next_depth(self, hidden: Tensor) -> Tensor:
         return self.norm(hidden) if self.config.norm_output else hidden  # [..., D]
@@ -162,25 +166,25 @@ class Eagle3(Solved):
         for i, layer in enumerate([self.layer, *self.upper]):
             theirs, ours = target.as_llama(i - 1 - len(self.upper)), dict(layer.named_parameters())
             if layer is self.layer:
-                ours.pop("input_layernorm.weight")  # the target's norm is for the feature
+                ours.pop("input_layernorm.weight")  # the target's norm is for the hidden state
                 theirs["hidden_norm.weight"] = theirs.get("input_layernorm.weight", torch.ones(D))
             copy_alike(theirs, ours, D)
         copy_fitting(self.norm.weight, target.norm_weight)
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the draft that predicts the target's final states best by least squares.
 
         At first a token sees almost only itself, since queries and keys are the same random map of
         the embedding. Without the MLP, the layer is then linear in what it reads, apart from norms:
-        out = h + [e; n(h)] M, where e is the normed embedding, h the fused feature or the output of
-        the depth before, n a norm, and M has the rank of the values. The output should be u, the
-        target's final state divided by the weight of its norm.
+        out = h + [e; n(h)] M, where e is the normed embedding, h the fused hidden state or the
+        output of the depth before, n a norm, and M has the rank of the values. The output should be
+        u, the target's final state divided by the weight of its norm.
 
-        First depth 0 is solved alone: x W + e B ≈ u, where x are the features. Its output p is what
-        depth 1 reads. Then both depths together give M, whose rows are M_e for e and M_h for n(h):
-        x W + e M_e ≈ u and p + [e; n(p)] M ≈ u. Depth 0 reads h through M too, so W is solved again
-        for this M and multiplied by the damped inverse of 1 + M_h / s, where s is the size of h.
-        The MLP comes last (`solve_mlp`).
+        First depth 0 is solved alone: x W + e B ≈ u, where x are the hidden states. Its output p is
+        what depth 1 reads. Then both depths together give M, whose rows are M_e for e and M_h for
+        n(h): x W + e M_e ≈ u and p + [e; n(p)] M ≈ u. Depth 0 reads h through M too, so W is solved
+        again for this M and multiplied by the damped inverse of 1 + M_h / s, where s is the size of
+        h. The MLP comes last (`solve_mlp`).
         """
         layer, D = self.midlayer, self.llama.hidden_size
         for norm in (layer.input_layernorm, layer.hidden_norm):

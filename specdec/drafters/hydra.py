@@ -35,15 +35,15 @@ class HydraHeadsConfig:
     """There are `depth` heads. Each has `num_layers` layers and an LM head of its own; with
     `shared_head`, all share one LM head. `prefix` adds Hydra++'s layer over the target's states.
     `dropout` is the share of a layer's inputs, and of the LM head's, that training sets to zero
-    (the paper's Hydra++: 0.2). `draft_vocab` null keeps the whole vocabulary. `start=regression`
-    starts from the best linear heads (see `Hydra.regress`), `start=target` from the target's LM
-    head, as the authors' code does."""
+    (the paper's Hydra++: 0.2). `draft_vocab` null keeps the whole vocabulary.
+    `initialisation=closed_form` starts from the best linear heads (see `Hydra.solve_closed_form`),
+    `initialisation=target` from the target's LM head, as the authors' code does."""
 
-    starts: ClassVar[tuple[str, ...]] = ("regression", "target")
+    initialisations: ClassVar[tuple[str, ...]] = ("closed_form", "target")
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "hydra"
     depth: int = 3
-    start: str = "regression"
+    initialisation: str = "closed_form"
     num_layers: int = 1
     prefix: bool = False
     dropout: float = 0.0
@@ -71,7 +71,7 @@ class Hydra(Heads):
     def __init__(self, config: HydraHeadsConfig, sizes: HydraSizes) -> None:
         D = sizes.width
         super().__init__(config, sizes, D, config.shared_head, bias=True)
-        self.regressed = config.depth
+        self.closed_form_depths = config.depth
         self.prefix = None if sizes.llama is None else Prefix(sizes.llama, sizes.target_vocab)
         read = [(k + 2) * D for k in range(config.depth)]
         self.skips: Any = nn.ModuleList(nn.Linear(F, D) for F in read)
@@ -141,7 +141,7 @@ class Hydra(Heads):
         if self.prefix is not None:
             self.prefix.initialise(target)
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start every head with the S that best predicts the target's final states from c, by least
         squares. As every W is zero and every bias is set to 0, the heads are then linear."""
         D, K, heads = self.sizes.width, self.depth, Squares()

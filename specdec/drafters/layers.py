@@ -280,7 +280,8 @@ class Attend(Protocol):
         """The entries [B, T, …] of x [B, T, …] where the output of layer i is asked for."""
 
 
-UPDATE = 0.25  # what a copied layer adds to a feature before training, relative to the feature
+# what a copied layer adds to a hidden state before training, relative to the hidden state
+UPDATE = 0.25
 LONGEST = 1 << 17  # positions of a draft whose target sets no limit
 READS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
 ATTENTION, FEED_FORWARD = (*READS, "self_attn.o_proj."), ("mlp.",)

@@ -39,15 +39,15 @@ class MlpConfig:
     With `tie_weights` all depths share one of each, except the first projection, whose input has
     the target's width. `scale_input` divides the target's state by √2 times its root mean square.
     `draft_vocab` null keeps the whole vocabulary, as the reference does; embeddings cover it all.
-    `start=regression` starts from the best linear heads (see `Mlp.regress`), `start=random` as the
-    reference does.
+    `initialisation=closed_form` starts from the best linear heads (see `Mlp.solve_closed_form`),
+    `initialisation=random` as the reference does.
     """
 
-    starts: ClassVar[tuple[str, ...]] = ("regression", "random")
+    initialisations: ClassVar[tuple[str, ...]] = ("closed_form", "random")
     bounds: ClassVar = {"inner_dim": 1}
     name: str = "mlp"
     depth: int = 3
-    start: str = "regression"
+    initialisation: str = "closed_form"
     inner_dim: int | None = None
     tie_weights: bool = False
     scale_input: bool = False
@@ -78,7 +78,7 @@ class Mlp(Heads):
         D, V, n = config.inner_dim or sizes.width, sizes.target_vocab, config.depth
         super().__init__(config, sizes, D, config.tie_weights, bias=False)
         self.inner_dim = D
-        self.regressed = n
+        self.closed_form_depths = n
         count, projections = (1, 2) if config.tie_weights else (n, n)
         widths = [sizes.width] + [D] * (projections - 1)
         self.emb: Any = nn.ModuleList(nn.Embedding(V, D) for _ in range(count))
@@ -94,7 +94,7 @@ class Mlp(Heads):
     def attach(self, target: TargetParts) -> None:
         self._target = Frozen(target)
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start with heads that predict the target's next state by least squares.
 
         At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
@@ -145,7 +145,7 @@ class Mlp(Heads):
 
     def at(self, some: KnownAnchors, k: int) -> Tensor:
         """The state [N, D] after k of the text's own tokens at known anchors."""
-        state = some.before(some.ctx.features(self.needs)).to(self.proj[0].weight.dtype)
+        state = some.before(some.ctx.hidden_states(self.needs)).to(self.proj[0].weight.dtype)
         for depth in range(k):
             state = self.step(state, some.tokens(depth), depth)
         return state

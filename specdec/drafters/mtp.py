@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig
 
-from specdec.context import Context, FeatureSpec, KnownAnchors
+from specdec.context import Context, HiddenStateSpec, KnownAnchors
 from specdec.drafters.attention import (
     Keys,
     OverSequence,
@@ -44,7 +44,7 @@ from specdec.drafters.attention import (
 )
 from specdec.drafters.base import with_depth
 from specdec.drafters.layers import Attend, Layer, RMSNorm, away_from_zero, copy_last, fits
-from specdec.drafters.recurrence import STARTS, RecurrentConfig, RecurrentSizes, Solved
+from specdec.drafters.recurrence import INITIALISATIONS, RecurrentConfig, RecurrentSizes, Solved
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
@@ -60,14 +60,14 @@ class MTPConfig(RecurrentConfig):
     """`modules` is 1, for one module reused at every depth, or `depth`, for one at each depth.
 
     If the target's checkpoint has modules of this kind, training starts from them, except with
-    `start=random`. If it has none, `start=regression` starts from the best linear draft (see
-    `MTP.regress`) and `start=target` from the target's last layer. The default learning rate
-    depends on `start` alone.
+    `initialisation=random`. If it has none, `initialisation=closed_form` starts from the best
+    linear draft (see `MTP.solve_closed_form`) and `initialisation=target` from the target's last
+    layer. The default learning rate depends on `start` alone.
     """
 
-    starts: ClassVar[tuple[str, ...]] = STARTS
+    initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     name: str = "mtp"
-    start: str = "regression"
+    initialisation: str = "closed_form"
     modules: int = 1
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class Module(Layer):
 
 class MTP(Solved):
     Config = MTPConfig
-    needs = FeatureSpec(final_hidden=True)
+    needs = HiddenStateSpec(final_hidden=True)
 
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
@@ -156,10 +156,10 @@ class MTP(Solved):
         self.of_target = bool(theirs)
 
     @property
-    def closed_form_start(self) -> bool:
-        return super().closed_form_start and not self.of_target
+    def closed_form_initialisation(self) -> bool:
+        return super().closed_form_initialisation and not self.of_target
 
-    def regress(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Start as the best linear draft (`solve_pairs`), with attention that adds nothing at first
         and the MLP that `solve_mlp` finds. Modules after the first start as the first."""
         first = self.layer
@@ -176,11 +176,11 @@ class MTP(Solved):
     def last_norm(self) -> RMSNorm:
         return self.layer.final_layernorm
 
-    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
-        return self.layer.joined(embedding, feature)
+    def joined(self, embedding: Tensor, hidden_state: Tensor) -> Tensor:
+        return self.layer.joined(embedding, hidden_state)
 
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer.enter(embedding, feature)
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.enter(embedding, hidden_state)
 
     def step(
         self,
@@ -229,7 +229,7 @@ class MTP(Solved):
             return every._replace(document_BP=document_BP.masked_fill(early, -2))
 
         embedding, rope = self.embed(ctx.ids_BT[:, 1:]), self.rope(position_BP, T)
-        state = self.fuse(ctx.features(self.needs)[:, : T - 1])
+        state = self.fuse(ctx.hidden_states(self.needs)[:, : T - 1])
         attend = OverSequence(Keys(every), rope, sight)
 
         def below(k: int, state_BPD: Tensor | None) -> Tensor:
@@ -249,10 +249,10 @@ class MTP(Solved):
         if not self.several or cache is None:
             return super().draft_growth(ctx, cache)
         new = unread(cache, [n - 1 for n in ctx.counts()])
-        features = pieces(ctx.features(self.needs), cache.lengths, max(new))
+        hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         attend, below = self._over_slots(cache, tokens, None)
-        state = self.fuse(features)
+        state = self.fuse(hidden_states)
         state_BTD = self.step(self.embed(tokens), state, attend, below=below)[:, :, 0]
         cache.commit(new)
         last_B1 = torch.tensor(new, device=tokens.device)[:, None] - 1

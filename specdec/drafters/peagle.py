@@ -1,8 +1,8 @@
 """P-EAGLE (arXiv 2602.01469): EAGLE-3 that drafts all depths in one pass.
 
-Depth 0 reads the pair (x_a, feature of a - 1), as in EAGLE-3. Every depth k > 0 reads the same
+Depth 0 reads the pair (x_a, hidden state of a - 1), as in EAGLE-3. Every depth k > 0 reads the same
 masked pair, but at the rotary position a - 1 + k: the embedding of a mask token, and a learned
-`mask_hidden`, which goes through norms and fc in place of the target's features. A masked pair
+`mask_hidden`, which goes through norms and fc in place of the target's hidden states. A masked pair
 sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
 token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
 masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also trains
@@ -35,9 +35,9 @@ class PEagleConfig(Eagle3Config):
     implementation uses 0.7 and 0.2.
     """
 
-    starts: ClassVar[tuple[str, ...]] = ("target", "random")
+    initialisations: ClassVar[tuple[str, ...]] = ("target", "random")
     name: str = "peagle"
-    start: str = "target"
+    initialisation: str = "target"
     mask_token: int | None = None
     keep: float = 1.0
     keep_least: float = 0.2
@@ -105,13 +105,13 @@ class PEagle(Eagle3):
             logits_BKS = self.unembed(self.hidden(ctx, anchor_B1, None)[:, 0], 0)
         else:
             new, masked = unread(cache, [n - 1 for n in ctx.counts()]), self.depth - 1
-            read = ctx.features(self.needs), ctx.ids_BT[:, 1:]
-            features, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
+            read = ctx.hidden_states(self.needs), ctx.ids_BT[:, 1:]
+            hidden_states, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
             place_T = torch.arange(tokens.shape[1], device=tokens.device)
             unknown_BT = place_T >= torch.tensor(new, device=tokens.device)[:, None]
-            features = features.to(self.mask_hidden.dtype)
-            features = torch.where(unknown_BT[..., None], self.mask_hidden, features)
+            hidden_states = hidden_states.to(self.mask_hidden.dtype)
+            hidden_states = torch.where(unknown_BT[..., None], self.mask_hidden, hidden_states)
             tokens = tokens.masked_fill(unknown_BT, self.mask_token)
-            _, logits_BKS = self._cached(cache, features, None, tokens, None, new, masked)
+            _, logits_BKS = self._cached(cache, hidden_states, None, tokens, None, new, masked)
             cache.commit(new)
         return reading_no_draft(lambda k: logits_BKS[:, k])

@@ -207,7 +207,7 @@ class Pretrained(Trainable):
         drafter = super().build(config, target, None, earlier)
         require(
             vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
-            "stage.new_tokens cannot add to the vocabulary of a draft LM: omit it",
+            "initialisation.new_tokens cannot add to the vocabulary of a draft LM: omit it",
         )
         drafter.add_adapters(inherited=earlier is not None)
         return drafter

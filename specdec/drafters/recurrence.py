@@ -1,11 +1,11 @@
 """Decoder layers unrolled on their own output: the common part of EAGLE's heads and MTP.
 
-The first layer reads pairs of a token and the target's feature at the position before it. At depth
-0 the pair is (x_a, feature of a - 1), with the pairs of all earlier positions as context; at later
-depths the output of the last layer replaces the feature, which the target has not computed yet.
-Training unrolls the layers in the same way (training-time test, EAGLE-3), so they train on the
-inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary position a - 1, as in
-engines.
+The first layer reads pairs of a token and the target's hidden state at the position before it. At
+depth 0 the pair is (x_a, hidden state of a - 1), with the pairs of all earlier positions as
+context; at later depths the output of the last layer replaces the hidden state, which the target
+has not computed yet. Training unrolls the layers in the same way (training-time test, EAGLE-3), so
+they train on the inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary
+position a - 1, as in engines.
 
 `Solved` adds an initialisation in closed form, by least squares, before any gradient is
 computed. At this initialisation attention adds nothing, or a token sees only itself. So depths 0
@@ -52,12 +52,13 @@ from specdec.targets.parts import TargetParts
 
 @dataclass
 class RecurrentConfig:
-    """`start=target` copies what fits of the target's last layer and at first passes the feature
-    through to it; `start=random` draws the weights at random, as the papers do."""
+    """`initialisation=target` copies what fits of the target's last layer and at first passes the
+    hidden state through to it; `initialisation=random` draws the weights at random, as the papers
+    do."""
 
     name: str
     depth: int = 3
-    start: str = "target"
+    initialisation: str = "target"
     intermediate_size: int | None = None  # None: the target's
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
@@ -110,21 +111,21 @@ class Recurrent(Trainable):
     def embed(self, ids: Tensor) -> Tensor:
         return self._target.held.embed(ids).to(self.dtype)
 
-    def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] in the form of the layer's own output [..., D]."""
-        return features.to(self.dtype)
+    def fuse(self, hidden_states: Tensor) -> Tensor:
+        """The target's hidden states [..., F] in the form of the layer's own output [..., D]."""
+        return hidden_states.to(self.dtype)
 
     @abstractmethod
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
     def state_for_next_depth(self, hidden: Tensor) -> Tensor:
-        """What the next depth reads in place of a feature, from the output [..., D]."""
+        """What the next depth reads in place of a hidden state, from the output [..., D]."""
         return hidden
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
         """The output [B, T, D] after pairs of an embedding and a state [B, T, D]. A state is a
-        feature (see `fuse`), or what `state_for_next_depth` makes of an earlier output. Both
+        hidden state (see `fuse`), or what `state_for_next_depth` makes of an earlier output. Both
         training and drafting take this step, each with its own attention."""
         read, residual = self.enter(embedding, state)  # [B, T, width], [B, T, D]
         stream: Tensor = self.layer(read, residual, attend)  # [B, T, D]; [B, T, D] of the last
@@ -160,7 +161,7 @@ class Recurrent(Trainable):
         keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
         rope = self.rope(position_BP, P + k)  # cos and sin [B, P, D]
         attend = OverSequence(keys, rope, lambda i: sight(every_BP), count, at)
-        state_BPD = self.fuse(ctx.features(self.needs)[:, :P])  # from [B, P, F]
+        state_BPD = self.fuse(ctx.hidden_states(self.needs)[:, :P])  # from [B, P, F]
         embedding_BPD = self.embed(ids_BP)
         output_BAD = self.step(embedding_BPD, state_BPD, attend)
         steps = [output_BAD]
@@ -179,15 +180,15 @@ class Recurrent(Trainable):
         return SlotCache(1 + len(self.upper), capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """With a cache, pairs with the target's features are committed to it, and pairs with the
-        layers' own output are scratch."""
+        """With a cache, pairs with the target's hidden states are committed to it, and pairs with
+        the layers' own output are scratch."""
         if cache is None:
             return super().draft_growth(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
-        features = pieces(ctx.features(self.needs), cache.lengths, max(new))
+        hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, max(new))
         tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
         # the output at the anchor, then at every node
-        nodes_BTD, logits = self._cached(cache, features, None, tokens, None, new)
+        nodes_BTD, logits = self._cached(cache, hidden_states, None, tokens, None, new)
         cache.commit(new)
 
         def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
@@ -202,7 +203,7 @@ class Recurrent(Trainable):
     def _cached(
         self,
         cache: SlotCache,
-        features: Tensor | None,
+        hidden_states: Tensor | None,
         own: Tensor | None,
         tokens: Tensor,
         parents: Tensor | None,
@@ -223,7 +224,7 @@ class Recurrent(Trainable):
         cos, sin = self.rope(place.position_BT, cache.shown + 1)
         hidden, logits = self.compiled(
             cache,
-            features=features,
+            hidden_states=hidden_states,
             own=own,
             embedding=self.embed(tokens),
             cos=cos,
@@ -236,7 +237,7 @@ class Recurrent(Trainable):
     def run(
         self,
         cache: SlotCache,
-        features: Tensor | None,
+        hidden_states: Tensor | None,
         own: Tensor | None,
         embedding: Tensor,
         cos: Tensor,
@@ -246,8 +247,8 @@ class Recurrent(Trainable):
     ) -> tuple[Tensor, Tensor]:
         """Run the layers over new pairs: the output [B, T, D] and the logits [B, T, S]. With `last`
         [B, T], they are only those of these pairs of each row. The pairs have the target's
-        `features` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
-        earlier = features if own is None else own
+        `hidden_states` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
+        earlier = hidden_states if own is None else own
         assert earlier is not None
         state = self.fuse(earlier) if own is None else self.state_for_next_depth(earlier)
         over_slots = OverSlots(cache, (cos, sin), lambda _: mask, 1 + len(self.upper), last)
@@ -256,8 +257,8 @@ class Recurrent(Trainable):
 
     @property
     def fusions(self) -> list[nn.Linear]:
-        """The linear maps through which a pair enters. Their last D columns read the feature (of
-        several features, the highest)."""
+        """The linear maps through which a pair enters. Their last D columns read the hidden state
+        (of several hidden states, the highest)."""
         return [self.fc]
 
     def copy_from(self, target: TargetParts) -> None:
@@ -265,11 +266,11 @@ class Recurrent(Trainable):
 
     def initialise(self, target: TargetParts) -> None:
         """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
-        deviation 0.02, or the target's last layer around a pass-through of the feature."""
+        deviation 0.02, or the target's last layer around a pass-through of the hidden state."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
-        if getattr(self.config, "start", "random") != "random":
+        if getattr(self.config, "initialisation", "random") != "random":
             D = self.llama.hidden_size
             for fc in self.fusions:
                 fc.weight.zero_()
@@ -282,7 +283,8 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     [B, A] see: the pairs of their document up to their own."""
     place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
     position_BP = (place_BP - 1).clamp_min(0)
-    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)  # its feature is of another document
+    # its hidden state is of another document
+    of_one_BP = document_BP.masked_fill(place_BP == 0, -2)
 
     def sight(pair_BA: Tensor) -> Sight:
         return Sight.of_anchors(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
@@ -342,15 +344,15 @@ def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tenso
     return inner * balance, outer / balance
 
 
-STARTS = ("regression", "target", "random")  # values of the setting `start`
+INITIALISATIONS = ("closed_form", "target", "random")  # values of the setting `start`
 
 
 class Solved(Recurrent):
-    """A family gives `regress`, made from the methods here."""
+    """A family gives `solve_closed_form`, made from the methods here."""
 
-    def joined(self, embedding: Tensor, feature: Tensor) -> Tensor:
+    def joined(self, embedding: Tensor, hidden_state: Tensor) -> Tensor:
         """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
-        return torch.cat([embedding, feature], -1)
+        return torch.cat([embedding, hidden_state], -1)
 
     @property
     def last_norm(self) -> RMSNorm | None:
@@ -358,8 +360,8 @@ class Solved(Recurrent):
         return None
 
     def before(self, some: KnownAnchors) -> Tensor:
-        """The features [N, F] that depth 0 reads at known anchors."""
-        return some.before(some.ctx.features(self.needs)).to(self.dtype)
+        """The hidden states [N, F] that depth 0 reads at known anchors."""
+        return some.before(some.ctx.hidden_states(self.needs)).to(self.dtype)
 
     def token(self, some: KnownAnchors, depth: int) -> Tensor:
         """The embedding [N, D] of the text's own token that a depth reads at known anchors."""
@@ -402,23 +404,23 @@ class Solved(Recurrent):
         layer, mlp, rest = self.layer, self.layer.mlp, Squares()
         mlp.down_proj.weight.zero_()
         for some in known():
-            feature = self.fuse(self.before(some))
+            hidden_state = self.fuse(self.before(some))
             for depth in (0, 1):
-                read, residual = self.enter(self.token(some, depth), feature)
+                read, residual = self.enter(self.token(some, depth), hidden_state)
                 stream = residual + layer.self_attn.own_output(read)
                 normed = layer.post_attention_layernorm(stream)
                 inner = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
                 rest.add(inner, self.wanted(some, depth) - stream)
-                feature = self.state_for_next_depth(layer.leave(stream))
+                hidden_state = self.state_for_next_depth(layer.leave(stream))
         mlp.down_proj.weight.copy_(ridge(rest.xx, rest.xy).T)
 
 
 class Prefix(Recurrent):
-    """This layer is a recurrent draft that reads features alone, is used at depth 0 only, and
+    """This layer is a recurrent draft that reads hidden states alone, is used at depth 0 only, and
     has a norm in place of an LM head."""
 
     def __init__(self, llama: dict[str, Any], vocab: int) -> None:
-        config = RecurrentConfig("prefix", depth=1, start="random")
+        config = RecurrentConfig("prefix", depth=1, initialisation="random")
         super().__init__(config, RecurrentSizes(target_vocab=vocab, llama=llama))
         D = self.llama.hidden_size
         self.layers = nn.ModuleList([Layer(self.llama, D, ("input_layernorm",))])
@@ -427,8 +429,8 @@ class Prefix(Recurrent):
     def embed(self, ids: Tensor) -> Tensor:
         return ids  # which `enter` does not read
 
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer.entered(feature)
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer.entered(hidden_state)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         normed: Tensor = self.norm(hidden)

@@ -1,6 +1,6 @@
 """Suffix decoding (Oliaro et al. 2024): draft the tokens that followed the same words earlier.
 
-Two indices are searched for the end of the text: one of a corpus (the answers seen in training),
+Two indices are searched for the end of the text: one of a corpus (the responses seen in training),
 one of the text itself. Where the last n tokens occur, the draft follows the tree of their
 continuations and weights each path by its frequencies, D(path) = Π count(child) / count(parent)
 (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every n

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from specdec.errors import first_line, require
 
-CONNECTING, ANSWERING = 10.0, 1800.0  # seconds to wait for a connection, and for an answer
+CONNECTING, RESPONDING = 10.0, 1800.0  # seconds to wait for a connection, and for a response
 LARGEST = 64 * 2**20  # bytes of a response: ids of the longest context take a tenth of that
 KEY = "DRAFTSMITH_ENGINE_KEY"  # the environment variable with a server's key, if it asks for one
 
@@ -62,7 +62,7 @@ class Server:
     ) -> Any:
         """What the server answers to a request. The connection is among those that are `waiting`
         meanwhile. Raises RequestRejected for an error of the client's (4xx), and ServerUnavailable
-        if there is no answer, an error of the server's, no JSON, or more than `LARGEST` bytes;
+        if there is no response, an error of the server's, no JSON, or more than `LARGEST` bytes;
         UserError for a key that no header can hold."""
         parts = urlsplit(path if "://" in path else f"{self.url}{path}")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -72,7 +72,7 @@ class Server:
         try:
             with closing(kind(parts.hostname or "", parts.port, timeout=CONNECTING)) as connection:
                 connection.connect()
-                connection.sock.settimeout(ANSWERING)
+                connection.sock.settimeout(RESPONDING)
                 with waiting_in(waiting, connection):
                     content = json.dumps(body) if body else None
                     connection.request(method, parts.path, content, headers)
@@ -94,7 +94,7 @@ class Server:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise ServerUnavailable(f"{self.url}: its answer is not JSON") from error
+            raise ServerUnavailable(f"{self.url}: its response is not JSON") from error
 
 
 def key_of_server() -> str:

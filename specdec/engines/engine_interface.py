@@ -205,8 +205,8 @@ class Engine:
     def no_states(self) -> UserError:
         """The error for an engine without hidden states."""
         return UserError(
-            f"features.from: {self.title} gives no hidden states: name an engine that does "
-            "(docs/engines.md), or compute them here without features.from"
+            f"hidden_states.from: {self.title} gives no hidden states: name an engine that does "
+            "(docs/engines.md), or compute them here without hidden_states.from"
         )
 
     # Figures of speculation
@@ -231,9 +231,9 @@ def choice_of(reply: Any) -> dict[str, Any]:
     try:
         choice = reply["choices"][0]
     except (TypeError, KeyError, IndexError) as error:
-        raise ServerUnavailable("an answer that is not of OpenAI's form") from error
+        raise ServerUnavailable("a response that is not of OpenAI's form") from error
     if not isinstance(choice, dict):
-        raise ServerUnavailable("an answer that is not of OpenAI's form")
+        raise ServerUnavailable("a response that is not of OpenAI's form")
     return choice
 
 

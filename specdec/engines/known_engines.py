@@ -1,4 +1,4 @@
-"""The table of engines by name, and which of them answers at an address.
+"""The table of engines by name, and which of them responses at an address.
 
 Another package adds an engine with an entry point of the group `draftsmith.engines` that names an
 instance of its `Engine`.

@@ -82,9 +82,9 @@ class ServerPool:
         parse: Callable[[K, Any, Server], T],
     ) -> Iterator[tuple[K, T | Failed]]:
         """The results of requests, in the order in which they come. `parse` makes a result of an
-        answer and the server that gave it, in a thread of its own; it may raise RequestRejected or
-        ServerUnavailable as a server does. A request fails once it is refused or all its tries are
-        used up. Raises UserError after `IN_A_ROW` failures without a result between them, and
+        response and the server that gave it, in a thread of its own; it may raise RequestRejected
+        or ServerUnavailable as a server does. A request fails once it is refused or all its tries
+        are used up. Raises UserError after `IN_A_ROW` failures without a result between them, and
         whatever else `parse` raises."""
         todo: queue.SimpleQueue[NamedRequest[K]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()

@@ -207,14 +207,14 @@ def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int
     path, kept = params.get("hidden_states_path"), params.get("layers")
     if not isinstance(path, str) or not isinstance(kept, list):
         raise UserError(
-            "features.from: the engine does not write hidden states, or not by our connector: "
+            "hidden_states.from: the engine does not write hidden states, or not by our connector: "
             f"{REMEDY}"
         )
     lacking = [k for k in layers if k not in kept]
     require(
         not lacking,
-        f"features.from: the engine writes the states of the layers {kept}, and this draft reads "
-        f"{list(layers)}: {REMEDY} for this draft",
+        f"hidden_states.from: the engine writes the states of the layers {kept}, and this draft "
+        f"reads {list(layers)}: {REMEDY} for this draft",
     )
     tensors = _read(Path(path), len(text) * (len(kept) * width + 1) * 8)
     ids, states = tensors.get("token_ids"), tensors.get("hidden_states")
@@ -223,20 +223,20 @@ def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int
     read = ids.tolist()
     require(
         read in (list(text), list(text[:-1])),
-        f"features.from: the engine wrote the states of {len(read)} other tokens than the "
+        f"hidden_states.from: the engine wrote the states of {len(read)} other tokens than the "
         f"{len(text)} that were sent and answered: {REMEDY}, which turns its prefix cache off",
     )
     require(
         list(states.shape) == [len(read), len(kept), width],
-        f"features.from: the engine wrote states of the shape {list(states.shape)}, not "
+        f"hidden_states.from: the engine wrote states of the shape {list(states.shape)}, not "
         f"{[len(read), len(kept), width]}: it serves another model: serve the checkpoint of "
         "target.path",
     )
     wanted = [states[:, kept.index(k)] for k in layers]
     require(
         all(bool(x.isfinite().all()) for x in wanted),
-        "features.from: the engine wrote states that are not finite numbers: serve the target in "
-        "a dtype that it was trained in, such as bfloat16",
+        "hidden_states.from: the engine wrote states that are not finite numbers: serve the target "
+        "in a dtype that it was trained in, such as bfloat16",
     )
     return wanted
 
@@ -276,10 +276,12 @@ def _read(path: Path, most: int) -> dict[str, Tensor]:
     lock = path.with_name(f"{path.name}.lock")
     if not path.parent.is_dir():
         raise UserError(
-            f"features.from: the engine wrote the states to {path.parent}, which does not exist "
-            "here: both must share that folder"
+            f"hidden_states.from: the engine wrote the states to {path.parent}, which does not "
+            "exist here: both must share that folder"
         )
-    foreign = f"features.from: the engine names {path}, which our connector did not write: {REMEDY}"
+    foreign = (
+        f"hidden_states.from: the engine names {path}, which our connector did not write: {REMEDY}"
+    )
     require(path.suffix == ".safetensors", foreign)
     try:
         file = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -292,8 +294,8 @@ def _read(path: Path, most: int) -> dict[str, Tensor]:
         size = path.stat().st_size
         require(
             size <= most + LONGEST_HEADER,
-            f"features.from: the engine wrote {size:,} bytes of states where at most {most:,} fit "
-            f"the tokens: it serves another model: serve the checkpoint of target.path",
+            f"hidden_states.from: the engine wrote {size:,} bytes of states where at most {most:,} "
+            f"fit the tokens: it serves another model: serve the checkpoint of target.path",
         )
         written = path.read_bytes()
     except FileNotFoundError as error:

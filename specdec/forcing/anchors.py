@@ -22,7 +22,7 @@ class Anchors:
 
     @property
     def valid_NK(self) -> Tensor:
-        """Whether depth k's token still belongs to the same answer."""
+        """Whether depth k's token still belongs to the same response."""
         return self.weight_NK > 0
 
     def to(self, device: torch.device) -> "Anchors":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.forcing.anchors import Anchors, anchors_of
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.sampler import Sampler, Summary
@@ -89,11 +89,12 @@ def exactly(states: Tensor) -> AbstractContextManager[None]:
 
 @torch.no_grad()
 def batch_of(
-    target: Target, needs: FeatureSpec, sampler: Sampler, text: Context, mask_BT: Tensor
+    target: Target, needs: HiddenStateSpec, sampler: Sampler, text: Context, mask_BT: Tensor
 ) -> Batch:
-    """A batch of the texts in `text`, a context without features: the target reads them here."""
+    """A batch of the texts in `text`, a context without hidden states: the target reads them
+    here."""
     position_BT, document_BT = text.documents()
-    ctx, final = target.features(
+    ctx, final = target.hidden_states(
         text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT
     )
     return Batch(ctx, final, summarise(target, final, sampler), mask_BT)
@@ -102,7 +103,7 @@ def batch_of(
 @torch.no_grad()
 def read_drafts(
     target: Target,
-    needs: FeatureSpec,
+    needs: HiddenStateSpec,
     ids: Sequence[int],
     anchors: Sequence[int],
     accepted: Sequence[int],
@@ -130,15 +131,15 @@ def read_drafts(
                 place = len(ids) + len(tokens) - 1
             places[-1].append(place)
     if not target.reads_trees:
-        ctx, final_1TD = target.features(text_1T, needs)
+        ctx, final_1TD = target.hidden_states(text_1T, needs)
         states_TD = torch.cat([final_1TD[0], *_after_branches(target, ids, tokens, parents)])
         return ctx, final_1TD, states_TD[torch.tensor(places, device=target.device)]
-    ctx, final_1TD = target.features(text_1T, needs, cache=cache)
+    ctx, final_1TD = target.hidden_states(text_1T, needs, cache=cache)
     states_TD = final_1TD[0]
     if tokens:
         branches = (torch.tensor([x], device=target.device) for x in (tokens, parents))
-        _, more = target.features(
-            next(branches), FeatureSpec(), cache=cache, parents_BT=next(branches)
+        _, more = target.hidden_states(
+            next(branches), HiddenStateSpec(), cache=cache, parents_BT=next(branches)
         )
         states_TD = torch.cat([states_TD, more[0]])
     return ctx, final_1TD, states_TD[torch.tensor(places, device=target.device)]
@@ -164,4 +165,4 @@ def _after_branches(
 def _read(target: Target, ids: Sequence[int], cache: SlotCache) -> Tensor:
     """The final hidden states [T, D] of tokens that continue those of a cache."""
     ids_1T = torch.tensor([ids], device=target.device)
-    return target.features(ids_1T, FeatureSpec(), cache=cache)[1][0]
+    return target.hidden_states(ids_1T, HiddenStateSpec(), cache=cache)[1][0]

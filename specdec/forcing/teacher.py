@@ -24,9 +24,9 @@ from specdec.errors import require
 from specdec.forcing.anchors import Anchors, anchors_of, rounded, together
 from specdec.forcing.batch import Batch, exactly, summarise
 from specdec.frozen import Frozen
-from specdec.objectives.chunked import at_once, chunked, slices
-from specdec.objectives.losses import LossInputs, kl_divergence
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.chunked import at_once, chunked, slices
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LossInputs, kl_divergence
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.parts import TargetParts
 from specdec.theory.alpha import Acceptance, DistributionPair, acceptance, visits
@@ -77,7 +77,7 @@ class TrainingPass:
 class TeacherForcing(nn.Module):
     """Runs a drafter at all anchors of a batch, and computes its loss or its acceptance.
 
-    `reference` is a frozen draft with the same vocabulary, for objectives that compare with one.
+    `reference` is a frozen draft with the same vocabulary, for losses that compare with one.
     With `visited`, the drafter is trained on a decoder's speculation steps: at their anchors, given
     the tokens that were drafted there, and at all depths, which `hidden` computes as it does in
     drafting. Raises UserError for a reference that cannot be compared with the draft.
@@ -88,7 +88,7 @@ class TeacherForcing(nn.Module):
         drafter: Drafter,
         target: TargetParts,
         sampler: Sampler,
-        objective: ObjectiveConfig | None = None,
+        loss_config: LossConfig | None = None,
         reference: Drafter | None = None,
         visited: bool = False,
     ) -> None:
@@ -105,7 +105,7 @@ class TeacherForcing(nn.Module):
         )
         require(
             reference is None or reference.needs == drafter.needs,
-            "the reference draft and the draft read different features of the target: give a "
+            "the reference draft and the draft read different hidden states of the target: give a "
             "reference of the same family and layers",
         )
         self.depth = drafter.depth
@@ -124,7 +124,7 @@ class TeacherForcing(nn.Module):
             "the reference draft and the draft have different vocabularies: train both on the same "
             "data, or start from the reference with drafter.from",
         )
-        self.objective = objective or ObjectiveConfig()
+        self.loss_config = loss_config or LossConfig()
         self.drafter = drafter
         self.sampler = sampler
         self._reference = Frozen(reference)
@@ -161,7 +161,7 @@ class TeacherForcing(nn.Module):
             position,
             self.depth,
             lambda valid_TK: drafter.anchors(valid_TK, generator),
-            self.objective.per,
+            self.loss_config.per,
             None if drafted_TK is None else torch.from_numpy(drafted_TK)[None],
             None if weight_T is None else torch.from_numpy(weight_T)[None],
         )
@@ -194,7 +194,9 @@ class TeacherForcing(nn.Module):
         assert isinstance(drafter, Trainable)
 
         # The draft runs at all anchors at once; the reference, if there is one, at the same ones.
-        chosen = batch.anchors(depth, self.objective.per) if anchors is None else together(anchors)
+        chosen = (
+            batch.anchors(depth, self.loss_config.per) if anchors is None else together(anchors)
+        )
         chosen = chosen.rounded().to(batch.mask_BT.device)
         grid = chosen.grid(len(batch.mask_BT))
         hidden_NKD, reference_NKD = self._hidden(drafter, batch, chosen, grid, moment), None
@@ -204,12 +206,12 @@ class TeacherForcing(nn.Module):
                 reference_NKD = self._hidden(reference, batch, chosen, grid)
 
         # Logits over the vocabulary, and the loss, are made chunk by chunk.
-        decays = [self.objective.weight(k) for k in range(depth)]
+        decays = [self.loss_config.weight(k) for k in range(depth)]
         decay_K = torch.tensor(decays).to(hidden_NKD.device, non_blocking=True)
         trained = [p for p in drafter.parameters() if p.requires_grad]
         one = TrainingPass(batch, chosen, moment.progress, decay_K, trained, reference_NKD)
         chunk_loss = partial(self._chunk_loss, one)
-        loss, seen = chunked(chunk_loss, [hidden_NKD], trained, self.objective.chunk)
+        loss, seen = chunked(chunk_loss, [hidden_NKD], trained, self.loss_config.chunk)
         if batch is not original:
             loss = share * loss + self._kl_divergence(original, batch, chosen)
         return loss, seen
@@ -225,7 +227,7 @@ class TeacherForcing(nn.Module):
         columns = self.target_columns(one.batch, one.anchors, rows, training=True)
         hidden_KND = hidden_NKD.expand(-1, depth, -1).transpose(0, 1)
         loss_at = partial(self._loss_at_depths, one, columns)
-        if not drafter.separate_heads or drafter.estimates_acceptance or self.objective.couples:
+        if not drafter.separate_heads or drafter.estimates_acceptance or self.loss_config.couples:
             return loss_at(slice(0, depth), hidden_KND)
         return chunked(loss_at, [hidden_KND], one.parameters, 1)
 
@@ -265,7 +267,7 @@ class TeacherForcing(nn.Module):
         inputs.progress = one.progress
         if reference_NKS is not None:
             inputs.reference_log_q = self.sampler.uncut.log_probs(reference_NKS[at])
-        loss_NK = self.objective.loss(inputs)
+        loss_NK = self.loss_config.loss(inputs)
         if inputs.confidence is not None:  # a gradient of 0, not None, if its weight is 0
             loss_NK = loss_NK + 0 * inputs.confidence
         counts_NK = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(inputs.as_served)]
@@ -336,7 +338,7 @@ class TeacherForcing(nn.Module):
         drafter, tensors = self.drafter, [logits_of(self.drafter, hidden_NKD, copied_NK, first)]
         tensors.append(hidden_NKD)
         if isinstance(drafter, Predictor) and drafter.estimates_acceptance:
-            apart = self.objective.trains_confidence_apart
+            apart = self.loss_config.trains_confidence_apart
             tensors.append(drafter.confidence(hidden_NKD.detach() if apart else hidden_NKD))
         return tensors
 
@@ -367,7 +369,7 @@ class TeacherForcing(nn.Module):
             valid=columns.valid_NK[at, k],
             logits=logits_NKS,
             hidden=hidden_NKD,
-            features=columns.final_ND[index_NK],
+            target_hidden=columns.final_ND[index_NK],
             confidence=confidence_NK,
             accepted=None if accepted_NK is None else accepted_NK[at, k],
             served=served,
@@ -381,7 +383,7 @@ class TeacherForcing(nn.Module):
     def _adapted(self, batch: Batch, progress: float) -> tuple[Batch, float]:
         """The batch as the target reads it with the adapters that are trained along with the draft,
         and the weight of the draft's loss; the same batch if there are none. The draft's gradient
-        reaches the adapters through the features that it reads; p is a constant, as ever."""
+        reaches the adapters through the hidden states that it reads; p is a constant, as ever."""
         if self._whole is None:
             return batch, 1.0
         assert isinstance(self.drafter, Trainable)
@@ -406,7 +408,7 @@ class TeacherForcing(nn.Module):
             return (kl_N * weight_N[rows]).sum(), kl_N.detach().sum()
 
         cut = [x.flatten(0, 1)[where_N] for x in (now_BTD, original.final_BTD)]
-        return chunked(part, cut, [], self.objective.chunk)[0]
+        return chunked(part, cut, [], self.loss_config.chunk)[0]
 
     def _measured(
         self, batch: Batch, more: MoreColumns | None, depth: int | None
@@ -414,7 +416,7 @@ class TeacherForcing(nn.Module):
         anchors = batch.anchors(depth or self.drafter.depth, "token")
         copied_NK, hidden_NKD = self._drafted(batch, anchors)
         measured = []
-        for rows in slices(hidden_NKD, self.objective.chunk):
+        for rows in slices(hidden_NKD, self.loss_config.chunk):
             columns = self.target_columns(batch, anchors, rows)
             copied = None if copied_NK is None else copied_NK[rows]
             tensors = self.draft_tensors(hidden_NKD[rows], copied)

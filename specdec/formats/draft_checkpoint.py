@@ -351,7 +351,8 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on features of zeros; raise UserError for a draft that fails on this target."""
+    """Draft once, on hidden states of zeros; raise UserError for a draft that fails on this
+    target."""
     read = drafter.needs.layers
     layers = target.config.num_hidden_layers if read else 0
     require(
@@ -361,8 +362,10 @@ def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
     )
     text = target.example([i % target.vocab_size for i in range(6)])
     ids_BT = torch.tensor([text], device=target.device)
-    features = torch.zeros(1, 6, target.width * max(1, len(read))).to(target.device, target.dtype)
-    ctx = Context(ids_BT, features, features[..., : target.width])
+    hidden_states = torch.zeros(1, 6, target.width * max(1, len(read))).to(
+        target.device, target.dtype
+    )
+    ctx = Context(ids_BT, hidden_states, hidden_states[..., : target.width])
     try:
         finite = _finite(drafter, ctx, torch.full_like(ids_BT[:, :1], 5))
     except Exception as error:  # a shape or a setting that torch refuses

@@ -168,7 +168,7 @@ def write_export(
 
 
 def _stops(target: TargetParts) -> str:
-    """What to tell an engine so that it ends answers where they ended here; mostly nothing."""
+    """What to tell an engine so that it ends responses where they ended here; mostly nothing."""
     unknown = sorted(set(target.eos) - set(target.declared_eos))
     said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
     return said if unknown else ""
@@ -273,7 +273,7 @@ def short_text_logits(drafter: Drafter, target: TargetParts) -> Tensor:
     stand for the target's where its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
     if isinstance(target, Target):
-        read, _ = target.features(ids_BT, drafter.needs)
+        read, _ = target.hidden_states(ids_BT, drafter.needs)
         ctx = Context(ids_BT, read.layers_BTF, read.final_BTD)
     else:
         generator = torch.Generator().manual_seed(0)

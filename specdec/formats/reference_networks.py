@@ -177,18 +177,18 @@ def causal(count: int, device: torch.device) -> Tensor:
 def unrolled(
     run: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     files: ExportFolder,
-    features_PD: Tensor,
+    hidden_states_PD: Tensor,
     trial: CheckText,
     anchor: int,
 ) -> Tensor:
     """The logits [K, V] at all depths of a layer that reads its own output there. `run` takes the
-    embeddings and the features [P, D] of pairs and returns, for each, what the head reads and what
-    the next depth reads in place of a feature."""
-    ids_P, features_PD, logits = trial.ids_T[1 : anchor + 1], features_PD[:anchor], []
+    embeddings and the hidden states [P, D] of pairs and returns, for each, what the head reads and
+    what the next depth reads in place of a hidden state."""
+    ids_P, hidden_states_PD, logits = trial.ids_T[1 : anchor + 1], hidden_states_PD[:anchor], []
     for depth in range(trial.depths):
-        read, state_for_next_depth = run(files.embed(ids_P), features_PD)
+        read, state_for_next_depth = run(files.embed(ids_P), hidden_states_PD)
         logits.append(files.head(read[-1]))
-        features_PD = torch.cat([features_PD, state_for_next_depth[-1:]])
+        hidden_states_PD = torch.cat([hidden_states_PD, state_for_next_depth[-1:]])
         ids_P = torch.cat([ids_P, trial.following(anchor)[depth : depth + 1]])
     return torch.stack(logits)
 
@@ -198,8 +198,8 @@ def eagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     config, fc = llama(files.config), files.tensors["fc.weight"].float()
     block = loaded(LlamaBlock(config, config.hidden_size), files.taken("layers.0."))
 
-    def run(embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        x = linear(torch.cat([embedding, feature], -1), fc)
+    def run(embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
+        x = linear(torch.cat([embedding, hidden_state], -1), fc)
         rope = _on(x, rope_of(config, torch.arange(len(x))))
         out = block.finish(x, block.attend(x, rope, causal(len(x), x.device)))
         return out, out
@@ -217,17 +217,17 @@ class Eagle3Layers(nn.Module):
         super().__init__()
         D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
         ids = description["eagle_aux_hidden_state_layer_ids"]
-        features = description.get("target_hidden_size", D) * len(ids)
+        hidden_states = description.get("target_hidden_size", D) * len(ids)
         self.layers = nn.ModuleList(LlamaBlock(config, D if i else 2 * D) for i in range(count))
         for i, layer in enumerate(self.layers):
             layer.input_layernorm = LlamaRMSNorm(D, eps)
             if i == 0:
                 layer.hidden_norm = LlamaRMSNorm(D, eps)
-        self.fc, self.norm = nn.Linear(features, D, bias=False), LlamaRMSNorm(D, eps)
+        self.fc, self.norm = nn.Linear(hidden_states, D, bias=False), LlamaRMSNorm(D, eps)
         if description.get("norm_before_fc", False):
-            self.input_norm = LlamaRMSNorm(features, eps)
+            self.input_norm = LlamaRMSNorm(hidden_states, eps)
         if description.get("fc_norm", False):
-            norms = (LlamaRMSNorm(features // len(ids), eps) for _ in ids)
+            norms = (LlamaRMSNorm(hidden_states // len(ids), eps) for _ in ids)
             self.fc_norm = nn.ModuleList(norms)
         self.config, self.count = config, len(ids)
         self.normed_residual = description.get("norm_before_residual", False)
@@ -242,13 +242,13 @@ class Eagle3Layers(nn.Module):
         fused: Tensor = self.fc(x)
         return fused
 
-    def forward(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        rope = _on(feature, rope_of(self.config, torch.arange(len(feature))))
-        sees, stream = causal(len(feature), feature.device), feature
+    def forward(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
+        rope = _on(hidden_state, rope_of(self.config, torch.arange(len(hidden_state))))
+        sees, stream = causal(len(hidden_state), hidden_state.device), hidden_state
         for i, layer in enumerate(self.layers):
             if i == 0:
-                normed = layer.hidden_norm(feature)
-                stream = normed if self.normed_residual else feature
+                normed = layer.hidden_norm(hidden_state)
+                stream = normed if self.normed_residual else hidden_state
                 read = torch.cat([layer.input_layernorm(embedding), normed], -1)
             else:
                 read = layer.input_layernorm(stream)
@@ -269,8 +269,8 @@ def eagle3_layers(files: ExportFolder) -> Eagle3Layers:
 
 def eagle3(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     layers, ids = eagle3_layers(files), files.config["eagle_aux_hidden_state_layer_ids"]
-    features = layers.combined(torch.cat([trial.state(k) for k in ids], -1))
-    return unrolled(layers, files, features, trial, anchor)
+    hidden_states = layers.combined(torch.cat([trial.state(k) for k in ids], -1))
+    return unrolled(layers, files, hidden_states, trial, anchor)
 
 
 def medusa(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
@@ -295,8 +295,8 @@ def peagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     masks = torch.full((more,), mask, device=trial.ids_T.device)
     states = torch.cat([trial.state(k) for k in ids], -1)[:anchor]
     unknown = files.tensors["mask_hidden"].float().view(1, -1).expand(more, -1)
-    features = layers.combined(torch.cat([states, unknown]))
-    read, _ = layers(files.embed(torch.cat([trial.ids_T[1 : anchor + 1], masks])), features)
+    hidden_states = layers.combined(torch.cat([states, unknown]))
+    read, _ = layers(files.embed(torch.cat([trial.ids_T[1 : anchor + 1], masks])), hidden_states)
     return files.head(read[-trial.depths :])
 
 
@@ -402,15 +402,16 @@ class DFlashLayers(nn.Module):
         self.layers = nn.ModuleList(LlamaBlock(config, D, head_norms=True) for _ in range(count))
         for layer in self.layers:
             layer.input_layernorm = LlamaRMSNorm(D, eps)
-        features = len(description["dflash_config"]["target_layer_ids"]) * D
-        self.fc = nn.Linear(features, D, bias=False)
+        hidden_states = len(description["dflash_config"]["target_layer_ids"]) * D
+        self.fc = nn.Linear(hidden_states, D, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
         self.config = config
 
-    def forward(self, features: Tensor, block: Tensor, causal_block: bool) -> Tensor:
-        """The states of a block's slots, which follow the features [P, F] and see all of them."""
-        context, count = self.hidden_norm(self.fc(features)), len(block)
-        P = len(features)
+    def forward(self, hidden_states: Tensor, block: Tensor, causal_block: bool) -> Tensor:
+        """The states of a block's slots, which follow the hidden states [P, F] and see all of
+        them."""
+        context, count = self.hidden_norm(self.fc(hidden_states)), len(block)
+        P = len(hidden_states)
         rope = _on(block, rope_of(self.config, torch.arange(P + count)))
         sees = causal(P + count, block.device)
         if not causal_block:
@@ -427,10 +428,12 @@ def dflash(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     config, device = files.config, trial.ids_T.device
     settings = config["dflash_config"]
     layers = loaded(DFlashLayers(llama(config), config), files.tensors, APART)
-    features = torch.cat([trial.state(k + 1) for k in settings["target_layer_ids"]], -1)[:anchor]
+    hidden_states = torch.cat([trial.state(k + 1) for k in settings["target_layer_ids"]], -1)[
+        :anchor
+    ]
     slots = torch.full((config["block_size"],), settings["mask_token_id"], device=device)
     slots[0] = trial.ids_T[anchor]
-    states = layers(features, files.embed(slots), settings["causal"])
+    states = layers(hidden_states, files.embed(slots), settings["causal"])
     return files.head(states[1 : 1 + trial.depths])
 
 

@@ -38,7 +38,7 @@ PRIOR = 1.0  # how strongly each depth is drawn towards the one before; see `fit
 
 
 class Believed(NamedTuple):
-    """The drafted tokens at the anchors of one answer, each [T, K]."""
+    """The drafted tokens at the anchors of one response, each [T, K]."""
 
     confidence: Tensor
     accepted: Tensor  # the probability that the target accepts the token
@@ -66,7 +66,7 @@ def calibrate(
     cfg: DecodeConfig,
     ranks: Ranks = ALONE,
 ) -> Calibrations:
-    """The drafter's calibrations, fitted at the temperatures in `cfg` to its chains in answers to
+    """The drafter's calibrations, fitted at the temperatures in `cfg` to its chains in responses to
     `prompts`, on which nothing else should be measured. All temperatures above 0 share one fit.
     Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
     The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
@@ -82,11 +82,11 @@ def calibrate(
         of_batch = partial(
             _believed, Setup.from_config(target, cfg), way, forcing, prompts, variants
         )
-        for answers in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
-            for by_variant in answers:
-                for variant, answer in zip(variants, by_variant, strict=True):
-                    beliefs.setdefault(variant, []).append(answer)
-    fitted = {name: fit(answers) for name, answers in beliefs.items()}
+        for responses in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
+            for by_variant in responses:
+                for variant, response in zip(variants, by_variant, strict=True):
+                    beliefs.setdefault(variant, []).append(response)
+    fitted = {name: fit(responses) for name, responses in beliefs.items()}
     return replace(drafter.calibrations, **fitted, prompts=len(prompts))
 
 
@@ -98,26 +98,27 @@ def _believed(
     variants: Sequence[str],
     first: int,
 ) -> list[list[Believed]]:
-    """For each answer to the `AT_ONCE` prompts from `first` on: its drafted tokens, by variant."""
+    """For each response to the `AT_ONCE` prompts from `first` on: its drafted tokens, by
+    variant."""
     assert way.shape is not None
     gamma = way.shape.depth
     some, seed, beliefs = prompts[first : first + AT_ONCE], setup.seed + first, []
     seeds = range(seed, seed + len(some))
-    for answer in setup.answers(some, way, seeds=seeds):
-        read = along(forcing, setup.target, answer.prompt, [*answer.ids, *answer.overrun])
-        text = decoded(read, answer, gamma, way.sampler.greedy)
+    for response in setup.responses(some, way, seeds=seeds):
+        read = along(forcing, setup.target, response.prompt, [*response.ids, *response.overrun])
+        text = decoded(read, response, gamma, way.sampler.greedy)
         beliefs.append([believed(text, variant, gamma) for variant in variants])
     return beliefs
 
 
-def fit(answers: Sequence[Believed]) -> Calibration:
+def fit(responses: Sequence[Believed]) -> Calibration:
     """The calibration that minimises, depth by depth, the cross-entropy with acceptance. Log scale
     and shift are drawn towards those of the depth before (at depth 0: 0, which changes nothing), so
     a depth that was seldom reached is calibrated much like the one before."""
     map_2, maps, shares = torch.zeros(2, dtype=torch.float64), list[Tensor](), [0.5]
     with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
-        for k in range(answers[0].confidence.shape[1]):
-            columns = (torch.cat([x[:, k] for x in xs]) for xs in zip(*answers, strict=True))
+        for k in range(responses[0].confidence.shape[1]):
+            columns = (torch.cat([x[:, k] for x in xs]) for xs in zip(*responses, strict=True))
             whole = Believed(*(x.double().cpu().clone() for x in columns))
             map_2 = _fitted(whole, map_2)
             maps.append(map_2)
@@ -143,14 +144,14 @@ def _fitted(at_N: Believed, before_2: Tensor) -> Tensor:
 
 
 def reliability(
-    answers: Sequence[Believed], calibration: Calibration | None = None
+    responses: Sequence[Believed], calibration: Calibration | None = None
 ) -> list[Reliability]:
     """Confidence, as the draft gives it or calibrated, beside acceptance at each depth."""
     by_depth = []
-    for k in range(answers[0].confidence.shape[1]):
-        sums: list[list[list[float]]] = []  # by answer and bin: weight, confidence, acceptance
-        for answer in answers:
-            c, accepted, weight = (x[:, k] for x in answer)
+    for k in range(responses[0].confidence.shape[1]):
+        sums: list[list[list[float]]] = []  # by response and bin: weight, confidence, acceptance
+        for response in responses:
+            c, accepted, weight = (x[:, k] for x in response)
             if calibration is not None:
                 c = calibration.log(c.clamp_min(LEAST).log(), k).exp()
             bin_T = (c * BINS).long().clamp(0, BINS - 1)
@@ -159,14 +160,15 @@ def reliability(
             sums.append((one_BT @ columns).tolist())
         by_bin = list(zip(*sums, strict=True))
         bins = [_bin(list(of_bin)) for of_bin in by_bin if sum(w for w, _, _ in of_bin) > 0]
-        whole = _bin([[sum(x) for x in zip(*answer, strict=True)] for answer in sums])
+        whole = _bin([[sum(x) for x in zip(*response, strict=True)] for response in sums])
         gaps = sum(abs(b.predicted - b.observed.value) * b.weight for b in bins)
         by_depth.append(Reliability(whole, gaps / max(whole.weight, LEAST), bins))
     return by_depth
 
 
 def _bin(sums: Sequence[Sequence[float]]) -> Bin:
-    """A bin, from its sums of weight, confidence and acceptance over the tokens of each answer."""
+    """A bin, from its sums of weight, confidence and acceptance over the tokens of each
+    response."""
     weight, c, accepted = zip(*sums, strict=True)
     total = sum(weight)
     return Bin(sum(c) / max(total, LEAST), share_interval(accepted, weight), total)

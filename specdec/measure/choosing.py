@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from specdec.decoding.answers import SpeculationStep
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
+from specdec.decoding.generation import SpeculationStep
 from specdec.decoding.length import LENGTHS, CostTable, length
 from specdec.decoding.policy import Length, SavedFigures
 from specdec.decoding.way import Way
@@ -28,7 +28,7 @@ MORE = (3, 7, 15, 31, 63)  # on other devices
 WIDTH = 6  # children of a node, where the acceptance of each rank is measured
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
 LEARNING = 6  # prompts for choosing a tree or a stop classifier
-WEIGHED = 48  # tokens of each answer that `Drafter.weigh` learns from
+WEIGHED = 48  # tokens of each response that `Drafter.weigh` learns from
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TrialsOfChains:
 
 
 def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[int]]) -> None:
-    """Let a drafter that chooses what to draft weigh its options, on plain answers to prompts."""
+    """Let a drafter that chooses what to draft weigh its options, on plain responses to prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
         one_way = Way(member, Chain(gamma), compiled=way.compiled)
@@ -138,11 +138,11 @@ def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[i
 
     new = min(WEIGHED, setup.max_new_tokens)
     seeds = range(len(prompts))
-    answers = setup.ranks.first(
-        lambda: setup.answers(prompts, way.plain, max_new_tokens=new, seeds=seeds)
+    responses = setup.ranks.first(
+        lambda: setup.responses(prompts, way.plain, max_new_tokens=new, seeds=seeds)
     )
-    texts = [[*g.prompt, *g.ids] for g in answers]
-    masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in answers]
+    texts = [[*g.prompt, *g.ids] for g in responses]
+    masks = [[False] * len(g.prompt) + [True] * len(g.ids) for g in responses]
     drafter.weigh(cost, texts, masks, way.variant)
 
 
@@ -162,8 +162,8 @@ def acceptance_by_rank(
     wide = replace(way, shape=shape, compiled=False)
 
     def rounds(prompt: Sequence[int]) -> list[SpeculationStep]:
-        (answer,) = setup.answers([prompt], wide, seeds=[0])
-        return answer.rounds
+        (response,) = setup.responses([prompt], wide, seeds=[0])
+        return response.rounds
 
     for of_prompt in setup.ranks.shared(prompts, rounds):
         for r in of_prompt:

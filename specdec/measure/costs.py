@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdec.compat import packed_operator
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.decoding.decode import capacity, prefill
 from specdec.decoding.length import CostTable
 from specdec.decoding.rows import Rows
@@ -65,7 +65,7 @@ def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
         slots = capacity(len(prompt) + setup.max_new_tokens, drafter, shape)
     rows, cache, draft = _prepared(target, way, prompt, batch, slots)
 
-    def verify(count: int, needs: FeatureSpec, tree: bool = False) -> None:
+    def verify(count: int, needs: HiddenStateSpec, tree: bool = False) -> None:
         parents = torch.arange(count, device=target.device).clamp_max(1) - 1  # the anchor's
         parents_BM = parents.expand(batch, -1) if tree else None
         _, logits = target.step(rows.anchors().expand(-1, count), needs, cache, parents_BM)
@@ -74,7 +74,7 @@ def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
 
     width = min(1 + shape.nodes, target.positions - max(cache.lengths))
     parts: list[Callable[[], object]] = [
-        lambda: verify(1, FeatureSpec()),
+        lambda: verify(1, HiddenStateSpec()),
         draft,
         lambda: verify(width, drafter.needs, not isinstance(shape, Chain)),
     ]
@@ -103,7 +103,7 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
     with FlopCounterMode(display=False, custom_mapping=counted) as counter:
         draft()
         drafted = counter.get_total_flops()
-        _, final_BTD = target.features(rows.anchors(), FeatureSpec(), cache=cache)
+        _, final_BTD = target.hidden_states(rows.anchors(), HiddenStateSpec(), cache=cache)
         of_layers = counter.get_total_flops() - drafted  # those of this process
         target.logits(final_BTD)
         step = counter.get_total_flops() - drafted + (target.processes - 1) * of_layers
@@ -176,8 +176,8 @@ def _rounds_in_turn(
     tokens = min(setup.max_new_tokens, TIMED)
     for turn in range(1 + OF_ROUNDS):
         for way, times in zip(ways, seconds, strict=True):
-            answers = setup.answers(batch, way, eos=(), max_new_tokens=tokens)
-            rounds = max(1, max(len(g.rounds) for g in answers))
+            responses = setup.responses(batch, way, eos=(), max_new_tokens=tokens)
+            rounds = max(1, max(len(g.rounds) for g in responses))
             if turn:
-                times.append(max(g.seconds for g in answers) / rounds)
+                times.append(max(g.seconds for g in responses) / rounds)
     return [statistics.median(times) for times in seconds]

@@ -22,18 +22,18 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from specdec.decoding.answers import Generation, SpeculationStep, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import require_room
+from specdec.decoding.generation import Generation, SpeculationStep, pieces_of
 from specdec.decoding.logs import log_rounds
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
-from specdec.measure.answering import Answered, answers_in_turn, counting
 from specdec.measure.calibration import believed, reliability
 from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
 from specdec.measure.costs import Costs, costs, operations
+from specdec.measure.decoded_prompts import DecodedPrompts, counting, decoded_in_turn
 from specdec.measure.forced import (
     ForcedText,
     along,
@@ -72,13 +72,13 @@ from specdec.theory.leviathan import pass_cost
 from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
-SHOWN = 6  # sample answers that are kept in the results
+SHOWN = 6  # sample responses that are kept in the results
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
 @dataclass
 class Subject:
-    """What is measured: a run's draft, for its target, on some data. A second draft, `also`,
+    """What is measured: a run's draft, for its target, on some data. A second draft, `combined`,
     may take turns with it. If the target was trained too, `original` is what it was before.
     `origin` says what the prompts are."""
 
@@ -86,7 +86,7 @@ class Subject:
     target: Target
     drafter: Drafter
     data: str
-    also: Drafter | None = None
+    combined: Drafter | None = None
     original: Target | None = None
     origin: str = Results.origin
 
@@ -122,9 +122,10 @@ def evaluate(
     ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
     if cfg.fastest:
         ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
-    if (also := subject.also) is not None:  # its chains have the length that it was built for
+    # its chains have the length that it was built for
+    if (combined := subject.combined) is not None:
         own = replace(cfg, gamma=cfg.gamma if cfg.tree else None, fastest=False)
-        ways.append((also.config.name, also, own))
+        ways.append((combined.config.name, combined, own))
     together = counting(setup, cfg, asked, drafter.needs)
     measured: dict[str, list[Measured]] = {title: [] for title, _, _ in ways}
     known: dict[tuple[Drafter, str], Costs] = {}
@@ -139,21 +140,21 @@ def evaluate(
         }
         at_this = [x for n, x in enumerate(zip(ways, choices, strict=True)) if n not in repeated]
         tell = partial(progress.update, task)
-        answers = answers_in_turn(
+        responses = decoded_in_turn(
             setup, cfg, [way for _, (way, _) in at_this], asked, together, tell
         )
-        for ((title, each, own), (way, learned)), answered in zip(at_this, answers, strict=True):
+        for ((title, each, own), (way, learned)), decodings in zip(at_this, responses, strict=True):
             key = each, repr(way.shape)
             cost = known[key] = known.get(key) or costs(setup, way, asked[0])
-            one = _figures(setup, described(title, own, way), learned, answered, cost)
+            one = _figures(setup, described(title, own, way), learned, decodings, cost)
             if title == ways[0][0]:
-                _by_forcing(setup, one, way, answered)
-                one.oracle = _oracle(setup, way, cost, learning, answered.rounds)
-                one.samples = _samples(target, answered, words, earlier)
+                _by_forcing(setup, one, way, decodings)
+                one.oracle = _oracle(setup, way, cost, learning, decodings.rounds)
+                one.samples = _samples(target, decodings, words, earlier)
                 one.slices = slices(one.prompts, kinds)
                 one.fastest = bool(repeated)
                 if log is not None and ranks.rank == 0:
-                    log_rounds(log, answered.drafted)
+                    log_rounds(log, decodings.drafted)
             measured[title].append(one)
     progress.remove_task(task)
     for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
@@ -170,7 +171,7 @@ def evaluate(
         data=subject.data,
         origin=subject.origin,
         prompts=len(asked),
-        timed=answers[0].timed,
+        timed=responses[0].timed,
         counting=together,
         processes=ranks.world,
         batch=cfg.batch,
@@ -223,73 +224,75 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
 
 
 def _figures(
-    setup: Setup, way: Described, learned: Learned, answered: Answered, cost: Costs
+    setup: Setup, way: Described, learned: Learned, decodings: DecodedPrompts, cost: Costs
 ) -> Measured:
     """What was counted and timed in one way of decoding."""
-    gamma, depths, rounds = way.gamma, range(way.gamma), answered.rounds
+    gamma, depths, rounds = way.gamma, range(way.gamma), decodings.rounds
 
     def of_prompts(count: Callable[[SpeculationStep], float]) -> list[float]:
         """The sum of a count over the rounds of each prompt."""
-        return [sum(map(count, g.rounds)) for g in answered.drafted]
+        return [sum(map(count, g.rounds)) for g in decodings.drafted]
 
     def accepted(k: int, of_tested: bool = False) -> Interval:
         """The share of rounds that accepted depth k: of all, or of those that tested it."""
         tested = of_prompts(lambda r: r.tested > k or not of_tested)
         return share_interval(of_prompts(lambda r: r.accepted > k), tested)
 
-    plain_step = answered.plain_seconds, answered.plain_tokens
-    a_round = answered.row_rounds, answered.round_seconds
-    kept = [g.emitted for g in answered.drafted], [len(g.rounds) for g in answered.drafted]
-    timed_speedup = ratio_interval(answered.plain_seconds, answered.seconds)
-    if answered.timed < len(answered.drafted):
+    plain_step = decodings.plain_seconds, decodings.plain_tokens
+    a_round = decodings.row_rounds, decodings.round_seconds
+    kept = [g.emitted for g in decodings.drafted], [len(g.rounds) for g in decodings.drafted]
+    timed_speedup = ratio_interval(decodings.plain_seconds, decodings.seconds)
+    if decodings.timed < len(decodings.drafted):
         speedup = product_interval([kept], [plain_step, a_round])
         tokens_per_second = product_interval([kept], [a_round])
     else:
         speedup = timed_speedup
-        tokens_per_second = ratio_interval(answered.plain_tokens, answered.seconds)
-    if len(answered.seconds) < FEWEST:  # the counts alone would make too narrow an interval
+        tokens_per_second = ratio_interval(decodings.plain_tokens, decodings.seconds)
+    if len(decodings.seconds) < FEWEST:  # the counts alone would make too narrow an interval
         speedup = speedup.without_interval()
         tokens_per_second = tokens_per_second.without_interval()
-    same = sum(p.ids == d.ids for p, d in zip(answered.plain, answered.drafted, strict=True))
+    same = sum(p.ids == d.ids for p, d in zip(decodings.plain, decodings.drafted, strict=True))
     return Measured(
         way=way,
         tau=ratio_interval(*kept).within(1, gamma + 1),
         speedup=speedup,
         timed_speedup=timed_speedup,
         tokens_per_second=tokens_per_second,
-        plain_tokens_per_second=ratio_interval(answered.plain_tokens, answered.plain_seconds),
+        plain_tokens_per_second=ratio_interval(decodings.plain_tokens, decodings.plain_seconds),
         rounds=len(rounds),
         drafted_per_round=ratio_interval(of_prompts(lambda r: r.nodes), kept[1]),
         accepted_lengths=[sum(r.accepted == n for r in rounds) for n in range(gamma + 1)],
         drafted=[sum(r.drafted > k for r in rounds) for k in depths],
         accepted=[sum(r.accepted > k for r in rounds) for k in depths],
-        repetition=share_interval(*zip(*(repeated_ngrams(g.ids) for g in answered.plain))),
+        repetition=share_interval(*zip(*(repeated_ngrams(g.ids) for g in decodings.plain))),
         costs=cost,
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
         identical=same if way.temperature == 0 else None,
         learned=learned,
-        seconds_spent={phase: sum(s[phase] for s in answered.spent) for phase in answered.spent[0]},
+        seconds_spent={
+            phase: sum(s[phase] for s in decodings.spent) for phase in decodings.spent[0]
+        },
     )
 
 
-def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> None:
-    """Add what teacher forcing says about the draft along the answers."""
+def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts) -> None:
+    """Add what teacher forcing says about the draft along the responses."""
     assert way.drafter is not None
     target, gamma, greedy = setup.target, one.way.gamma, way.sampler.greedy
     drafter = drafting(way.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else way.sampler)
 
-    def texts(answers: tuple[Generation, Generation]) -> tuple[ForcedText, ForcedText]:
-        """What is measured along one prompt's plain answer, and along the drafted one."""
-        plain, drafted = answers
+    def texts(responses: tuple[Generation, Generation]) -> tuple[ForcedText, ForcedText]:
+        """What is measured along one prompt's plain response, and along the drafted one."""
+        plain, drafted = responses
         read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
         at_visits = decoded(read, drafted, gamma, greedy)
         if plain.ids != drafted.ids:
             read = along(forcing, target, plain.prompt, plain.ids)
         return whole(read, len(plain.ids), drafter.depth), at_visits
 
-    both = setup.ranks.shared([*zip(answered.plain, answered.drafted, strict=True)], texts)
+    both = setup.ranks.shared([*zip(decodings.plain, decodings.drafted, strict=True)], texts)
     every, visited = map(list, zip(*both, strict=True))
     beliefs = []
     if not drafter.copies:
@@ -301,7 +304,7 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, answered: Answered) -> No
     one.calibrated = reliability(beliefs, calibration) if beliefs and calibration else []
     one.prompts = [
         prompt_counts(text, plain, drafted, gamma, greedy)
-        for text, plain, drafted in zip(every, answered.plain, answered.drafted, strict=True)
+        for text, plain, drafted in zip(every, decodings.plain, decodings.drafted, strict=True)
     ]
 
 
@@ -325,16 +328,16 @@ def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Sl
 
 def _samples(
     target: Target,
-    answered: Answered,
+    decodings: DecodedPrompts,
     words: Sequence[str],
     earlier: Sequence[Sequence[tuple[str, str]]],
 ) -> list[Sample]:
-    """The first answers, with what they answer."""
+    """The first responses, with what they answer."""
 
     def text(ids: Sequence[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=True))
 
-    shown = answered.drafted[:SHOWN]
+    shown = decodings.drafted[:SHOWN]
     said = [*words[: len(shown)], *(text(g.prompt) for g in shown[len(words) :])]
     before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
     coloured = [pieces_of(target.tokenizer, g) for g in shown]

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context
-from specdec.decoding.answers import Generation
+from specdec.decoding.generation import Generation
 from specdec.drafters.base import Drafter
 from specdec.forcing.batch import batch_of
 from specdec.forcing.teacher import TeacherForcing, predicted_steps
+from specdec.losses.loss_terms import LossInputs
 from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
-from specdec.objectives.losses import LossInputs
 from specdec.sampling.sampler import sample
 from specdec.targets.target import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
@@ -31,8 +31,8 @@ MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
 
 
 class Along(NamedTuple):
-    """What is measured at each anchor t of an answer and each depth [T, K]. Anchor 0 is the
-    answer's first token, which prefill emits; depths beyond the end of the text are 0."""
+    """What is measured at each anchor t of a response and each depth [T, K]. Anchor 0 is the
+    response's first token, which prefill emits; depths beyond the end of the text are 0."""
 
     alpha: Acceptance
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
@@ -78,7 +78,7 @@ def beyond_acceptance(piece: LossInputs, generator: torch.Generator) -> tuple[Te
 def along(
     forcing: TeacherForcing, target: Target, prompt: Sequence[int], ids: Sequence[int]
 ) -> Along:
-    """Teacher forcing over an answer `ids`, as far as target and draft have positions."""
+    """Teacher forcing over a response `ids`, as far as target and draft have positions."""
     drafter, placed = forcing.drafter, target.placed(prompt)
     room = target.room(placed)
     room = room if drafter.limits.positions is None else min(room, drafter.limits.positions)
@@ -100,7 +100,7 @@ def along(
 
 
 class ForcedText(NamedTuple):
-    """What was measured along an answer, and which of its anchors count."""
+    """What was measured along a response, and which of its anchors count."""
 
     measured: Along
     anchors: list[int]
@@ -108,24 +108,24 @@ class ForcedText(NamedTuple):
 
 
 def whole(measured: Along, length: int, depth: int) -> ForcedText:
-    """Every anchor of an answer of `length` tokens at which all depths are known."""
+    """Every anchor of a response of `length` tokens at which all depths are known."""
     anchors = range(max(0, length - depth))
     return ForcedText(measured, list(anchors), [depth] * len(anchors))
 
 
-def decoded(measured: Along, answer: Generation, gamma: int, greedy: bool) -> ForcedText:
+def decoded(measured: Along, response: Generation, gamma: int, greedy: bool) -> ForcedText:
     """The anchors at which a decoding's rounds started; `measured` holds the figures along its
     text. At T = 0 all of them count, so that the products of greedy acceptance are the decoder's
     own counts: a depth past the end of the text was not accepted. Above 0 only those with γ tokens
     of text after them count, since sampled acceptance past the end is unknown."""
-    length = len(answer.ids) + len(answer.overrun)
-    rounds = [(r.anchor - len(answer.prompt), r.drafted) for r in answer.rounds]
+    length = len(response.ids) + len(response.overrun)
+    rounds = [(r.anchor - len(response.prompt), r.drafted) for r in response.rounds]
     kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]
     return ForcedText(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
 
 
 def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int) -> Forced:
-    """α by depth over all positions, and at visited anchors, with intervals over the answers."""
+    """α by depth over all positions, and at visited anchors, with intervals over the responses."""
 
     def in_a_row(text: ForcedText, column_TK: Tensor) -> Tensor:
         product_TK = column_TK[text.anchors, :gamma].cumprod(-1)
@@ -139,17 +139,17 @@ def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: in
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
-    """The pooled mean of columns [T] of probabilities, one column per answer."""
+    """The pooled mean of columns [T] of probabilities, one column per response."""
     return share_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
 
 
 def mean_count(columns: Sequence[Tensor]) -> Interval:
-    """The pooled mean of columns [T] of positive numbers, one column per answer."""
+    """The pooled mean of columns [T] of positive numbers, one column per response."""
     return ratio_interval([float(c.sum()) for c in columns], [len(c) for c in columns])
 
 
 def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
-    """`mean` at each depth of tables [T, K], one per answer."""
+    """`mean` at each depth of tables [T, K], one per response."""
     return [mean(columns) for columns in zip(*(table.unbind(1) for table in tables))]
 
 
@@ -177,13 +177,14 @@ def foreseen(
 
 
 def prompt_counts(
-    every: ForcedText, plain: Generation, answer: Generation, gamma: int, greedy: bool
+    every: ForcedText, plain: Generation, response: Generation, gamma: int, greedy: bool
 ) -> PromptCounts:
-    """The counts of a prompt, from what was measured along its plain answer and from its rounds."""
+    """The counts of a prompt, from what was measured along its plain response and from its
+    rounds."""
     alpha = every.measured.alpha
     by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
     sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
     along_TK = (alpha.sampled, alpha.greedy)[greedy]
     walked = predicted_steps(along_TK[: plain.emitted, :gamma])
-    return PromptCounts(answer.emitted, len(answer.rounds), positions, sampled, same, walked)
+    return PromptCounts(response.emitted, len(response.rounds), positions, sampled, same, walked)

@@ -86,7 +86,7 @@ class Reliability:
 @dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
-    and the rounds that a decoder is expected to make along the plain answer."""
+    and the rounds that a decoder is expected to make along the plain response."""
 
     emitted: int
     rounds: int
@@ -109,10 +109,10 @@ class Slice:
 @dataclass(frozen=True)
 class Sample:
     prompt: str  # what the user said last
-    answer: str
+    response: str
     tau: float
     earlier: list[tuple[str, str]] = field(default_factory=list)  # the turns before: role, text
-    pieces: list[tuple[str, str]] = field(default_factory=list)  # see `specdec.decoding.answers`
+    pieces: list[tuple[str, str]] = field(default_factory=list)  # see `specdec.decoding.generation`
 
     def conversation(self) -> str:
         """What the user said last, with the turns before it if there are any."""
@@ -158,8 +158,8 @@ class Described:
 class Measured:
     """All figures of one way of decoding. Counts come from all prompts, and seconds from those that
     were timed, in whole batches. If not all prompts were timed, `speedup` and `tokens_per_second`
-    combine the tokens that a round adds to an answer, over all prompts, with the timed seconds of a
-    round and of a plain step; `timed_speedup` comes from the timed prompts alone."""
+    combine the tokens that a round adds to a response, over all prompts, with the timed seconds of
+    a round and of a plain step; `timed_speedup` comes from the timed prompts alone."""
 
     way: Described
     tau: Interval
@@ -172,12 +172,12 @@ class Measured:
     accepted_lengths: list[int]  # rounds by the number of tokens they accepted, from 0
     drafted: list[int]  # rounds that drafted a token at each depth
     accepted: list[int]  # rounds that accepted it
-    repetition: Interval  # share of 4-grams that occurred earlier in the same answer
+    repetition: Interval  # share of 4-grams that occurred earlier in the same response
     costs: Costs
     forced: Forced | None = None  # by teacher forcing, for the first way alone
     reached: list[Interval] = field(default_factory=list)  # by depth: accepted / rounds
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
-    identical: int | None = None  # answers equal to plain decoding's, at T = 0
+    identical: int | None = None  # responses equal to plain decoding's, at T = 0
     learned: Learned = field(default_factory=Learned)
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     foreseen: Foreseen | None = None
@@ -236,7 +236,7 @@ class Curve:
 @dataclass(frozen=True)
 class CutResponses:
     """How many of the target's responses, on which a draft was trained and selected, were cut at
-    `answers.max_new_tokens` before the target had ended them."""
+    `responses.max_new_tokens` before the target had ended them."""
 
     responses: int
     cut: int
@@ -254,12 +254,12 @@ class CutResponses:
         """The count, with a warning above `CUT_WARNED` and advice above `CUT_ADVISED`."""
         said = (
             f"{self.cut:,} of {self.responses:,} responses ({self.share:.0%}) were cut at "
-            f"answers.max_new_tokens={self.max_new_tokens}"
+            f"responses.max_new_tokens={self.max_new_tokens}"
         )
         if self.share > CUT_ADVISED:
             return (
                 f"Warning: {said}: the draft does not learn how longer responses go on or end. "
-                "Raise answers.max_new_tokens, up to what you serve."
+                "Raise responses.max_new_tokens, up to what you serve."
             )
         if self.warns:
             return f"Warning: {said}: the draft does not learn how longer responses go on or end."
@@ -278,7 +278,7 @@ class Training:
     held_out: HeldOut
     stopped_early: bool = False
     curve: Curve | None = None
-    trained_on: str = ""  # the terms of the objective and their weights
+    trained_on: str = ""  # the terms of the loss and their weights
     # documents of the validation part, on which the checkpoint was selected; 0: it was selected on
     # the held-out conversations that are reported
     validation: int = 0
@@ -291,8 +291,8 @@ class Training:
 @dataclass(frozen=True)
 class Shift:
     """How far a target that was trained with its draft is from the original, over the
-    original's greedy answers: KL(original ‖ adapted) in nats a token at T = 1, and the share of
-    answers that stay the same."""
+    original's greedy responses: KL(original ‖ adapted) in nats a token at T = 1, and the share of
+    responses that stay the same."""
 
     original: str
     kl: Interval
@@ -323,7 +323,7 @@ class Results:
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     draft: str = ""  # its folder, quoted for use in a command; empty if unknown
-    also: str = ""  # the same for the second draft: its folder, or the first's with options
+    combined: str = ""  # the same for the second draft: its folder, or the first's with options
     training: Training | None = None
     cut: CutResponses | None = None  # None: the target wrote no responses to train on
     shift: Shift | None = None  # of the target, if it was trained too

@@ -37,8 +37,8 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 
 @dataclass(frozen=True)
 class TimedResponse:
-    """An answer, the seconds that it took with its prefill, the rounds that were drafted for it,
-    and how many of these accepted each position, beyond the end of the answer too."""
+    """A response, the seconds that it took with its prefill, the rounds that were drafted for it,
+    and how many of these accepted each position, beyond the end of the response too."""
 
     ids: list[int]
     seconds: float
@@ -58,7 +58,7 @@ class ServedAt:
     tokens_per_second: Interval
     plain_tokens_per_second: Interval | None = None
     speedup: Interval | None = None
-    identical: int | None = None  # answers that are the same with and without drafts
+    identical: int | None = None  # responses that are the same with and without drafts
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class MeasuredServer:
     def reply(
         self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
     ) -> TimedResponse:
-        """The engine's answer. Raises UserError if it gives no ids or no figures of speculation, or
-        if its counters count more or less than this answer."""
+        """The engine's response. Raises UserError if it gives no ids or no figures of speculation,
+        or if its counters count more or less than this response."""
         request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
         url = self.engine.completion_url(self.server)
         body = {"model": self.model.name, **self.engine.completion_body(request)}
@@ -110,7 +110,7 @@ class MeasuredServer:
             ids = read = None
         require(
             isinstance(ids, list) and bool(ids) and read in (None, list(prompt)),
-            f"{self.server.url} does not return the ids of the prompt and of its answer: this "
+            f"{self.server.url} does not return the ids of the prompt and of its response: this "
             "needs an engine that obeys return_token_ids (docs/engines.md)",
         )
         if not self.speculates:
@@ -132,7 +132,7 @@ class MeasuredServer:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
 
     def _counted(self, before: SpeculationCounts | None, length: int) -> SpeculationCounts:
-        """What was counted for an answer of this many tokens, once all of it is: one from prefill
+        """What was counted for a response of this many tokens, once all of it is: one from prefill
         and, in each step, the accepted ones and one more."""
         waited = time.monotonic()
         while True:
@@ -147,15 +147,15 @@ class MeasuredServer:
                 break
             require(
                 time.monotonic() - waited < SETTLING,
-                f"{self.server.url} counted {tokens} tokens for an answer of {length}: its "
-                "counters do not fit its answers",
+                f"{self.server.url} counted {tokens} tokens for a response of {length}: its "
+                "counters do not fit its responses",
             )
             time.sleep(0.02)
         # of the last step, and of one that was already under way
         beyond = 1 + len(now.by_position)
         require(
             tokens <= length + 2 * beyond,
-            f"{self.server.url} counted {tokens} tokens for an answer of {length}: somebody else "
+            f"{self.server.url} counted {tokens} tokens for a response of {length}: somebody else "
             "uses this engine, and its counters count them too",
         )
         return counted
@@ -206,7 +206,7 @@ def measure_served(
 def figures(
     temperature: float, drafted: Sequence[TimedResponse], plain: Sequence[TimedResponse] | None
 ) -> ServedAt:
-    """The figures of answers with drafts, and of plain ones to the same prompts."""
+    """The figures of responses with drafts, and of plain ones to the same prompts."""
     rounds = [reply.rounds for reply in drafted]
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
     tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.decoding.answers import Generation, SpeculationStep
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.target import Target
@@ -27,7 +27,7 @@ class Setup:
     def from_config(cls, target: Target, cfg: DecodeConfig, ranks: Ranks = ALONE) -> "Setup":
         return cls(target, cfg.max_new_tokens, cfg.batch, cfg.seed, ranks)
 
-    def answers(
+    def responses(
         self, prompts: Sequence[Sequence[int]], way: Way, **options: Any
     ) -> list[Generation]:
         """Continue prompts together. `options` are those of `decode`."""
@@ -37,11 +37,11 @@ class Setup:
 
     def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
         """The rounds when each prompt is answered alone. The prompts are shared out, unless there
-        is a length policy, which may learn from one answer to the next."""
+        is a length policy, which may learn from one response to the next."""
 
         def rounds(i: int) -> list[SpeculationStep]:
-            (answer,) = self.answers([prompts[i]], way, seeds=[self.seed + i])
-            return answer.rounds
+            (response,) = self.responses([prompts[i]], way, seeds=[self.seed + i])
+            return response.rounds
 
         ranks = self.ranks if way.length is None else ALONE
         return [r for of_prompt in ranks.shared(range(len(prompts)), rounds) for r in of_prompt]

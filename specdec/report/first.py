@@ -1,5 +1,5 @@
 """The first screen of a report: what was trained on what, the verdict, a picture of all ways of
-decoding, how to serve the best, and a few answers."""
+decoding, how to serve the best, and a few responses."""
 
 from pathlib import Path
 
@@ -32,14 +32,14 @@ def screen(results: Results, picture: Path | None) -> list[str]:
         blocks.append("## How to serve it" if gains else "## How to try it in an engine")
     for command in commands:
         blocks += [text(command.does), code(command.lines)]
-    return blocks + _answers(results.asked[0])
+    return blocks + _responses(results.asked[0])
 
 
-def _answers(one: Measured) -> list[str]:
-    """What the user said last, the turns before it, and the answer."""
+def _responses(one: Measured) -> list[str]:
+    """What the user said last, the turns before it, and the response."""
     if not one.samples:
         return []
-    blocks = [f"## Answers at T = {one.way.temperature:g}"]
+    blocks = [f"## Responses at T = {one.way.temperature:g}"]
     if any(sample.pieces for sample in one.samples[:SAMPLES]):
         blocks.append(LEGEND)
     for sample in one.samples[:SAMPLES]:
@@ -48,15 +48,15 @@ def _answers(one: Measured) -> list[str]:
             turns = [*sample.earlier, ("user", sample.prompt)]
             said = [f"**{text(role)}:** {lines(words)}" for role, words in turns]
         blocks.append("\n>\n".join(f"> {turn}".replace("\n", "\n> ") for turn in said))
-        blocks.append(f"{_answer(sample)} *(τ {sample.tau:.2f})*")
+        blocks.append(f"{_response(sample)} *(τ {sample.tau:.2f})*")
     return blocks
 
 
-def _answer(sample: Sample) -> str:
-    """An answer with what became of its drafted tokens, if that is known. A rejected draft does not
-    break a line of the answer."""
+def _response(sample: Sample) -> str:
+    """A response with what became of its drafted tokens, if that is known. A rejected draft does
+    not break a line of the response."""
     if not sample.pieces:
-        return lines(sample.answer)
+        return lines(sample.response)
     return marked(
         (kind, words.replace("\n", "↵") if kind == "rejected" else words)
         for kind, words in sample.pieces

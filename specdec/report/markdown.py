@@ -69,7 +69,7 @@ img,details img{max-width:100%;max-height:9cm}
 pre,blockquote,tr,img{break-inside:avoid}h2,h3,h4,summary{break-after:avoid}}
 """
 FOLDED = "h3"  # the level of the headings whose sections HTML folds
-# the tags that mark what became of the tokens of an answer; no other HTML is written or read
+# the tags that mark what became of the tokens of a response; no other HTML is written or read
 TAGS = {"accepted": "samp", "rejected": "del", "corrected": "ins", "bonus": "var"}
 TAG = re.compile(rf"</?(?:{'|'.join(TAGS.values())})>")
 
@@ -89,7 +89,7 @@ def lines(value: str) -> str:
 
 
 def marked(pieces: Iterable[tuple[str, str]]) -> str:
-    """The pieces of an answer, each with its kind, as `lines` shows their whole. The words of a
+    """The pieces of a response, each with its kind, as `lines` shows their whole. The words of a
     piece are within the tags of its kind, if it has any."""
     shown = ""
     for kind, value in pieces:

@@ -105,9 +105,9 @@ def _shifted(results: Results) -> str:
         return ""
     return (
         f"The target was trained along with the draft: decoding is lossless with respect to the "
-        f"adapted target, not to {shift.original}. Over the original's greedy answers to these "
+        f"adapted target, not to {shift.original}. Over the original's greedy responses to these "
         f"prompts, KL(original ‖ adapted) is {shift.kl.text(4)} nats a token. The "
-        f"share of answers that stay the same is {shift.same.text(2)}."
+        f"share of responses that stay the same is {shift.same.text(2)}."
     )
 
 
@@ -158,7 +158,7 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
         "rounds": f"{one.rounds:,}",
         "verification": f"{way.rule} ({'lossless' if way.lossless else '**LOSSY**'})",
         "same tokens as plain decoding": same,
-        "repeated 4-grams in the answers": one.repetition.text(2),
+        "repeated 4-grams in the responses": one.repetition.text(2),
     }
 
 
@@ -295,7 +295,7 @@ def _training(results: Results) -> list[str]:
     held_out = training.held_out
     return [
         *cut,
-        f"Objective: {training.trained_on}." if training.trained_on else "",
+        f"Loss: {training.trained_on}." if training.trained_on else "",
         f"{training.step:,} of {training.steps:,} steps, {training.tokens:,} tokens at "
         f"{training.tokens_per_second:,.0f} tokens/s. On held-out texts, the best checkpoint has a "
         f"simulated τ of {held_out.tau_greedy:.3f} (greedy) and "

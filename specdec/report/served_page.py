@@ -26,7 +26,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
     draft's run."""
     deepest = max(len(at.accepted) for at in served.asked)
     columns = ["τ", *(f"position {k + 1}" for k in range(deepest)), "rounds", "tokens/s"]
-    columns += ["plain tokens/s", "speedup", "same answers"] if served.plain else []
+    columns += ["plain tokens/s", "speedup", "same responses"] if served.plain else []
     rows, told = dict[str, list[str]](), list[str]()
     for at in served.asked:
         rows[f"T = {at.temperature:g}"] = _row(at, deepest, served.prompts)

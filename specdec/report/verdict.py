@@ -102,11 +102,11 @@ def sentence(results: Results) -> str:
     lossy = [one.way for one in served if not one.way.lossless]
     if lossy:
         at = " and ".join(f"T = {way.temperature:g}" for way in lossy)
-        said += f" The rule {lossy[0].rule} is lossy: answers at {at} are not the target's own."
+        said += f" The rule {lossy[0].rule} is lossy: responses at {at} are not the target's own."
     if served and results.shift is not None:
         said += (
             f" The target was adapted along with the draft: {results.shift.same.value:.0%} of "
-            "the original's greedy answers stay the same."
+            "the original's greedy responses stay the same."
         )
     return said
 
@@ -155,7 +155,7 @@ def commands(results: Results) -> list[Command]:
 def _generate(one: Measured, results: Results) -> str:
     """The command that decodes in the way that was measured."""
     way, options = one.way, ["--chat"]
-    draft = results.draft if way.drafter == results.drafter else results.also
+    draft = results.draft if way.drafter == results.drafter else results.combined
     if way.paths:
         paths = json.dumps(way.paths, separators=(",", ":"))
         options.append(f"--tree static --paths {shlex.quote(paths)}")

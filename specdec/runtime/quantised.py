@@ -148,8 +148,8 @@ def plain_state(
             require(
                 type(x.data) is Tensor and x.itemsize >= 2,
                 f"the target keeps {name}{own} as {_kind(x)} in a {type(part).__name__}, which "
-                "cannot be read as plain numbers: give a drafter.start or drafter.source that "
-                "does not copy the target's layers, or a target that is not quantised",
+                "cannot be read as plain numbers: give a drafter.initialisation or drafter.source "
+                "that does not copy the target's layers, or a target that is not quantised",
             )
             state[name + own] = x
     return state
@@ -190,8 +190,9 @@ def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
         require(
             not bool(layer(unit(1, layer.in_features)).any()),
             f"a {type(layer).__name__} of the target adds a bias that cannot be taken out, so its "
-            "weights cannot be read as plain numbers: give a drafter.start or drafter.source that "
-            "does not copy the target's layers, or a target that is not quantised",
+            "weights cannot be read as plain numbers: give a drafter.initialisation or "
+            "drafter.source that does not copy the target's layers, or a target that is not "
+            "quantised",
         )
         for rows in torch.arange(layer.in_features, device=device).split(AT_ONCE):
             unit_ND = unit(len(rows), layer.in_features)

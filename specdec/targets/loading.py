@@ -120,7 +120,7 @@ def _in_one_piece(cfg: TargetConfig) -> TargetParts:
     raise UserError(
         f"target.path={cfg.path!r}: the draft needs the weights of the target's layers, whose "
         "files have other names for them, and target.tensor_parallel never loads them in one "
-        "piece: give a draft that starts afresh (drafter.start=…), or leave "
+        "piece: give a draft that starts afresh (drafter.initialisation=…), or leave "
         "target.tensor_parallel out"
     )
 
@@ -215,7 +215,7 @@ class TargetLoader:
 def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
     and the `reason` for it (for auto, this machine's), whether weights are packed, and a
-    warning if nothing ends an answer."""
+    warning if nothing ends a response."""
     dtype = str(target.dtype).removeprefix("torch.")
     reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]
     stored = target.weights.kind if target.weights and not target.quantisation else None
@@ -227,7 +227,9 @@ def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
         reasons.append(f"the checkpoint is quantised: {target.quantisation}{here}")
     reason = "; ".join(filter(None, reasons))
     after = target.turn_ends.after
-    endless = f"; answers may run on: its chat template ends them with {after!r}, which is no token"
+    endless = (
+        f"; responses may run on: its chat template ends them with {after!r}, which is no token"
+    )
     kind, layers = type(target.model).__name__, target.depth
     whole = not is_spread(target.model) and not cfg.tensor_parallel
     pack = cfg.packed and target.device.type == "cpu" and whole

@@ -142,7 +142,7 @@ class TargetParts:
         require(
             len(norms) == 1,
             f"{self.title} has no final norm that is known to us, which the states of an engine "
-            "lack: leave out features.from",
+            "lack: leave out hidden_states.from",
         )
         return self.before_head(norms[0](last))
 
@@ -368,7 +368,7 @@ class TargetParts:
                 plain(x),
                 f"{self.title} stores its modules for multi-token prediction quantised ({name} as "
                 f"{str(x.dtype).removeprefix('torch.')}), and transformers does not read them: "
-                "give a drafter.start that does not copy them",
+                "give a drafter.initialisation that does not copy them",
             )
         return {name: x.to(self.device) for name, x in tensors.items()}
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-USER, ANSWER, THOUGHT = "Yak", "Zebra", "Quail"  # words that no template writes of itself
+USER, RESPONSE, THOUGHT = "Yak", "Zebra", "Quail"  # words that no template writes of itself
 REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that templates know
 
 
@@ -37,7 +37,7 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     if not getattr(tokenizer, "chat_template", None):
         return TurnEnds()
     tokens = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.content}
-    asked, said = {"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}
+    asked, said = {"role": "user", "content": USER}, {"role": "assistant", "content": RESPONSE}
     more = _after(tokenizer, [asked, said, asked])
     last = _after(tokenizer, [asked, said])
     closes, between = (None if text is None else _first(text, tokens) for text in (last, more))
@@ -48,16 +48,16 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     reasoned = said | dict.fromkeys(REASONING, THOUGHT)
     written = _rendered(tokenizer, [asked, reasoned]) or ""
     _, thought, rest = written.partition(THOUGHT)
-    rest, answer, _ = rest.partition(ANSWER)
-    inside = rest if thought and answer else ""
+    rest, response, _ = rest.partition(RESPONSE)
+    inside = rest if thought and response else ""
     within = frozenset(i for token, i in tokens.items() if token in inside)
     return TurnEnds(closes, between, within, after)
 
 
 def _after(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
-    """What a template writes after the answer; None if it does not write the answer."""
-    _, answer, tail = (_rendered(tokenizer, messages) or "").rpartition(ANSWER)
-    return tail if answer else None
+    """What a template writes after the response; None if it does not write the response."""
+    _, response, tail = (_rendered(tokenizer, messages) or "").rpartition(RESPONSE)
+    return tail if response else None
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
@@ -69,7 +69,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | No
             text = str(tokenizer.apply_chat_template(turns, tokenize=False))
         except Exception:  # a template may raise anything, and refuse what it does not know
             continue
-        if ANSWER in text:
+        if RESPONSE in text:
             return text
     return None
 

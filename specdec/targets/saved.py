@@ -95,8 +95,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 
 def save_model(model: Any, folder: Path, eos: Sequence[int] | None) -> None:
-    """Write a model that version 4 reads as well; with `eos`, its generation config ends answers at
-    these ids. Version 5 reads a generation config that contradicts itself (a temperature without
+    """Write a model that version 4 reads as well; with `eos`, its generation config ends responses
+    at these ids. Version 5 reads a generation config that contradicts itself (a temperature without
     sampling), but does not save it, so that it is written apart and as it is."""
     stops = copy.deepcopy(model.generation_config)
     if eos is not None:

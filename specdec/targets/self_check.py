@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.compat import attention_of, copy_of_layers, set_attention
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cpu.grouped_attention import ungroup
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
@@ -202,7 +202,7 @@ def _cache_error(target: Any) -> float:
     steps = any(map(bounds_steps, target.holders))  # then transformers' own steps are right
 
     def logits(few: Tensor, parents_BT: Tensor | None = None) -> Tensor:
-        _, final = target.features(few, FeatureSpec(), cache=cache, parents_BT=parents_BT)
+        _, final = target.hidden_states(few, HiddenStateSpec(), cache=cache, parents_BT=parents_BT)
         logits_BTV: Tensor = target.logits(final)
         return logits_BTV
 
@@ -247,7 +247,7 @@ def _by_steps(target: Any, ids_1T: Tensor, first: int) -> Tensor:
     """The logits [1, T, V] of a text that is read one token at a time after the `first` few."""
     cache, read = target.new_cache(), list[Tensor]()
     for part in (ids_1T[:, :first], *ids_1T[:, first:].split(1, 1)):
-        read.append(target.features(part, FeatureSpec(), cache=cache)[1])
+        read.append(target.hidden_states(part, HiddenStateSpec(), cache=cache)[1])
         cache.commit([part.shape[1]])
     logits_1TV: Tensor = target.logits(torch.cat(read, 1))
     return logits_1TV

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from specdec.compat import attention_of, random_model
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.errors import first_line
 from specdec.runtime.cache import cache_argument
 from specdec.runtime.recurrent_states import bounds_steps, in_steps
@@ -165,7 +165,7 @@ def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
     documents that share rows. `target` is a target made of `twin.ours`."""
     for batch in ((0,), (1, 2)):
         rows = [_text(target, seed, LONGEST) for seed in batch]
-        _, final = target.features(torch.tensor(rows), FeatureSpec())
+        _, final = target.hidden_states(torch.tensor(rows), HiddenStateSpec())
         for ids, ours in zip(rows, target.logits(final), strict=True):
             theirs = twin.logits(target, ids)
             yield distance(ours[-len(theirs) :], theirs)
@@ -183,8 +183,8 @@ def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
             places.append((b, part, text))
             begin = part.stop
         position_BT[b, begin:] = torch.arange(width - begin)
-    _, final = target.features(
-        ids_BT, FeatureSpec(), position_BT=position_BT, document_BT=document_BT
+    _, final = target.hidden_states(
+        ids_BT, HiddenStateSpec(), position_BT=position_BT, document_BT=document_BT
     )
     ours_BTV = target.logits(final)
     for b, part, text in places:
@@ -201,7 +201,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
         texts = [_text(target, 10 + n, n) for n in lengths]
         prompts = list(map(len, texts))
         padded = [text + [WORDS.start] * (max(prompts) - len(text)) for text in texts]
-        _, final = target.features(torch.tensor(padded), FeatureSpec(), cache=cache)
+        _, final = target.hidden_states(torch.tensor(padded), HiddenStateSpec(), cache=cache)
         for text, ours in zip(texts, target.logits(final), strict=True):
             theirs = twin.logits(target, text, len(text))
             yield distance(ours[: len(text)][-len(theirs) :], theirs)
@@ -217,8 +217,8 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
             trees = target.reads_trees and tokens > 1
             paths = PATHS if trees else (tuple(range(tokens)),)
             parents = torch.tensor([TREE] * len(texts)) if trees else None
-            _, final = target.features(
-                torch.tensor(ids), FeatureSpec(), cache=cache, parents_BT=parents
+            _, final = target.hidden_states(
+                torch.tensor(ids), HiddenStateSpec(), cache=cache, parents_BT=parents
             )
             for b, ours in enumerate(target.logits(final)):
                 for path in paths:

@@ -22,7 +22,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from specdec.compat import restore_rescaled_weights
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import (
     SlotCache,
@@ -67,8 +67,8 @@ class Reading(Enum):
 
 
 class Target(TargetParts):
-    """A frozen causal LM with its layers: features of a text, and logits. Raises UserError for a
-    model that would be read wrongly."""
+    """A frozen causal LM with its layers: hidden states of a text, and logits. Raises UserError for
+    a model that would be read wrongly."""
 
     # What another kind of target may change, beside methods
     separable = True  # whether its parts are loaded without its layers, and these over processes
@@ -111,7 +111,7 @@ class Target(TargetParts):
         super().__init__(model, tokenizer, name, revision, quantisation, fingerprint=fingerprint)
         with understood(self):
             self.layers = self.decoder_layers()
-        self._compiled: dict[FeatureSpec, Pass] = {}
+        self._compiled: dict[HiddenStateSpec, Pass] = {}
         self._lean: tuple[nn.ModuleList, LeanPass | None] | None = None
         self._graph_hooks = 0  # hooks on layers that graphs of passes read
         self.reading, self.counted = Reading.SLOTS, False
@@ -191,7 +191,7 @@ class Target(TargetParts):
                     stack.enter_context(begin)
                     stack.enter_context(end)
                 inputs = model_inputs(self.config, cache.place(ids), self.dtype)
-                self._pass(ids, FeatureSpec(), cache, **inputs)
+                self._pass(ids, HiddenStateSpec(), cache, **inputs)
         except (UserError, torch.OutOfMemoryError):
             raise
         except Exception:  # a model may refuse our masks or our cache in any way
@@ -205,7 +205,7 @@ class Target(TargetParts):
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
 
         def run(rows: int, cache: SlotCache) -> None:
-            self.features(ids.expand(rows, -1), FeatureSpec(), cache=cache)
+            self.hidden_states(ids.expand(rows, -1), HiddenStateSpec(), cache=cache)
 
         def asking() -> list[Any]:
             cache = new_cache(self.config)
@@ -314,10 +314,10 @@ class Target(TargetParts):
         return cache
 
     @torch.no_grad()
-    def features(
+    def hidden_states(
         self,
         ids_BT: Tensor,
-        needs: FeatureSpec,
+        needs: HiddenStateSpec,
         *,
         cache: SlotCache | None = None,
         parents_BT: Tensor | None = None,
@@ -328,9 +328,9 @@ class Target(TargetParts):
         whose `logits` a caller can take in chunks.
 
         With `position_BT` and no cache, rows hold documents, which begin at position 0. Each
-        document is read as if it were alone; at padding (`document_BT` below 0) features are 0.
-        With `cache`, `ids_BT` continues the cached tokens, as a tree if `parents_BT` is given (see
-        `SlotCache.place`); the caller then tells the cache what to keep.
+        document is read as if it were alone; at padding (`document_BT` below 0) hidden states are
+        0. With `cache`, `ids_BT` continues the cached tokens, as a tree if `parents_BT` is given
+        (see `SlotCache.place`); the caller then tells the cache what to keep.
         """
         if cache is not None:
             layers, final_BTD = self._continued(ids_BT, needs, cache, parents_BT)
@@ -340,12 +340,16 @@ class Target(TargetParts):
         return Context(ids_BT, layers, final, document_BT, position_BT), final_BTD
 
     def step(
-        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None = None
+        self,
+        ids_BT: Tensor,
+        needs: HiddenStateSpec,
+        cache: SlotCache,
+        parents_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
         """A pass of decoding: the context and the logits [B, T, V]. It is compiled if `cache` has a
         fixed capacity."""
         if not cache.fixed:
-            ctx, final_BTD = self.features(ids_BT, needs, cache=cache, parents_BT=parents_BT)
+            ctx, final_BTD = self.hidden_states(ids_BT, needs, cache=cache, parents_BT=parents_BT)
             return ctx, self.logits(final_BTD)
         inputs = model_inputs(self.config, cache.place(ids_BT, parents_BT), self.dtype)
         final, layers, logits = self._through_graph(needs)(cache, input_ids=ids_BT, **inputs)
@@ -355,12 +359,13 @@ class Target(TargetParts):
     def _read(
         self,
         ids_BT: Tensor,
-        needs: FeatureSpec,
+        needs: HiddenStateSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
     ) -> PassStates:
-        """`features` without a cache. Each document is read by itself, with plain causal attention:
-        this is faster on a CPU than a mask over whole rows, and right for every architecture."""
+        """`hidden_states` without a cache. Each document is read by itself, with plain causal
+        attention: this is faster on a CPU than a mask over whole rows, and right for every
+        architecture."""
         if position_BT is None:
             return self._pass(ids_BT, needs)
         read: list[Tensor | None] = [None, None]  # the layers and the final states of all tokens
@@ -378,9 +383,9 @@ class Target(TargetParts):
         return layers, final
 
     def _continued(
-        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> PassStates:
-        """`features` over a cache."""
+        """`hidden_states` over a cache."""
         place = cache.place(ids_BT, parents_BT)
         if isinstance(cache, ReplayCache):
             return cache.replayed(partial(self._after_memory, needs))
@@ -395,7 +400,7 @@ class Target(TargetParts):
         final, seen = lean(cache, input_ids=ids_BT, wanted=needs.layers, **inputs)
         return concatenated(seen, needs), self.before_head(final)
 
-    def _by_length(self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache) -> PassStates:
+    def _by_length(self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache) -> PassStates:
         """A pass in which rows of equal length are read together, with the model's own masks."""
         layers, final = list[Tensor | None](), list[Tensor]()
         rows = list[Tensor]()
@@ -409,7 +414,7 @@ class Target(TargetParts):
         return torch.cat(known)[order_B] if known else None, torch.cat(final)[order_B]
 
     def _after_memory(
-        self, needs: FeatureSpec, ids_NT: Tensor, kept: Any, read: int
+        self, needs: HiddenStateSpec, ids_NT: Tensor, kept: Any, read: int
     ) -> tuple[PassStates, Any]:
         """A pass that goes on from what the model has kept of the tokens that it has `read`, and
         what it has kept then."""
@@ -422,7 +427,7 @@ class Target(TargetParts):
         final = self.before_head(out.last_hidden_state).to(self.dtype)
         return (concatenated(seen, needs), final), out[name]
 
-    def _reread(self, needs: FeatureSpec, cache: RecomputeCache) -> PassStates:
+    def _reread(self, needs: HiddenStateSpec, cache: RecomputeCache) -> PassStates:
         """A pass over the whole texts; it returns the states of the last tokens. Padding follows
         the texts, where no earlier token sees it."""
         ids_BP, place_BT = cache.sequences()
@@ -434,7 +439,7 @@ class Target(TargetParts):
         return layers, final
 
     def _pass(
-        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache | None = None, **inputs: Any
+        self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache | None = None, **inputs: Any
     ) -> PassStates:
         model = self.body
         if cache is not None:
@@ -445,7 +450,7 @@ class Target(TargetParts):
             out = model(input_ids=ids_BT, use_cache=cache is not None, **inputs)
         return concatenated(seen, needs), self.before_head(out.last_hidden_state).to(self.dtype)
 
-    def _through_graph(self, needs: FeatureSpec) -> Pass:
+    def _through_graph(self, needs: HiddenStateSpec) -> Pass:
         """A pass through `torch.compile` that returns the final hidden state, the hidden states of
         the layers in `needs` (None if there are none) and the logits."""
         if needs in self._compiled:
@@ -478,14 +483,14 @@ class Target(TargetParts):
             "adapter_config.json in its folder, and engines would load the model without it: merge "
             "it into the weights, or remove it, and train for that target",
         )
-        # engines must stop where answers end here
+        # engines must stop where responses end here
         eos = self.eos if set(self.eos) - set(self.generation_eos) else None
         restore_rescaled_weights(self.model)
         save_model(self.model, folder, eos)
         save_tokenizer(self.tokenizer, folder)
 
     @contextmanager
-    def _watched(self, needs: FeatureSpec) -> Iterator[dict[int, Tensor]]:
+    def _watched(self, needs: HiddenStateSpec) -> Iterator[dict[int, Tensor]]:
         """A dict of the residual stream after each layer of `needs`, filled by passes inside."""
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
@@ -524,6 +529,6 @@ class Target(TargetParts):
         return self.layers[k - 1].register_forward_hook(note_stream)
 
 
-def concatenated(seen: dict[int, Tensor], needs: FeatureSpec) -> Tensor | None:
+def concatenated(seen: dict[int, Tensor], needs: HiddenStateSpec) -> Tensor | None:
     """The layers of `needs` [B, T, F] in their order, or None if it names none."""
     return torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

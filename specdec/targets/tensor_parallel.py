@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdec.compat import change_class
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.errors import Elsewhere, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
@@ -90,7 +90,7 @@ class TensorParallelTeam:
                 raise Elsewhere("another process of the launch has ended") from error
             raise UserError(
                 f"a pass of the target, which {self.size} processes hold together, failed "
-                f"({first_line(error)}): if memory ran out, lower answers.batch, data.max_length "
+                f"({first_line(error)}): if memory ran out, lower responses.batch, data.max_length "
                 "or decode.counting; the same command continues from what is written"
             ) from error
 
@@ -215,7 +215,7 @@ class TensorParallelTarget(Target):
     def _read(
         self,
         ids_BT: Tensor,
-        needs: FeatureSpec,
+        needs: HiddenStateSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
     ) -> PassStates:
@@ -223,7 +223,7 @@ class TensorParallelTarget(Target):
             return super()._read(ids_BT, needs, position_BT, document_BT)
 
     def _continued(
-        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> PassStates:
         number = cache.number if isinstance(cache, _Mirrored) else None
         with self._together(CONTINUE, number, ids_BT, parents_BT):
@@ -241,11 +241,11 @@ class TensorParallelTarget(Target):
         self, ids_BT: Tensor, position_BT: Tensor | None, document_BT: Tensor | None
     ) -> None:
         """Read what the first process reads."""
-        self._read(ids_BT, FeatureSpec(), position_BT, document_BT)
+        self._read(ids_BT, HiddenStateSpec(), position_BT, document_BT)
 
     def follow_on(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> None:
         """Read on where the first process does."""
-        self._continued(ids_BT, FeatureSpec(), cache, parents_BT)
+        self._continued(ids_BT, HiddenStateSpec(), cache, parents_BT)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
         require(

@@ -3,7 +3,7 @@
 α is one number (the paper's i.i.d. assumption, Section 3.1) or one per depth: α_k, the probability
 that the token at depth k is accepted given that all before it were. Times are in target steps: c is
 one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
-3.3, "enough compute"). All forms leave out prefill and the cut at the end of an answer. Impossible
+3.3, "enough compute"). All forms leave out prefill and the cut at the end of a response. Impossible
 values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise UserError. γ
 (`gamma`) is the number of drafted tokens per round.
 """

@@ -10,7 +10,7 @@ from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters.medusa import Medusa, MedusaConfig
 from specdec.forcing.teacher import TeacherForcing
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.loss_config import LossConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.target import Target
@@ -31,7 +31,7 @@ def blockwise(
         """For every position j, the likeliest y_{j+i} under p_i(· | y_{≤j}), i = 1 … k."""
         nonlocal invocations
         invocations += 1
-        _, states = target.features(torch.tensor([ids]), drafter.needs)
+        _, states = target.hidden_states(torch.tensor([ids]), drafter.needs)
         logits = [target.logits(states[0])]
         logits += [drafter.unembed(drafter.output(states[0], i), i) for i in range(K - 1)]
         return torch.stack([x.argmax(-1) for x in logits], 1).tolist()
@@ -57,15 +57,15 @@ def target() -> Target:
 
 @pytest.fixture(scope="module")
 def drafter(target: Target) -> Medusa:
-    """Heads that have learned the target's greedy answers by the recipe's objective, so that some
+    """Heads that have learned the target's greedy responses by the recipe's loss, so that some
     blocks are accepted whole."""
     config = MedusaConfig(depth=K - 1, bias=True, draft_vocab=None)
     drafter = random_drafter(config, target, 0.05)
     assert isinstance(drafter, Medusa)
     texts = [p + generate(target, p, max_new_tokens=NEW).ids for p in prompts()]
     batch = batch_of(target, drafter.needs, Sampler(1.0), texts, [[True] * len(x) for x in texts])
-    objective = ObjectiveConfig({"ce": 1 / (K - 1)}, depth_decay=1.0)
-    forcing = TeacherForcing(drafter, target, Sampler(1.0), objective)
+    loss_config = LossConfig({"ce": 1 / (K - 1)}, depth_decay=1.0)
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), loss_config)
     optimizer = torch.optim.Adam(drafter.parameters(), lr=1e-2)
     for _ in range(20):
         optimizer.zero_grad()
@@ -102,6 +102,6 @@ def test_the_papers_recipe_is_composed() -> None:
     config = compose(["experiment=blockwise_paper"])
     heads = MedusaConfig(depth=7, bias=True, shared_head=True, draft_vocab=None)
     assert config.drafter == heads
-    assert config.objective.terms == {"ce": pytest.approx(1 / heads.depth, abs=1e-6)}
-    assert config.objective.depth_decay == 1.0
+    assert config.loss.terms == {"ce": pytest.approx(1 / heads.depth, abs=1e-6)}
+    assert config.loss.depth_decay == 1.0
     assert config.decode.temperatures == [0.0]

@@ -16,9 +16,9 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from specdec.decoding.answers import Generation, SpeculationStep, pieces_of
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.generation import Generation, SpeculationStep, pieces_of
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.way import Way
@@ -77,7 +77,7 @@ def test_max_new_tokens_is_exact(target: Target, drafter: Drafter, new: int) -> 
         assert new < 17 or drafter.config.name == "eagle3" or kept(g) > 0
 
 
-def test_eos_within_an_accepted_run_ends_the_answer(target: Target) -> None:
+def test_eos_within_an_accepted_run_ends_the_response(target: Target) -> None:
     oracle = near(target)
     plain = generate(target, PROMPTS[0], max_new_tokens=32).ids
     eos = plain[6]
@@ -109,8 +109,8 @@ def test_streaming_gives_each_rows_answer_in_order(
 def test_rejected_drafts_stand_before_what_corrects_them(
     target: Target, drafter: Drafter, shape: Shape
 ) -> None:
-    """Without them the pieces are the answer. What is rejected is the rest of a chain, or a branch
-    of a tree; at T = 0 its first token is not the one that the target writes there."""
+    """Without them the pieces are the response. What is rejected is the rest of a chain, or a
+    branch of a tree; at T = 0 its first token is not the one that the target writes there."""
     words = Target(target.model, make_tokenizer(), "words")
     kinds: set[str] = set()
     for g in decode(words, PROMPTS, Way(drafter, shape), max_new_tokens=20, eos=(5,)):
@@ -181,7 +181,7 @@ def test_a_processor_makes_sampled_drafts_follow_its_p(target: Target) -> None:
             processors=[processor],
         ):
             ids = torch.tensor([g.prompt + g.ids])
-            _, final = target.features(ids, drafter.needs)
+            _, final = target.hidden_states(ids, drafter.needs)
             for t in range(len(g.prompt), ids.shape[1]):
                 logits = processor(ids[:, :t], target.logits(final[:, t - 1]).float().clone())
                 assert not logits[0, ids[0, t]].isneginf()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from specdec.context import FeatureSpec, Proposal
+from specdec.context import HiddenStateSpec, Proposal
 from specdec.decoding.decode import capacity, decode, generate
 from specdec.decoding.length import length
 from specdec.decoding.policy import Length
@@ -49,7 +49,7 @@ def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> N
     plain = generate(small, prompt, max_new_tokens=20, eos=())
     made = generate(small, prompt, Way(drafter, shape), max_new_tokens=20, eos=())
     assert made.ids == plain.ids and len(made.ids) == 20
-    if name in ("lm", "eagle3"):  # the others find little in so short an answer
+    if name in ("lm", "eagle3"):  # the others find little in so short a response
         assert any(r.accepted for r in made.rounds)
 
 
@@ -252,7 +252,7 @@ def test_a_stop_string_of_many_bytes_is_found() -> None:
     stops = Stops([stop], Bytes())
     found = [n for n in range(1, len(text_bytes) + 1) if stops.ends([], text_bytes[:n])]
     assert found == [2 + 20]
-    for cut in (1, 2, 5, 21):  # where the prompt ends and the answer begins
+    for cut in (1, 2, 5, 21):  # where the prompt ends and the response begins
         assert stops.ends(text_bytes[:cut], text_bytes[cut:22])
         assert not stops.ends(text_bytes[:cut], text_bytes[cut:23])
 
@@ -268,13 +268,13 @@ def test_the_same_prompt_is_read_once_for_all_its_rows(
         decode(target, [p], way, max_new_tokens=12, seeds=[s])[0] for p, s in zip(asked, seeds)
     ]
     read: list[int] = []
-    features = target.features
+    hidden_states = target.hidden_states
 
     def counted(ids_BT: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         read.append(len(ids_BT))
-        return features(ids_BT, *args, **kwargs)
+        return hidden_states(ids_BT, *args, **kwargs)
 
-    monkeypatch.setattr(target, "features", counted)
+    monkeypatch.setattr(target, "hidden_states", counted)
     made = decode(target, asked, way, max_new_tokens=12, seeds=seeds)
     assert read[0] == 2
     assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]
@@ -287,11 +287,13 @@ def test_a_tree_deeper_than_the_window_sees_by_positions(lengths: list[int]) -> 
     windowed = random_target(architectures(61, 2, window=2)["mistral"])
     prompts = [text(b, n)[0].tolist() for b, n in enumerate(lengths)]
     rows, cache = Rows(prompts, windowed.device), windowed.new_cache()
-    windowed.features(rows.ids(), FeatureSpec(), cache=cache)
+    windowed.hidden_states(rows.ids(), HiddenStateSpec(), cache=cache)
     cache.commit(lengths)
     nodes_BM = torch.tensor([[3, 5, 7, 9, 11, 13, 15, 17]]).expand(len(lengths), -1)
     parents_BM = torch.tensor([[-1, 0, 0, 1, 1, 3, 3, 5]]).expand(len(lengths), -1)
-    _, logits = windowed.step(nodes_BM, FeatureSpec(), cache, parents_BM)
+    _, logits = windowed.step(nodes_BM, HiddenStateSpec(), cache, parents_BM)
     for b, prompt in enumerate(prompts):
-        _, final = windowed.features(torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), FeatureSpec())
+        _, final = windowed.hidden_states(
+            torch.tensor([[*prompt, 3, 5, 9, 13, 17]]), HiddenStateSpec()
+        )
         torch.testing.assert_close(logits[b, -1], windowed.logits(final)[0, -1])

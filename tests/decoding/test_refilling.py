@@ -1,4 +1,4 @@
-"""Prompts that take the rows of answers which have ended: nothing of the earlier text is left.
+"""Prompts that take the rows of responses which have ended: nothing of the earlier text is left.
 
 Run alone: python -m pytest tests/decoding/test_refilling.py (under 10 s)
 """
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.context import Context, FeatureSpec
-from specdec.decoding.answers import Record
+from specdec.context import Context, HiddenStateSpec
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.generation import Record
 from specdec.decoding.way import Way
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
@@ -28,7 +28,7 @@ SEEDS = [1000 + 7 * i for i in range(len(PROMPTS))]
 KINDS = ["llama", "mistral", "qwen3_5_text", "lfm2", "mamba"]
 KINDS += ["deepseek_v32"]  # chooses its keys by an index that is kept in slots too
 KINDS += ["bloom", "rwkv"]  # rows of one length together; whole texts
-EOS = tuple(range(3, 12))  # of a vocabulary of about 50: answers end at different times
+EOS = tuple(range(3, 12))  # of a vocabulary of about 50: responses end at different times
 
 
 def target_of_kind(kind: str) -> Target:
@@ -42,13 +42,13 @@ def target_of_kind(kind: str) -> Target:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_answers_are_those_of_one_prompt_at_a_time(kind: str, temperature: float) -> None:
+def test_responses_are_those_of_one_prompt_at_a_time(kind: str, temperature: float) -> None:
     target, way = target_of_kind(kind), Way(sampler=Sampler(temperature))
     apart = [
         generate(target, prompt, way, seed=seed, max_new_tokens=16, eos=EOS).ids
         for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
     ]
-    assert len({len(ids) for ids in apart}) > 3, "all answers end at about the same time"
+    assert len({len(ids) for ids in apart}) > 3, "all responses end at about the same time"
     for rows in (3, 8):
         made = decode(target, PROMPTS, way, max_new_tokens=16, eos=EOS, seeds=SEEDS, at_once=rows)
         assert [g.prompt for g in made] == PROMPTS
@@ -57,7 +57,7 @@ def test_answers_are_those_of_one_prompt_at_a_time(kind: str, temperature: float
 
 def test_fewer_passes_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """8 rows at once: as many passes as the longest of the rows' queues, not the sum of the longest
-    answers of each batch; and the batch is never larger."""
+    responses of each batch; and the batch is never larger."""
     target, sizes = make_target(), list[int]()
     step = target.step
 
@@ -78,14 +78,14 @@ def test_fewer_passes_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) == 8 and len(sizes) < 0.8 * before
 
 
-def test_features_are_those_of_the_text() -> None:
+def test_hidden_states_are_those_of_the_text() -> None:
     target, kept = make_target(), dict[tuple[int, ...], Context]()
-    needs = FeatureSpec((1, 2))
+    needs = HiddenStateSpec((1, 2))
     record = Record(needs, lambda ids, ctx: kept.update({tuple(ids): ctx}))
     made = decode(target, PROMPTS[:-1], max_new_tokens=12, eos=EOS, record=record, at_once=3)
     for g in made:
         ids = [*g.prompt, *g.ids]
-        ctx, final_1TD = target.features(torch.tensor([ids]), needs)
+        ctx, final_1TD = target.hidden_states(torch.tensor([ids]), needs)
         ours = kept[tuple(ids)]
         assert ours.final_BTD is not None and ours.layers_BTF is not None
         assert ctx.layers_BTF is not None
@@ -93,8 +93,8 @@ def test_features_are_those_of_the_text() -> None:
         torch.testing.assert_close(ours.layers_BTF, ctx.layers_BTF[:, :-1], rtol=1e-4, atol=1e-4)
 
 
-def test_an_answer_of_one_token_makes_room_too() -> None:
-    """Every first token ends its answer, so that no pass after prefill is needed."""
+def test_a_response_of_one_token_makes_room_too() -> None:
+    """Every first token ends its response, so that no pass after prefill is needed."""
     target = make_target()
     made = decode(target, PROMPTS, max_new_tokens=1, at_once=2)
     assert [len(g.ids) for g in made] == [1] * len(PROMPTS)

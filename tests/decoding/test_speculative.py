@@ -133,7 +133,7 @@ def plain(target: Target, prompt: list[int]) -> list[int]:
     return transformers_ids(target, prompt, max_new_tokens=14)[len(prompt) :]
 
 
-FIELDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {  # of the plain answer
+FIELDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {  # of the plain response
     "min_length": lambda ids: {"min_length": 6 + 9, "eos_token_id": ids[3:5]},
     "min_new_tokens": lambda ids: {"min_new_tokens": 9, "eos_token_id": ids[3:5]},
     "decay": lambda ids: {"exponential_decay_length_penalty": (3, 3.0), "eos_token_id": 60},
@@ -153,12 +153,12 @@ FIELDS: dict[str, Callable[[list[int]], dict[str, Any]]] = {  # of the plain ans
 def test_a_field_gives_what_generate_gives(target: Target, name: str, shape: Shape) -> None:
     drafter, moved = make_drafter("eagle3", target, 0.05), 0
     for prompt in PROMPTS:
-        answer = plain(target, prompt)
-        fields = {"max_new_tokens": 14} | FIELDS[name](answer)
+        response = plain(target, prompt)
+        fields = {"max_new_tokens": 14} | FIELDS[name](response)
         made = speculative_generate(target, drafter, torch.tensor([prompt]), shape=shape, **fields)
         theirs = transformers_ids(target, prompt, **fields)
         assert made.sequences[0].tolist() == theirs
-        moved += theirs[len(prompt) :] != answer
+        moved += theirs[len(prompt) :] != response
     assert moved
 
 
@@ -247,8 +247,8 @@ def test_padding_without_a_mask_is_found_as_transformers_finds_it(target: Target
         fields |= {"max_new_tokens": 6, "do_sample": False}
         theirs = target.model.generate(ids, **fields)[:, 6:]
         made = speculative_generate(target, None, ids, **fields)
-        for ours, answer in zip(made.generations, theirs.tolist(), strict=True):
-            assert ours.ids == answer[: len(ours.ids)]
+        for ours, response in zip(made.generations, theirs.tolist(), strict=True):
+            assert ours.ids == response[: len(ours.ids)]
         assert len(made.generations[0].prompt) == (3 if "eos_token_id" not in fields else 6)
 
 
@@ -272,19 +272,19 @@ def test_an_eos_that_never_comes_is_no_padding(target: Target) -> None:
     assert made.sequences.min() >= 0 and math.isnan(made.tau)  # and no round was needed
 
 
-def saying(target: Target, prompt: list[int], answer: list[int]) -> Callable[..., Tensor]:
+def saying(target: Target, prompt: list[int], response: list[int]) -> Callable[..., Tensor]:
     """A processor that leaves one token at each place."""
 
     def only(ids: Tensor, logits: Tensor) -> Tensor:
         out = torch.full_like(logits, -torch.inf)
-        out[:, answer[min(ids.shape[1] - len(prompt), len(answer) - 1)]] = 0
+        out[:, response[min(ids.shape[1] - len(prompt), len(response) - 1)]] = 0
         return out
 
     return only
 
 
 @pytest.mark.parametrize(
-    ("of", "prompt", "answer", "stop", "kept"),
+    ("of", "prompt", "response", "stop", "kept"),
     [
         ("bytes", "the sea.\n", "\nby the door", "\n\n", 1),  # it began in the prompt
         ("bytes", "the sea.\n\n", "by the door", "\n\n", None),  # it was over there
@@ -295,7 +295,7 @@ def saying(target: Target, prompt: list[int], answer: list[int]) -> Callable[...
     ],
 )
 def test_stop_strings_are_found_where_transformers_finds_them(
-    of: str, prompt: str, answer: str, stop: str, kept: int | None
+    of: str, prompt: str, response: str, stop: str, kept: int | None
 ) -> None:
     tokenizer = byte_tokenizer() if of == "bytes" else piece_tokenizer()
     tokenizer.clean_up_tokenization_spaces = True
@@ -303,9 +303,9 @@ def test_stop_strings_are_found_where_transformers_finds_them(
     model = random_target(architectures(len(tokenizer), 2)["llama"]).model
     target = Target(model, tokenizer, "words")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    said = tokenizer(prompt + answer, add_special_tokens=False).input_ids[len(ids) :]
+    said = tokenizer(prompt + response, add_special_tokens=False).input_ids[len(ids) :]
     if of == "pieces":
-        said = [tokenizer.convert_tokens_to_ids("▁" + word) for word in answer.split()]
+        said = [tokenizer.convert_tokens_to_ids("▁" + word) for word in response.split()]
     fields: dict[str, Any] = {
         "max_new_tokens": len(said),
         "stop_strings": [stop],

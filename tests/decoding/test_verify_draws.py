@@ -157,7 +157,7 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_sampled_answers_are_those_of_a_row_alone(tree: bool) -> None:
+def test_sampled_responses_are_those_of_a_row_alone(tree: bool) -> None:
     """Whole answers with a draft, of prompts of unequal lengths: alone, together and permuted.
     The rows end at different times."""
     target = make_target()

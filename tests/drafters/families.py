@@ -48,7 +48,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "eagle3 of two layers": Eagle3Config(
         depth=3, draft_vocab=40, num_layers=2, fc_norm=True, norm_output=True
     ),
-    "eagle": EagleConfig(depth=3, start="random"),
+    "eagle": EagleConfig(depth=3, initialisation="random"),
     "falcon": FalconConfig(depth=3),
     "mtp": MTPConfig(depth=3),
     "mtp with a module a depth": MTPConfig(depth=3, modules=3),
@@ -106,7 +106,7 @@ def make_drafter(name: str, target: Target, noise: float = 0.3) -> Drafter:
 
 
 def context(target: Target, drafter: Drafter, ids: torch.Tensor) -> Context:
-    return target.features(ids, drafter.needs)[0]
+    return target.hidden_states(ids, drafter.needs)[0]
 
 
 def text(seed: int, length: int = T, vocab: int = V) -> torch.Tensor:

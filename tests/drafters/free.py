@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.attention import pieces
 from specdec.forcing.teacher import TeacherForcing
@@ -53,7 +53,7 @@ def decoding(target: Target, rows: list[list[int]], steps: list[list[int]]) -> I
     for ends in steps:
         done = cache.lengths if any(cache.lengths) else [0] * len(rows)
         new = [end - 1 - n for end, n in zip(ends, done, strict=True)]
-        target.features(pieces(ids, done, max(new)), FeatureSpec(), cache=cache)
+        target.hidden_states(pieces(ids, done, max(new)), HiddenStateSpec(), cache=cache)
         cache.commit(new)
         yield Context(ids[:, : max(ends)], lengths=list(ends), cache=cache)
 

@@ -18,7 +18,7 @@ from specdec.drafters.dspark import DSpark, DSparkConfig
 from specdec.drafters.jetspec import JetSpecConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing, logits_of
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.loss_config import LossConfig
 from specdec.sampling.choose import Choose
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler
@@ -85,16 +85,16 @@ def plain(
     weights: dict[str, Tensor],
     target: Target,
     name: str,
-    features: Tensor,
+    hidden_states: Tensor,
     anchor: int,
     drafted: list[int],
 ) -> Tensor:
     """The logits of depths 0 … by the reference's formulas, for one anchor: dense attention of the
-    block's slots over the `features` [a, F] before the anchor and over the block."""
-    a, M = len(features), 4 if name == "dspark" else 5
+    block's slots over the `hidden_states` [a, F] before the anchor and over the block."""
+    a, M = len(hidden_states), 4 if name == "dspark" else 5
     ids = torch.tensor([anchor] + [7] * (M - 1))
     x = target.embedding(ids)
-    c = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])
+    c = rms(hidden_states @ weights["fc.weight"].T, weights["hidden_norm.weight"])
     keep = torch.ones(M, a + M, dtype=torch.bool)
     if name == "jetspec":
         keep = keep.tril(a)
@@ -140,11 +140,11 @@ def plain(
 
 def expected(drafter: Block, target: Target, ids_T: Tensor, a: int) -> Tensor:
     """`plain` for anchor a of a text that begins with these ids."""
-    features = target.features(ids_T[None], drafter.needs)[0].layers_BTF
-    assert features is not None
+    hidden_states = target.hidden_states(ids_T[None], drafter.needs)[0].layers_BTF
+    assert hidden_states is not None
     drafted = ids_T[a + 1 : a + 4].tolist()
     name, anchor = drafter.config.name, int(ids_T[a])
-    return plain(drafter.state_dict(), target, name, features[0, :a], anchor, drafted)
+    return plain(drafter.state_dict(), target, name, hidden_states[0, :a], anchor, drafted)
 
 
 def test_blocks_are_the_references(target: Target, drafter: Block) -> None:
@@ -153,7 +153,7 @@ def test_blocks_are_the_references(target: Target, drafter: Block) -> None:
     one, two = text(1), text(2)
     position = torch.arange(T).repeat(2)[None]
     document = torch.arange(2).repeat_interleave(T)[None]
-    ctx, _ = target.features(
+    ctx, _ = target.hidden_states(
         torch.cat([one, two], 1), drafter.needs, position_BT=position, document_BT=document
     )
     anchors = [5, T + 9, 1, T + 1, T - 5]
@@ -174,7 +174,7 @@ def test_drafting_is_the_same_block_and_its_keys_never_stay(target: Target, draf
     rows of unequal length."""
     ids, cache = torch.cat([text(3), text(4)]), drafter.new_cache()
     for ends in ((4, 9), (7, 10), (12, 16)):
-        ctx, _ = target.features(ids[:, : max(ends)], drafter.needs)
+        ctx, _ = target.hidden_states(ids[:, : max(ends)], drafter.needs)
         ctx.lengths = list(ends)
         found = drafted(drafter, ctx, Chain(4), cache).tokens_BG.tolist()
         assert cache.lengths == [end - 1 for end in ends] and cache.scratch == 0
@@ -195,7 +195,7 @@ def test_one_pass_gives_the_marginals_of_a_tree(target: Target, name: str) -> No
     drafter.attach(target)
     assert isinstance(drafter, Block) and drafter.vocab_S is not None
     ids = text(5, 9)
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
     proposal = drafted(drafter, ctx, BestFirst(depth=4, nodes=3), drafter.new_cache())
     wanted = expected(drafter, target, torch.cat([ids[0], ids[0, :4]]), 8).log_softmax(-1)
     one, two, three = (log_S.topk(3).values.tolist() for log_S in wanted[:3])
@@ -220,7 +220,7 @@ def test_the_confidence_head_learns_acceptance(target: Target) -> None:
     ids = text(6, 60)[0].tolist()
     sampler = Sampler(1.0)
     batch = batch_of(target, drafter.needs, sampler, [ids], [[True] * 60])
-    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig({"confidence": 1.0}))
+    forcing = TeacherForcing(drafter, target, sampler, LossConfig({"confidence": 1.0}))
     loss, _ = forcing(batch)
     loss.backward()
     assert drafter.markov_w2.weight.grad is None  # β is given
@@ -242,7 +242,7 @@ def test_the_confidence_head_learns_acceptance(target: Target) -> None:
 
 def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
     """If all other weights are the same, DFlash and DFlash 2 give the same logits."""
-    ctx = target.features(text(4), DFlash2.build(CONFIGS["dflash2"], target).needs)[0]
+    ctx = target.hidden_states(text(4), DFlash2.build(CONFIGS["dflash2"], target).needs)[0]
     logits: list[Tensor] = []
     same: dict[str, Tensor] = {}
     for name in ("dflash", "dflash2"):
@@ -255,7 +255,7 @@ def test_convolutions_and_selector_start_without_effect(target: Target) -> None:
     torch.testing.assert_close(*logits)
 
 
-def test_the_confidence_head_is_trained_beside_any_objective(target: Target) -> None:
+def test_the_confidence_head_is_trained_beside_any_loss(target: Target) -> None:
     """Under −log α alone, the head learns as under its own term; what −log α trains gets the same
     gradient as without the head, and a weight of 0 leaves the head alone."""
     drafter = random_drafter(CONFIGS["dspark"], target, 0.2, torch.arange(0, 60, 2)).double()
@@ -266,7 +266,7 @@ def test_the_confidence_head_is_trained_beside_any_objective(target: Target) -> 
 
     def gradients(terms: dict[str, float]) -> dict[str, Tensor]:
         drafter.zero_grad()
-        TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))(batch)[0].backward()
+        TeacherForcing(drafter, target, Sampler(1.0), LossConfig(terms))(batch)[0].backward()
         return {n: x.grad.clone() for n, x in drafter.named_parameters() if x.grad is not None}
 
     beside, without = gradients({"nla": 1.0}), gradients({"nla": 1.0, "confidence": 0.0})

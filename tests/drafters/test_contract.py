@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import CohereConfig, GraniteConfig, PreTrainedConfig
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
-from specdec.drafters.base import Predictor, Trainable, starts_of, vocabulary
+from specdec.drafters.base import Predictor, Trainable, initialisations_of, vocabulary
 from specdec.drafters.lm import LMConfig
 from specdec.drafters.registry import shipped
 from specdec.forcing.teacher import TeacherForcing
@@ -49,7 +49,7 @@ from tests.tiny import (
     random_target,
 )
 
-EOS = (5, 17)  # ids that end answers
+EOS = (5, 17)  # ids that end responses
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_nothing_at_or_after_the_anchor_is_read_but_its_token(
         None if ctx.final_BTD is None else ctx.final_BTD.clone(),
     )
     spoiled.ids_BT[:, a + 1 :] = 3
-    for features in (spoiled.layers_BTF, spoiled.final_BTD):
-        if features is not None:
-            features[:, a:] = 50 * torch.randn_like(features[:, a:])
+    for hidden_states in (spoiled.layers_BTF, spoiled.final_BTD):
+        if hidden_states is not None:
+            hidden_states[:, a:] = 50 * torch.randn_like(hidden_states[:, a:])
     after = logits_at(drafter, spoiled, torch.tensor([[a]]), drafted)
     torch.testing.assert_close(after, base)
     moved = Context(ids.clone(), ctx.layers_BTF, ctx.final_BTD)
@@ -111,8 +111,8 @@ def test_many_anchors_in_one_pass_equal_one_truncated_context_each(
         a = int(anchors[b, i])
         ctx = context(target, drafter, ids[b : b + 1, : a + 1])
         for name in ("layers_BTF", "final_BTD"):  # as a decoder has them: up to a - 1
-            if (features := getattr(ctx, name)) is not None:
-                setattr(ctx, name, features[:, :a])
+            if (hidden_states := getattr(ctx, name)) is not None:
+                setattr(ctx, name, hidden_states[:, :a])
         one = logits_at(drafter, ctx, torch.tensor([[a]]), drafted[b : b + 1, i : i + 1])
         # the longer pass rounds differently, and layers of random weights amplify that
         torch.testing.assert_close(one[0, 0], many[b, i], atol=1e-3, rtol=1e-3)
@@ -140,8 +140,10 @@ def test_packed_documents_do_not_see_each_other(target: Target, drafter: Drafter
     packed = torch.cat([one, two], 1)
     position = torch.cat([torch.arange(T), torch.arange(10)])[None]
     document = torch.tensor([[0] * T + [1] * 10])
-    ctx, final = target.features(packed, drafter.needs, position_BT=position, document_BT=document)
-    alone, alone_final = target.features(two, drafter.needs)
+    ctx, final = target.hidden_states(
+        packed, drafter.needs, position_BT=position, document_BT=document
+    )
+    alone, alone_final = target.hidden_states(two, drafter.needs)
     torch.testing.assert_close(final[:, T:], alone_final, atol=1e-4, rtol=1e-4)
     here = logits_at(drafter, ctx, torch.tensor([[T + 1, T + 3, T + 6]]), None)
     there = logits_at(drafter, alone, torch.tensor([[1, 3, 6]]), None)
@@ -171,8 +173,8 @@ def test_cached_draft_equals_the_uncached_default(
         for b, end in enumerate(ends):  # a row alone, cut where a decoder would
             alone = context(target, drafter, ids[b : b + 1, :end])
             for name in ("layers_BTF", "final_BTD"):
-                if (features := getattr(alone, name)) is not None:
-                    setattr(alone, name, features[:, : end - 1])
+                if (hidden_states := getattr(alone, name)) is not None:
+                    setattr(alone, name, hidden_states[:, : end - 1])
             plain = drafted(drafter, alone, shape, sampler, 9 * n + b)
             tokens = cached.tokens_BG[b, : plain.tokens_BG.shape[1]].tolist()
             assert tokens == plain.tokens_BG[0].tolist()
@@ -222,7 +224,7 @@ def of_kind(kind: str) -> Target:
 
 @functools.cache
 def greedy(kind: str, *prompt: int) -> list[int]:
-    """The target's own answer of at most 20 tokens."""
+    """The target's own response of at most 20 tokens."""
     return generate(of_kind(kind), prompt, max_new_tokens=20, eos=EOS).ids
 
 
@@ -268,7 +270,7 @@ def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> N
 
 @functools.cache
 def looping() -> list[list[int]]:
-    """Prompts with their answers. The answers of random targets end in a loop, and the prompts
+    """Prompts with their responses. The responses of random targets end in a loop, and the prompts
     reach into it, so that what follows can be copied."""
     begun = [text(seed, 12)[0].tolist() for seed in range(3)]
     prompts = [p + generate(of_kind("llama"), p, max_new_tokens=40).ids for p in begun]
@@ -295,7 +297,7 @@ def taught(name: str, target: Target, texts: list[list[int]]) -> Drafter:
 
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_every_family_accepts_and_stays_identical(target: Target, name: str) -> None:
-    """A family that accepted nothing would pass every test of identity. Taught the very answers,
+    """A family that accepted nothing would pass every test of identity. Taught the very responses,
     each commits more than one token a pass somewhere, in chains and in trees."""
     texts = looping()
     drafter = taught(name, target, texts)
@@ -329,7 +331,7 @@ def test_a_drafter_gives_the_methods_that_its_attributes_declare(kind: type[Draf
         return
     for attribute, methods in DECLARES.items():
         assert [*map(gives, methods)] == [getattr(kind, attribute, False)] * len(methods), attribute
-    assert gives("regress") or "regression" not in starts_of(kind.Config)
+    assert gives("solve_closed_form") or "closed_form" not in initialisations_of(kind.Config)
     adapts = kind.adapts_target.__func__ is not Drafter.adapts_target.__func__  # type: ignore[attr-defined]
     assert gives("adapted") == gives("with_adapters_merged") == adapts
     assert kind.copies != issubclass(kind, Predictor)  # else it has a distribution of its own
@@ -371,7 +373,7 @@ def first_two() -> dict[tuple[int, int], float]:
     target, found = of_kind("llama"), {}
 
     def after(ids: list[int]) -> torch.Tensor:
-        final = target.features(torch.tensor([ids]), FeatureSpec())[1]
+        final = target.hidden_states(torch.tensor([ids]), HiddenStateSpec())[1]
         return SAMPLED.probs(target.logits(final[:, -1]))[0]
 
     first = after(PROMPT)

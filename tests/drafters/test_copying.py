@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
@@ -298,7 +298,7 @@ def test_scouts_are_a_jacobi_iteration(target: Target) -> None:
         for extra in (None, scouts):
             proposal = Proposal(torch.tensor([[7, 3]]), None, siblings, extra)
             ids_BM, above_BM = proposal.block(torch.tensor([[ids[end - 1]]]))
-            heard.append(target.step(ids_BM, FeatureSpec(), ctx.cache, above_BM)[1])
+            heard.append(target.step(ids_BM, HiddenStateSpec(), ctx.cache, above_BM)[1])
             ctx.cache.drop()
         assert torch.allclose(heard[0], heard[1][:, :3], atol=1e-5)
         if n == 0:
@@ -320,9 +320,9 @@ def test_scouts_are_a_jacobi_iteration(target: Target) -> None:
 
 
 @pytest.mark.parametrize("shape", [Chain(3), TREE], ids=lambda s: type(s).__name__)
-def test_lookahead_keeps_greedy_answers_and_accepts(any_target: Target, shape: Shape) -> None:
-    """Its scouts hear nothing that changes an answer, and its pool finds what the target goes on
-    to say: a long greedy answer of a tiny model loops."""
+def test_lookahead_keeps_greedy_responses_and_accepts(any_target: Target, shape: Shape) -> None:
+    """Its scouts hear nothing that changes a response, and its pool finds what the target goes on
+    to say: a long greedy response of a tiny model loops."""
     drafter = build(LookaheadConfig(window=4, ngram=3), any_target)
     prompts = [text(1, 5), text(2, 12)]
     plain = [generate(any_target, p, max_new_tokens=60, eos=()).ids for p in prompts]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -163,7 +163,7 @@ def test_streaming_is_the_target_with_a_mask(target: Target) -> None:
     config = SparseConfig(depth=2, method="streaming", **SMALL)  # type: ignore[arg-type]
     drafter, ids = build(config, target), text(10, 30)
     cache = target.new_cache()
-    target.features(torch.tensor([ids[:26]]), FeatureSpec(), cache=cache)
+    target.hidden_states(torch.tensor([ids[:26]]), HiddenStateSpec(), cache=cache)
     cache.commit([26])
     seen = [0, 1, 18, 19, 20, *range(21, 26)]
     mask = torch.zeros(1, 2, 28, dtype=torch.bool)

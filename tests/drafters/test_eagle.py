@@ -14,7 +14,7 @@ from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.layers import UPDATE
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.loss_config import LossConfig
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target import Target
 from tests.tiny import architectures, batch_of, compose, random_drafter, random_target
@@ -139,12 +139,13 @@ def test_noise_is_read_in_training_alone(target: Target) -> None:
 def test_the_papers_pass_regresses_the_state_at_the_anchor(target: Target) -> None:
     """One depth: ĥ from the pair (x_a, h_{a-1}) against h_a itself, smooth L1 by hand."""
     batch = packed(target)
-    drafter = random_drafter(EagleConfig(unroll=1, start="random"), target, 0.1)
-    objective = ObjectiveConfig(terms={"smooth_l1": 1.0})
-    loss, _ = TeacherForcing(drafter, target, Sampler(1.0), objective)(batch)
+    drafter = random_drafter(EagleConfig(unroll=1, initialisation="random"), target, 0.1)
+    loss_config = LossConfig(terms={"smooth_l1": 1.0})
+    loss, _ = TeacherForcing(drafter, target, Sampler(1.0), loss_config)(batch)
     wanted = torch.zeros(())
     for b, n in enumerate((30, 12)):
-        for a in range(3, n - 1):  # tokens 4 … n - 1 are the answer's, each predicted at a = t - 1
+        # tokens 4 … n - 1 are the response's, each predicted at a = t - 1
+        for a in range(3, n - 1):
             found = drafter.hidden(batch.ctx, torch.tensor([[a], [a]]), torch.zeros(2, 1, 0).long())
             d = (found[b, 0, 0] - batch.final_BTD[b, a]).abs()
             wanted = wanted + torch.where(d < 1, d * d / 2, d - 0.5).mean()
@@ -153,8 +154,8 @@ def test_the_papers_pass_regresses_the_state_at_the_anchor(target: Target) -> No
 
 def test_the_papers_recipe_is_composed() -> None:
     config = compose(["experiment=eagle_paper"])
-    assert config.drafter == EagleConfig(start="random", unroll=1, noise=0.2)
-    assert config.objective.terms == {"smooth_l1": 1.0, "soft_ce": 0.1}
+    assert config.drafter == EagleConfig(initialisation="random", unroll=1, noise=0.2)
+    assert config.loss.terms == {"smooth_l1": 1.0, "soft_ce": 0.1}
     assert (config.optim.lr, config.optim.betas, config.optim.clip) == (3e-5, [0.9, 0.95], 0.5)
     assert config.optim.warmup > 0
 
@@ -166,7 +167,7 @@ def test_few_anchors_cost_little(target: Target, family: type[nn.Module]) -> Non
     config = EagleConfig() if family is Eagle else Eagle3Config(draft_vocab=None)
     drafter = random_drafter(config, target, 0.1)
     ids = torch.randint(2, V, (1, 200), generator=torch.Generator().manual_seed(1))
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
 
     def operations(anchors: Tensor) -> int:
         with FlopCounterMode(display=False) as counter:

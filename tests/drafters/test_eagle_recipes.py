@@ -27,7 +27,7 @@ from specdec.targets.target import Target
 from tests.tiny import architectures, compose, random_drafter, random_target
 
 V, D, T, K = 61, 32, 12, 3
-P = T - 1  # pair t is token t + 1 with the feature of t
+P = T - 1  # pair t is token t + 1 with the hidden state of t
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def made(config: object, target: Target) -> Recurrent:
 
 def read(target: Target, drafter: Recurrent) -> Context:
     ids = torch.randint(2, V, (1, T), generator=torch.Generator().manual_seed(0))
-    return target.features(ids, drafter.needs)[0]
+    return target.hidden_states(ids, drafter.needs)[0]
 
 
 def attend(attention: Attention, query: Tensor, keys: Tensor, sees: Tensor, rope: tuple) -> Tensor:
@@ -78,13 +78,15 @@ def finish(layer: Layer, stream: Tensor) -> Tensor:
     return stream + layer.mlp(layer.post_attention_layernorm(stream))
 
 
-def stacked(drafter: Eagle3, tokens: Tensor, feature: Tensor, at: Tensor, sees: Tensor) -> Tensor:
+def stacked(
+    drafter: Eagle3, tokens: Tensor, hidden_state: Tensor, at: Tensor, sees: Tensor
+) -> Tensor:
     """vLLM's LlamaModel before its last norm (llama_eagle3.py), over N pairs at once."""
     rope = factors(drafter, at)
     first = drafter.midlayer
-    normed = first.hidden_norm(feature)
+    normed = first.hidden_norm(hidden_state)
     both = torch.cat([first.input_layernorm(drafter.embed(tokens)), normed], -1)
-    residual = normed if drafter.config.norm_before_residual else feature
+    residual = normed if drafter.config.norm_before_residual else hidden_state
     stream = finish(first, residual + attend(first.self_attn, both, both, sees, (rope, rope)))
     for layer in drafter.upper:
         x = layer.input_layernorm(stream)
@@ -92,7 +94,7 @@ def stacked(drafter: Eagle3, tokens: Tensor, feature: Tensor, at: Tensor, sees: 
     return stream
 
 
-def combined(drafter: Eagle3, features: Tensor) -> Tensor:
+def combined(drafter: Eagle3, hidden_states: Tensor) -> Tensor:
     """vLLM's combine_hidden_states (llama_eagle3.py), with RMSNorm written out."""
 
     def normed(x: Tensor, weight: Tensor) -> Tensor:
@@ -100,11 +102,13 @@ def combined(drafter: Eagle3, features: Tensor) -> Tensor:
 
     weights = drafter.state_dict()
     if drafter.config.norm_before_fc:
-        features = normed(features, weights["input_norm.weight"])
+        hidden_states = normed(hidden_states, weights["input_norm.weight"])
     if drafter.config.fc_norm:
-        chunks = enumerate(features.split(D, -1))
-        features = torch.cat([normed(x, weights[f"fc_norm.{i}.weight"]) for i, x in chunks], -1)
-    return drafter.fc(features)
+        chunks = enumerate(hidden_states.split(D, -1))
+        hidden_states = torch.cat(
+            [normed(x, weights[f"fc_norm.{i}.weight"]) for i, x in chunks], -1
+        )
+    return drafter.fc(hidden_states)
 
 
 # HASS
@@ -112,11 +116,11 @@ def combined(drafter: Eagle3, features: Tensor) -> Tensor:
 
 def aligned(drafter: Eagle, ctx: Context) -> list[Tensor]:
     """The outputs [P, D] of HASS's passes (main_hass.py, cnets_hass.py), but with -inf for masked
-    scores: pass j sees true features up to t - (j - 1), then one key of each earlier pass."""
+    scores: pass j sees true hidden states up to t - (j - 1), then one key of each earlier pass."""
     assert ctx.final_BTD is not None
     layer, h = drafter.layer, ctx.final_BTD[0, :P]
     e, place = drafter.embed(ctx.ids_BT[0, 1:]), torch.arange(P)
-    inputs = [drafter.fc(torch.cat([e, h], -1))]  # the true features, then those of each pass
+    inputs = [drafter.fc(torch.cat([e, h], -1))]  # the true hidden states, then those of each pass
     outputs: list[Tensor] = []
     cos, sin = factors(drafter, place)
     for j in range(1, K + 1):
@@ -142,7 +146,7 @@ def gradient(drafter: Recurrent, hidden_AKD: Tensor) -> Tensor:
 def test_detached_depths_are_the_aligned_passes_of_hass(target: Target) -> None:
     """Position t of pass j is depth j - 1 at the anchor whose pair is t - (j - 1): outputs and
     gradients of all weights. Without `detach` only the outputs agree."""
-    config = {"depth": K, "start": "random"}
+    config = {"depth": K, "initialisation": "random"}
     drafter, through = (made(EagleConfig(**config, detach=d), target) for d in (True, False))
     ctx, last = read(target, drafter), P - K + 1  # pairs from which every pass has a position
     anchors = torch.arange(1, last + 1)[None]
@@ -178,16 +182,16 @@ def test_options_of_eagle3_are_read_as_vllm_reads_them(
     ctx, a = read(target, drafter), 6
     assert ctx.layers_BTF is not None
     ours = drafter.unembed(drafter.hidden(ctx, torch.tensor([[a]]), None)[0, 0], 0)
-    feature = combined(drafter, ctx.layers_BTF[0, :a])
+    hidden_state = combined(drafter, ctx.layers_BTF[0, :a])
     for k in range(K):
         n = a + k
         sees = torch.ones(n, n, dtype=torch.bool).tril()
         tokens = ctx.ids_BT[0, 1 : n + 1]
-        stream = stacked(drafter, tokens, feature, torch.arange(n), sees)[-1:]
+        stream = stacked(drafter, tokens, hidden_state, torch.arange(n), sees)[-1:]
         normed = drafter.norm(stream)
         torch.testing.assert_close(ours[k], drafter.lm_head(normed)[0], atol=1e-5, rtol=1e-5)
         state_for_next_depth = normed if drafter.config.norm_output else stream
-        feature = torch.cat([feature, state_for_next_depth])
+        hidden_state = torch.cat([hidden_state, state_for_next_depth])
 
 
 def test_several_layers_start_as_the_targets_last_ones(target: Target) -> None:
@@ -238,10 +242,12 @@ def test_peagle_is_one_pass_over_all_elements(target: Target, options: dict[str,
     depth = torch.arange(K).repeat_interleave(P)
     tokens = torch.where(depth == 0, ctx.ids_BT[0, 1:].repeat(K), 5)
     real = ctx.layers_BTF[0, :P].repeat(K, 1)
-    features = torch.where(depth[:, None] == 0, real, drafter.mask_hidden[0])
+    hidden_states = torch.where(depth[:, None] == 0, real, drafter.mask_hidden[0])
     earlier = (depth == 0) & (anchor <= anchor[:, None])
     own = (anchor == anchor[:, None]) & (depth <= depth[:, None])
-    stream = stacked(drafter, tokens, combined(drafter, features), anchor + depth, earlier | own)
+    stream = stacked(
+        drafter, tokens, combined(drafter, hidden_states), anchor + depth, earlier | own
+    )
     wanted = stream.view(K, P, D).transpose(0, 1)
     anchors = torch.randperm(P, generator=torch.Generator().manual_seed(1))[None] + 1
     ours = drafter.hidden(ctx, anchors, None)[0]
@@ -281,15 +287,21 @@ def test_cod_sampling_keeps_the_share_of_the_reference_and_the_expected_loss(
 
 def test_the_papers_recipes_are_composed() -> None:
     config = compose(["experiment=peagle_paper"])
-    wanted = {"depth": 8, "num_layers": 4, "keep": 0.7, "keep_least": 0.2, "start": "random"}
+    wanted = {
+        "depth": 8,
+        "num_layers": 4,
+        "keep": 0.7,
+        "keep_least": 0.2,
+        "initialisation": "random",
+    }
     assert config.drafter == PEagleConfig(**wanted)  # type: ignore[arg-type]
-    assert config.objective.terms == {"kl": 1.0}
-    weights = [config.objective.weight(k) for k in range(8)]  # .7^5 is .168
+    assert config.loss.terms == {"kl": 1.0}
+    weights = [config.loss.weight(k) for k in range(8)]  # .7^5 is .168
     assert weights == pytest.approx([1, 0.7, 0.49, 0.343, 0.2401, 0.2, 0.2, 0.2])
     config = compose(["experiment=hass_paper"])
-    assert config.drafter == EagleConfig(depth=3, start="random", detach=True, noise=0.2)
-    assert config.objective.terms == {"smooth_l1": 1.0, "soft_ce": 0.1, "top_k": 1.0}
-    assert (config.objective.depth_decay, config.objective.constants) == (1.0, {})  # k = 10
+    assert config.drafter == EagleConfig(depth=3, initialisation="random", detach=True, noise=0.2)
+    assert config.loss.terms == {"smooth_l1": 1.0, "soft_ce": 0.1, "top_k": 1.0}
+    assert (config.loss.depth_decay, config.loss.constants) == (1.0, {})  # k = 10
 
 
 @pytest.mark.parametrize(

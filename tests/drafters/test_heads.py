@@ -127,7 +127,7 @@ def twin(
 
 def texts(target: Target, drafter: Drafter) -> Context:
     ids_BT = torch.randint(2, V, (2, T), generator=torch.Generator().manual_seed(0))
-    return target.features(ids_BT, drafter.needs)[0]
+    return target.hidden_states(ids_BT, drafter.needs)[0]
 
 
 def test_chains_are_the_references(target: Target, drafter: Drafter) -> None:

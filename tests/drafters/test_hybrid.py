@@ -164,7 +164,7 @@ def test_a_tree_holds_both_drafts(target: Target) -> None:
 def test_the_heads_cache_is_right_after_rounds_without_it(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In an answer that comes to loop, the head drafts in some rounds and not in others; each
+    """In a response that comes to loop, the head drafts in some rounds and not in others; each
     draft is the one made without a cache."""
     drafter, used, whole = hybrid(target, v={1: 1.1, 4: 1.2}), [], Hybrid.draft
 
@@ -214,9 +214,9 @@ def test_what_cannot_be_combined(target: Target, settings: dict[str, Any], words
 
 
 def test_a_run_measures_its_draft_with_copying(tiny: Tiny, tmp_path: Path) -> None:
-    """`also` adds a second set of figures on the same prompts and a draft to decode with; a trained
-    draft's folder is a head, whose noted α counts."""
-    tiny.job(tmp_path / "run", "eagle3", "also=ngram", "decode.temperatures=[0]")
+    """`combine_with` adds a second set of figures on the same prompts and a draft to decode with; a
+    trained draft's folder is a head, whose noted α counts."""
+    tiny.job(tmp_path / "run", "eagle3", "combine_with=ngram", "decode.temperatures=[0]")
     results = Results.load(tmp_path / "run" / "report")
     (head,), (both,) = results.asked, results.ways["hybrid"]
     assert both.way.drafter == "hybrid"

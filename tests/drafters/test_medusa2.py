@@ -18,9 +18,9 @@ from specdec.drafters.medusa import Medusa, MedusaConfig, TargetLoraOptions
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint
+from specdec.losses.loss_config import LossConfig
 from specdec.measure.results import Results
 from specdec.measure.shift import shift
-from specdec.objectives.objective import ObjectiveConfig
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import load_target
@@ -65,17 +65,18 @@ def test_the_loss_is_the_heads_own_for_the_adapted_target_and_its_divergence(
     target: Target,
 ) -> None:
     """The loss is computed twice: with adapters in a view of the target; and with plain heads that
-    read the features and p of a target into which the adapters are merged. At half the run, the
-    schedule is sin(π / 4); every anchor a counts KL(original ‖ adapted) after the tokens up to a.
+    read the hidden states and p of a target into which the adapters are merged. At half the run,
+    the schedule is sin(π / 4); every anchor a counts KL(original ‖ adapted) after the tokens up to
+    a.
     """
-    drafter, objective = made(target), ObjectiveConfig()
+    drafter, loss_config = made(target), LossConfig()
     plain, own = drafter.with_adapters_merged(target)
     sampler, moment = Sampler(1.0), TrainingMoment(progress=0.5)
-    forcing = TeacherForcing(drafter, target, sampler, objective)
+    forcing = TeacherForcing(drafter, target, sampler, loss_config)
     batch = batch_of(target, drafter.needs, sampler, TEXTS, MASKS)
     loss, seen = forcing(batch, moment=moment)
     theirs = batch_of(own, plain.needs, sampler, TEXTS, MASKS)
-    heads, expected = TeacherForcing(plain, own, sampler, objective)(theirs, moment=moment)
+    heads, expected = TeacherForcing(plain, own, sampler, loss_config)(theirs, moment=moment)
     torch.testing.assert_close(seen, expected, atol=1e-4, rtol=1e-4)
     assert seen[0, 2] > 0
     moved = sum(
@@ -96,7 +97,7 @@ def test_packed_texts_do_not_see_each_other(target: Target) -> None:
     ids, position = torch.tensor([TEXTS[0] + TEXTS[1]]), torch.arange(10).repeat(2)[None]
     found = drafter.adapted(Context(ids, position_BT=position), 0.5)
     assert found is not None and found[1] == pytest.approx(0.5 * math.sqrt(0.5))
-    theirs = own.features(torch.tensor(TEXTS), drafter.needs)[1].flatten(0, 1)
+    theirs = own.hidden_states(torch.tensor(TEXTS), drafter.needs)[1].flatten(0, 1)
     torch.testing.assert_close(found[0][0].detach(), theirs, atol=1e-4, rtol=1e-4)
 
 
@@ -130,7 +131,7 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
     ctx = batch_of(target, drafter.needs, Sampler(1.0), TEXTS, MASKS).ctx
     found = drafter.adapted(ctx, 0.0)
     assert found is not None
-    theirs = own.features(ctx.ids_BT, loaded.needs)[0].final_BTD
+    theirs = own.hidden_states(ctx.ids_BT, loaded.needs)[0].final_BTD
     torch.testing.assert_close(found[0].detach(), theirs, atol=1e-5, rtol=1e-5)
     assert not torch.allclose(theirs, ctx.final_BTD, atol=1e-2)
     assert not any(".lora_" in name for name, _ in own.model.named_parameters())
@@ -152,7 +153,7 @@ def test_a_draft_on_disk_comes_with_its_target(target: Target, tmp_path: Path) -
         with_copying(draft_checkpoint.read_draft(tmp_path / "best", target), "suffix", target)
 
 
-def test_the_shift_is_counted_over_the_originals_answers(target: Target) -> None:
+def test_the_shift_is_counted_over_the_originals_responses(target: Target) -> None:
     none = shift(target, target, TEXTS, 6, 2)
     assert (none.kl.value, none.same.value, none.kl.n, none.same.n) == (0, 1, 12, 2)
     _, own = made(target).with_adapters_merged(target)
@@ -174,10 +175,10 @@ def test_the_second_stage_starts_from_the_heads_of_the_first(target: Target) -> 
     assert torch.equal(logits(own, TEXTS[0]), logits(target, TEXTS[0]))
 
 
-@pytest.mark.parametrize("more", ["also=suffix", "rounds.data=on_policy"])
+@pytest.mark.parametrize("more", ["combine_with=suffix", "rounds.data=on_policy"])
 def test_what_needs_the_target_as_it_is(tiny: Tiny, more: str) -> None:
     with pytest.raises(UserError, match="medusa adapts the target with these settings"):
-        compose([*tiny.overrides("medusa", *ADAPTED), more, "data.answers=target"])
+        compose([*tiny.overrides("medusa", *ADAPTED), more, "data.responses=target"])
 
 
 def test_options_that_cannot_be() -> None:
@@ -192,7 +193,7 @@ def test_two_stages_make_a_report_and_a_target_to_serve(
     tiny.job(tmp_path / "one", "medusa", "export=null")
     start = f"drafter.from={tmp_path / 'one' / 'best'}"
     run = tmp_path / "two"
-    tiny.job(run, "medusa", *ADAPTED, start, "answers.temperature=1", "loop.epochs=4")
+    tiny.job(run, "medusa", *ADAPTED, start, "responses.temperature=1", "loop.epochs=4")
     assert losses(run)[0][1]["loss"][0] < losses(tmp_path / "one")[0][1]["loss"][0]
     results = Results.load(run / "report")
     assert results.shift is not None and results.shift.original == str(tiny.target)

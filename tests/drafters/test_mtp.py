@@ -79,7 +79,7 @@ def test_a_module_a_depth_is_the_papers_recursion(target: Target) -> None:
     """h_i^k = TRM_k(M_k [RMSNorm(e(t_{i+k})); RMSNorm(h_i^{k-1})]) over positions 1 … i (equations
     21 to 23; the halves in the order of the checkpoints), and depth k at anchor a is i = a - 1."""
     drafter, a, K = mtp_of(target, modules=3), 7, 3
-    ctx, _ = target.features(IDS, drafter.needs)
+    ctx, _ = target.hidden_states(IDS, drafter.needs)
     assert ctx.final_BTD is not None
     e, states = target.embedding.weight[IDS[0]], list(ctx.final_BTD[0])
     wanted = []
@@ -109,7 +109,7 @@ def test_one_module_is_unrolled_as_vllm_runs_its_export(target: Target, tmp_path
         f"{n}.weight" for n in ["eh_proj", *norms, *block]
     }
     twin = Twin({n.removeprefix(prefix): x for n, x in file.items()})
-    ctx, _ = target.features(IDS, drafter.needs)
+    ctx, _ = target.hidden_states(IDS, drafter.needs)
     assert ctx.final_BTD is not None
     e, h = target.embedding.weight[IDS[0]], ctx.final_BTD[0]
     state = [twin(e[i + 1], h[i], i) for i in range(a)][-1]
@@ -196,7 +196,7 @@ def test_training_starts_from_the_targets_own_modules(tmp_path: Path, count: int
     assert parts.stored is not None
     for target in (whole, parts):
         drafter = MTP.build(MTPConfig(modules=3), target)
-        assert not drafter.closed_form_start
+        assert not drafter.closed_form_initialisation
         state = drafter.state_dict()
         assert len(state) == 3 * (len(own) // count)
         for name, x in state.items():
@@ -210,7 +210,7 @@ def test_modules_of_another_kind_are_left(tmp_path: Path) -> None:
     with_modules(tmp_path / "model", 1, latent=True)
     target = load_target(TargetConfig(str(tmp_path / "model"), "float32", "cpu"))
     drafter = MTP.build(MTPConfig(), target)
-    assert drafter.closed_form_start
+    assert drafter.closed_form_initialisation
     query = target.layer(-1)["self_attn.q_proj.weight"]
     assert torch.equal(drafter.state_dict()["layers.0.self_attn.q_proj.weight"], query)
 
@@ -246,9 +246,9 @@ def test_a_number_of_modules_that_fits_no_depth_is_refused() -> None:
 def test_the_papers_recipe_is_composed() -> None:
     """FastMTP's weights .6^k over 3 depths, which sum to 1.96, sum to 1."""
     config = compose(["experiment=fastmtp_paper"])
-    assert config.drafter == MTPConfig(start="target")
-    assert config.objective.depth_decay == 0.6
-    assert config.objective.terms["ce"] == pytest.approx(1 / 1.96, abs=1e-4)
+    assert config.drafter == MTPConfig(initialisation="target")
+    assert config.loss.depth_decay == 0.6
+    assert config.loss.terms["ce"] == pytest.approx(1 / 1.96, abs=1e-4)
 
 
 def test_a_parallel_head_is_a_last_layer_of_its_own(target: Target) -> None:
@@ -256,7 +256,7 @@ def test_a_parallel_head_is_a_last_layer_of_its_own(target: Target) -> None:
     layer and final norm has that head's state at a - 1."""
     drafter = random_drafter(MTPHeadsConfig(depth=2), target, 0.2).double()
     drafter.attach(target)
-    ctx, _ = target.features(IDS, drafter.needs)
+    ctx, _ = target.hidden_states(IDS, drafter.needs)
     found = drafter.hidden(ctx, torch.tensor([[3, 8]]), None)
     for k in range(2):
         other = random_target(architectures(V, 6)["llama"])
@@ -267,7 +267,7 @@ def test_a_parallel_head_is_a_last_layer_of_its_own(target: Target) -> None:
         assert other.norm is not None
         other.norm.load_state_dict({"weight": mine.pop("norm.weight")})
         other.layers[-1].load_state_dict(mine)
-        _, final = other.features(IDS, drafter.needs)
+        _, final = other.hidden_states(IDS, drafter.needs)
         logits = drafter.unembed(found[0, :, k], k)
         torch.testing.assert_close(logits, other.logits(final[0, [2, 7]]), atol=1e-9, rtol=1e-9)
 
@@ -275,7 +275,7 @@ def test_a_parallel_head_is_a_last_layer_of_its_own(target: Target) -> None:
 def test_parallel_heads_start_as_the_target(target: Target) -> None:
     drafter = MTPHeads.build(MTPHeadsConfig(), target).double()
     drafter.attach(target)
-    ctx, final = target.features(IDS, drafter.needs)
+    ctx, final = target.hidden_states(IDS, drafter.needs)
     logits = logits_of(drafter, drafter.hidden(ctx, torch.tensor([[8]]), None)[0])
     wanted = target.logits(final[0, 7]).expand(1, 3, -1)
     torch.testing.assert_close(logits, wanted, atol=1e-5, rtol=1e-5)

@@ -150,7 +150,7 @@ class TwoPasses(Eagle):
     """Its drafting goes through the layer in a second place, and leaves out the MLP."""
 
     def run(self, cache: SlotCache, **inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        earlier = inputs["features"] if inputs["own"] is None else inputs["own"]
+        earlier = inputs["hidden_states"] if inputs["own"] is None else inputs["own"]
         read, residual = self.enter(inputs["embedding"], self.fuse(earlier))
         rope = inputs["cos"], inputs["sin"]
         over_slots = OverSlots(cache, rope, lambda _: inputs["mask"], 1, inputs["last"])

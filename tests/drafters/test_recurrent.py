@@ -56,7 +56,7 @@ def packed(target: Target, drafter: Drafter) -> tuple[Context, Tensor]:
     position_BT = torch.stack([torch.tensor(position), torch.arange(40)])
     document_BT = torch.stack([torch.tensor(document), torch.zeros(40, dtype=torch.long)])
     read = {"position_BT": position_BT, "document_BT": document_BT}
-    ctx, _ = target.features(ids_BT, drafter.needs, **read)
+    ctx, _ = target.hidden_states(ids_BT, drafter.needs, **read)
     first = [*range(1, 9), *range(10, 26), *range(27, 34), 1, 1]
     return ctx, torch.stack(
         [torch.tensor(first), torch.randperm(len(first), generator=generator) + 1]

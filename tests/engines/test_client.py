@@ -17,7 +17,7 @@ SEEN: list[str | None] = []
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers with as many bytes of JSON as the path says."""
+    """Responses with as many bytes of JSON as the path says."""
 
     def do_GET(self) -> None:
         SEEN.append(self.headers["Authorization"])

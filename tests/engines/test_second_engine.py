@@ -31,7 +31,7 @@ from tests.report.test_verdict import GAIN, at, of
 from tests.tiny import REPOSITORY, Tiny, lm
 from tests.told import require_one_line
 from tests.toy_engine import ENGINE, Toy
-from train.data.engine_responses import EngineResponse, answers_of, require_room_in, servers_of
+from train.data.engine_responses import EngineResponse, require_room_in, responses_of, servers_of
 
 PROMPT, NEW = [5, 6, 7], 12
 
@@ -70,15 +70,15 @@ def test_a_server_is_recognised_by_what_it_says(toy: Engine) -> None:
 def test_responses_come_in_the_engines_own_words(toy: Engine, target: Target) -> None:
     (expected,) = [generate(target, PROMPT, Way(), max_new_tokens=NEW).ids]
     with FakeEngine(target, toy=True, room=40).serving() as server:
-        pool = servers_of("answers.from", [server.url], target)
+        pool = servers_of("responses.from", [server.url], target)
         asked, seeds = {"a": PROMPT}, {"a": 1}
-        ((name, answer),) = answers_of(pool, target, asked, seeds, Sampler(0.0), NEW, 2)
-        assert isinstance(answer, EngineResponse) and (name, answer.ids) == ("a", expected)
+        ((name, response),) = responses_of(pool, target, asked, seeds, Sampler(0.0), NEW, 2)
+        assert isinstance(response, EngineResponse) and (name, response.ids) == ("a", expected)
         assert server.asked[0].keys() == {"model", "prompt", "limit", "ends", "temperature", "seed"}
         with pytest.raises(UserError, match="the engine takes 40"):
             require_room_in(pool, 41)
-        with pytest.raises(UserError, match=r"features\.from: Toy gives no hidden states"):
-            list(answers_of(pool, target, asked, seeds, Sampler(0.0), NEW, 2, layers=[1, 4]))
+        with pytest.raises(UserError, match=r"hidden_states\.from: Toy gives no hidden states"):
+            list(responses_of(pool, target, asked, seeds, Sampler(0.0), NEW, 2, layers=[1, 4]))
         assert len(server.asked) == 1
 
 

@@ -23,9 +23,9 @@ from specdec.forcing.anchors import Anchors, anchors_of, divisor, together
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
-from specdec.objectives import chunked
-from specdec.objectives.losses import TERMS, LossInputs
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses import chunked
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LOSS_TERMS, LossInputs
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target import Target
 from specdec.theory.alpha import acceptance
@@ -50,7 +50,7 @@ def batch_with(target: Target, drafter: Drafter, counted: int, length: int = 20)
 
 
 def read_at_once(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Let an objective read so many logits at a time, on whatever device."""
+    """Let a loss read so many logits at a time, on whatever device."""
     for name in ("AT_ONCE", "AT_ONCE_ON_GPU"):
         monkeypatch.setattr(chunked, name, count)
 
@@ -153,7 +153,7 @@ def test_the_gradient_at_drawn_anchors_is_unbiased(target: Target, per: str) -> 
     all 6. Seeds are tried until every pair has come up."""
     drafter = make_drafter("eagle3", target)
     drafter.config.anchors.per_row = 2
-    forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(per=per))
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), LossConfig(per=per))
     batch = batch_with(target, drafter, 6)
     arrays = [x[0].cpu().numpy() for x in row(batch)]
     drawn = {}
@@ -189,14 +189,14 @@ def test_per_sequence_every_text_weighs_the_same(target: Target) -> None:
     both = batch_of(target, drafter.needs, Sampler(1.0), ids, masks)
     both.ctx.document_BT = torch.tensor([[0] * 20, [1] * 20])
     token = TeacherForcing(drafter, target, Sampler(1.0))
-    sequence = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(per="sequence"))
+    sequence = TeacherForcing(drafter, target, Sampler(1.0), LossConfig(per="sequence"))
     with torch.no_grad():
         short, long = (float(token(batch)[0]) for batch in batches)
         assert float(token(both)[0]) == pytest.approx(short + long, rel=1e-5)
         assert float(sequence(both)[0]) == pytest.approx(short / 3 + long / 12, rel=1e-5)
 
 
-# The forward pass of training, and what an objective sees
+# The forward pass of training, and what a loss sees
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
@@ -204,8 +204,8 @@ def test_every_trained_parameter_has_its_gradient(target: Target, name: str) -> 
     """In one chunk or in many: the same gradient, and none is left out."""
     found = []
     for chunk in (1000, 3):
-        objective = ObjectiveConfig(chunk=chunk)
-        forcing = TeacherForcing(make_drafter(name, target), target, Sampler(1.0), objective)
+        loss_config = LossConfig(chunk=chunk)
+        forcing = TeacherForcing(make_drafter(name, target), target, Sampler(1.0), loss_config)
         batch = batch_with(target, forcing.drafter, 10)
         trained = [p for p in forcing.drafter.parameters() if p.requires_grad]
         found.append(gradient(forcing, batch))
@@ -252,16 +252,16 @@ class Estimating(Medusa):
 
 
 @pytest.mark.parametrize(("few", "compares"), [(2, False), (1, False), (2, True)])
-def test_a_piece_holds_what_an_objective_may_read(
+def test_a_piece_holds_what_a_loss_may_read(
     target: Target, few: int, compares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """p of depth k at anchor a is the target's own at a + k, from the features that are there; in
-    chunks of 2 anchors, read together or one by one. With a reference a chunk is read whole,
+    """p of depth k at anchor a is the target's own at a + k, from the hidden states that are there;
+    in chunks of 2 anchors, read together or one by one. With a reference a chunk is read whole,
     however much is read at once."""
     drafter = make_drafter("medusa", target)
     drafter.__class__ = Estimating
     reference = make_drafter("medusa", target, noise=0.1) if compares else None
-    cfg = ObjectiveConfig(chunk=2)
+    cfg = LossConfig(chunk=2)
     read_at_once(monkeypatch, 1 if compares else few * drafter.depth * 40)
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg, reference)
     batch = batch_with(target, drafter, 6)
@@ -283,7 +283,7 @@ def test_a_piece_holds_what_an_objective_may_read(
                     assert at >= 19
                     continue
                 torch.testing.assert_close(piece.log_p[i, k], log_p_TV[at, drafter.vocab_S])
-                assert torch.equal(piece.features[i, k], batch.final_BTD[0, at])
+                assert torch.equal(piece.hidden_states[i, k], batch.final_BTD[0, at])
         confidence, other = piece.confidence, piece.reference_log_q
         assert confidence is not None and (other is not None) == compares
         torch.testing.assert_close(confidence, piece.hidden.mean(-1).sigmoid())
@@ -330,7 +330,7 @@ def test_a_token_outside_the_draft_s_nucleus_has_a_gradient(
     common and α is 0 as served. Every token of p's nucleus is pulled up all the same."""
     sampler = CUTOFFS[cut]
     first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
-    z = (-target.logits(first.features)).requires_grad_()
+    z = (-target.logits(first.hidden_states)).requires_grad_()
     piece = training_pieces(target, sampler, z)
     inside = piece.as_served.p > 0
     assert not (inside & (piece.as_served.q > 0)).any()
@@ -338,7 +338,7 @@ def test_a_token_outside_the_draft_s_nucleus_has_a_gradient(
     more = {"paths": [[0], [1], [0, 0]]} if name == "expected_tree" else {}
     more |= {"k": 3} if name == "top_k" else {}
     more |= {"keep": 1.0} if name == "adaspec" else {}
-    (gradient,) = torch.autograd.grad(TERMS[name](piece, **more).sum(), z)
+    (gradient,) = torch.autograd.grad(LOSS_TERMS[name](piece, **more).sum(), z)
     if name == "expected_length" or name == "expected_tree":  # β of depth 0 is a factor of depth 1
         inside[:, 1] = False
     if name == "top_k":
@@ -357,12 +357,12 @@ def test_training_with_cutoffs_raises_alpha_as_it_is_served(target: Target, name
     above .9."""
     sampler = CUTOFFS["top_p"]
     first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
-    z = (-0.3 * target.logits(first.features)).requires_grad_()
+    z = (-0.3 * target.logits(first.hidden_states)).requires_grad_()
     optimizer = torch.optim.Adam([z], lr=0.1)
     assert acceptance(training_pieces(target, sampler, z).as_served).sampled.mean() < 0.01
     for _ in range(300):
         optimizer.zero_grad()
-        TERMS[name](training_pieces(target, sampler, z)).sum().backward()
+        LOSS_TERMS[name](training_pieces(target, sampler, z)).sum().backward()
         optimizer.step()
     assert acceptance(training_pieces(target, sampler, z).as_served).sampled.mean() > 0.9
 
@@ -377,7 +377,7 @@ def test_alpha_in_training_is_that_of_serving(
     drafter.__class__ = Estimating
     ids = text(0, 20)[0].tolist()
     batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 8 + [True] * 12])
-    cfg, pieces = ObjectiveConfig(), list[LossInputs]()
+    cfg, pieces = LossConfig(), list[LossInputs]()
     forcing = TeacherForcing(drafter, target, sampler, cfg)
     loss = cfg.loss
     monkeypatch.setattr(cfg, "loss", lambda piece: (pieces.append(piece), loss(piece))[1])
@@ -393,13 +393,13 @@ def test_alpha_in_training_is_that_of_serving(
     served, c = piece.as_served.beta.detach(), piece.confidence
     assert c is not None
     bce = -served * c.log() - (1 - served) * (1 - c).log()
-    torch.testing.assert_close(TERMS["confidence"](piece), bce, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(LOSS_TERMS["confidence"](piece), bce, atol=1e-5, rtol=1e-5)
 
 
 def test_a_piece_knows_how_much_a_depth_stands_for(target: Target) -> None:
     """Of P-EAGLE's depths, those that are kept weigh as much more as they are fewer."""
     drafter = random_drafter(PEagleConfig(depth=3, draft_vocab=None, keep=0.5), target, 0.1)
-    cfg, pieces = ObjectiveConfig(terms={"expected_length": 1.0}), list[LossInputs]()
+    cfg, pieces = LossConfig(terms={"expected_length": 1.0}), list[LossInputs]()
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg)
     batch = batch_with(target, drafter, 12)
     mask, document, position = (x[0].cpu().numpy() for x in row(batch))
@@ -462,7 +462,7 @@ def test_terms_add_up(target: Target) -> None:
     batch = batch_with(target, drafter, 6)
 
     def loss(**terms: float) -> float:
-        forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))
+        forcing = TeacherForcing(drafter, target, Sampler(1.0), LossConfig(terms))
         return float(forcing(batch)[0].detach())
 
     whole = loss(nla=1.0, smooth_l1=0.1)
@@ -495,7 +495,7 @@ def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tens
     greedy_NK = (ids_S[best_NK] == p_NKV.argmax(-1)).float()
     columns = torch.stack([loss_NK, beta_NK, drafted_NK, greedy_NK], -1)
     by_depth = (columns * anchors.valid_NK[..., None]).sum(0)
-    decay, least = forcing.objective.depth_decay, forcing.objective.least_weight
+    decay, least = forcing.loss.depth_decay, forcing.loss.least_weight
     decay_K = torch.tensor([max(decay**k, least) for k in range(K)])
     return (by_depth[:, 0] * decay_K).sum(), by_depth.detach()
 
@@ -507,7 +507,7 @@ def test_chunks_within_chunks_equal_everything_at_once(
 ) -> None:
     """10 anchors, unembedded by 4 and read by 3: loss, all α and every gradient, in float32."""
     drafter = make_drafter(name, target)
-    forcing = TeacherForcing(drafter, target, sampler, ObjectiveConfig(chunk=4, least_weight=0.7))
+    forcing = TeacherForcing(drafter, target, sampler, LossConfig(chunk=4, least_weight=0.7))
     ids = text(0, 20)[0].tolist()
     batch = batch_of(target, drafter.needs, sampler, [ids], [[False] * 10 + [True] * 10])
     size = drafter.train_depth * (target.vocab_size if drafter.vocab_S is None else 40)
@@ -585,7 +585,7 @@ def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
     def peak(depth: int, couples: bool = False) -> int:
         drafter = random_drafter(HEADS[name](depth), target, 0.1)
         terms = {"d_pace" if couples else "nla": 1.0}
-        forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig(terms))
+        forcing = TeacherForcing(drafter, target, Sampler(1.0), LossConfig(terms))
         batch = batch_of(target, drafter.needs, Sampler(1.0), ids, [[False] * 31 + [True] * 65])
         loss = None  # an earlier run's graph would count
         for _ in range(2):  # the first also fills tables that stay
@@ -600,12 +600,12 @@ def test_memory_of_a_step_does_not_grow_with_the_heads(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*HEADS, "adapted"])
-@pytest.mark.parametrize("objective", ["nla", "kl"])
+@pytest.mark.parametrize("loss_config", ["nla", "kl"])
 def test_heads_in_turn_have_the_gradients_of_all_heads_together(
-    target: Target, name: str, objective: str, monkeypatch: pytest.MonkeyPatch
+    target: Target, name: str, loss_config: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The anchors are cut into chunks of 4. The heads are trained in turn, and then together, since
-    the same objective claims to couple the depths. The trunk of an adapted target is trained too,
+    the same loss claims to couple the depths. The trunk of an adapted target is trained too,
     and gets the sum of the heads' gradients."""
     config = (
         HEADS[name](3)
@@ -613,7 +613,7 @@ def test_heads_in_turn_have_the_gradients_of_all_heads_together(
         else MedusaConfig(depth=3, draft_vocab=None, adapter=TargetLoraOptions(rank=4, weight=0.5))
     )
     drafter = random_drafter(config, target, 0.1)
-    cfg = ObjectiveConfig({objective: 1.0}, chunk=4)
+    cfg = LossConfig({loss_config: 1.0}, chunk=4)
     forcing = TeacherForcing(drafter, target, Sampler(1.0), cfg)
     batch = batch_with(target, drafter, 10)
     trained, results = [p for p in drafter.parameters() if p.requires_grad], []
@@ -623,7 +623,7 @@ def test_heads_in_turn_have_the_gradients_of_all_heads_together(
         cfg, "loss", lambda piece: (sizes.append(piece.log_p.shape[1]), loss(piece))[1]
     )
     for couples in (False, True):
-        monkeypatch.setattr(ObjectiveConfig, "couples", couples)
+        monkeypatch.setattr(LossConfig, "couples", couples)
         total, seen = forcing(batch, moment=TrainingMoment(0.5, [0]))
         results.append([total.detach(), seen, *torch.autograd.grad(total, trained)])
     assert set(sizes[: len(sizes) * 3 // 4]) == {1} and set(sizes[len(sizes) * 3 // 4 :]) == {3}

@@ -13,16 +13,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from specdec.decoding.answers import Generation
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation
 from specdec.decoding.logs import log_rounds, rounds_of
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import AcceptanceTable, TeacherForcing
-from specdec.objectives.losses import LossInputs, kl, on_policy, reverse_kl
-from specdec.objectives.objective import ObjectiveConfig
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LossInputs, kl, on_policy, reverse_kl
 from specdec.progress import bars
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Static
@@ -35,7 +35,7 @@ from train.data.responses import documents_of_log
 from train.data.sequences import Prompt, Row, pack_rows
 from train.hidden_states import filling
 from train.hidden_states.batches import OnlineBatches, StoredBatches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore
+from train.hidden_states.store import HiddenStatesConfig, HiddenStateStore
 
 FAMILIES = ["eagle3", "medusa", "lm with adapters"]
 if DEVICE.type == "cpu":  # a device can break no more of what these do
@@ -50,7 +50,7 @@ class Made(NamedTuple):
 
     target: Target
     drafter: Drafter
-    answers: list[Generation]
+    responses: list[Generation]
     source: OnlineBatches
     batch: Batch
 
@@ -59,22 +59,22 @@ def made(name: str, temperature: float = 0.0) -> Made:
     target = make_target()
     drafter = make_drafter(name, target, noise=0.05)
     learn_greedy_text(drafter, target)
-    answers = decode(
+    responses = decode(
         target, PROMPTS, Way(drafter, sampler=Sampler(temperature)), max_new_tokens=NEW, eos=()
     )
-    texts = [response_document("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in answers]
+    texts = [response_document("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in responses]
     rows = pack_rows([d for d in texts if d is not None], LENGTH)
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
-    return Made(target, drafter, answers, source, source.batch(range(len(rows))))
+    return Made(target, drafter, responses, source, source.batch(range(len(rows))))
 
 
 def learn_greedy_text(drafter: Drafter, target: Target) -> None:
-    """Some steps on the target's own answers, so that some drafts are accepted."""
+    """Some steps on the target's own responses, so that some drafts are accepted."""
     plain = decode(target, PROMPTS, max_new_tokens=NEW, eos=())
     masks = [[False] * len(g.prompt) + [True] * NEW for g in plain]
     texts = [g.prompt + g.ids for g in plain]
     batch = batch_of(target, drafter.needs, Sampler(1.0), texts, masks)
-    forcing = TeacherForcing(drafter, target, Sampler(1.0), ObjectiveConfig({"kl": 1.0}))
+    forcing = TeacherForcing(drafter, target, Sampler(1.0), LossConfig({"kl": 1.0}))
     optimizer = torch.optim.Adam([p for p in drafter.parameters() if p.requires_grad], 3e-3)
     for _ in range(STEPS):
         loss, _ = forcing(batch)
@@ -108,11 +108,11 @@ def test_at_zero_the_table_is_the_decoder_s_own_acceptance(case: Made) -> None:
     vocab_S = case.drafter.vocab_S
     proposed_NK = table.more[0] if vocab_S is None else vocab_S[table.more[0]]
     proposed = by_prompt(case, proposed_NK)
-    rounds = [r for g in case.answers for r in g.rounds]
+    rounds = [r for g in case.responses for r in g.rounds]
     assert sum(len(x) for x in accepted.values()) == len(rounds) > 8
-    for i, answer in enumerate(case.answers):
-        assert accepted[i] == [r.accepted for r in answer.rounds]
-        for ours, theirs in zip(proposed[i], answer.rounds, strict=True):
+    for i, response in enumerate(case.responses):
+        assert accepted[i] == [r.accepted for r in response.rounds]
+        for ours, theirs in zip(proposed[i], response.rounds, strict=True):
             assert tuple(ours[: theirs.drafted]) == theirs.tokens
     counts = {r.accepted for r in rounds}
     assert 0 in counts and len(counts) > 1  # both kinds, or the test would show little
@@ -128,7 +128,7 @@ def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> 
         first = at - int(case.batch.ctx.position_BT[row, at])
         drafted = [token for token in visited.drafted_NK[r].tolist() if token >= 0]
         ids = torch.cat([ids_BT[row, first : at + 1], torch.tensor(drafted).long()])
-        _, final = case.target.features(ids[None], case.drafter.needs)
+        _, final = case.target.hidden_states(ids[None], case.drafter.needs)
         for k in range(len(drafted)):
             expected = final[0, at - first + k]
             torch.testing.assert_close(visited.final_NKD[r, k], expected, atol=1e-4, rtol=1e-4)
@@ -140,17 +140,17 @@ def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> 
 
 def test_the_loss_of_a_batch_is_that_of_its_rounds_one_by_one(case: Made) -> None:
     """From the drafter's `hidden` for one context each, and p of plain passes."""
-    objective = ObjectiveConfig(terms={"on_policy": 1.0}, depth_decay=1.0)
-    forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), objective, visited=True)
+    loss_config = LossConfig(terms={"on_policy": 1.0}, depth_decay=1.0)
+    forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), loss_config, visited=True)
     loss, counted = forcing(case.batch)
-    drafted = [r.drafted for g in case.answers for r in g.rounds]
+    drafted = [r.drafted for g in case.responses for r in g.rounds]
     assert counted[:, 0].tolist() == [sum(n > k for n in drafted) for k in range(3)]
     vocab_S = case.drafter.vocab_S
     total = 0.0
-    for answer in case.answers:
-        whole = torch.tensor([answer.prompt + answer.ids + answer.overrun])
-        for r in answer.rounds:
-            ctx, _ = case.target.features(whole[:, : r.anchor + 1], case.drafter.needs)
+    for response in case.responses:
+        whole = torch.tensor([response.prompt + response.ids + response.overrun])
+        for r in response.rounds:
+            ctx, _ = case.target.hidden_states(whole[:, : r.anchor + 1], case.drafter.needs)
             chain = torch.tensor([[r.tokens]])
             anchor = torch.tensor([[r.anchor]])
             hidden = case.drafter.hidden(ctx, anchor, chain[..., :-1])[0, 0]
@@ -219,8 +219,8 @@ def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
 
 
 def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> None:
-    """And an answer's features are shared with the same text without rounds."""
-    cfg, needs = FeaturesConfig(root=str(tmp_path)), case.drafter.needs
+    """And a response's hidden states are shared with the same text without rounds."""
+    cfg, needs = HiddenStatesConfig(root=str(tmp_path)), case.drafter.needs
     store = HiddenStateStore(cfg, case.target, needs, Sampler(1.0))
     rows = case.source.rows
     plain = [replace(row, rounds=None) for row in rows]
@@ -247,16 +247,16 @@ def replace_rows(source: OnlineBatches, rows: list[Row]) -> OnlineBatches:
 
 def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
     case = made("medusa")
-    log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[:2])
-    log_rounds(tmp_path / "logs" / "a.jsonl", case.answers[2:])
+    log_rounds(tmp_path / "logs" / "a.jsonl", case.responses[:2])
+    log_rounds(tmp_path / "logs" / "a.jsonl", case.responses[2:])
     held_out = Prompt("x", np.array(PROMPTS[1], np.int32))
     found = documents_of_log(tmp_path / "logs", 2, case.target, [held_out])
-    kept = [g for i, g in enumerate(case.answers) if i != 1]
+    kept = [g for i, g in enumerate(case.responses) if i != 1]
     assert [d.ids.tolist() for d in found] == [g.prompt + g.ids for g in kept]
-    for document, answer in zip(found, kept, strict=True):
-        assert document.mask.sum() == len(answer.ids)
+    for document, response in zip(found, kept, strict=True):
+        assert document.mask.sum() == len(response.ids)
         (anchors,) = (document.rounds[:, 0] >= 0).nonzero()
-        drafted = [r for r in answer.rounds if r.drafted]
+        drafted = [r for r in response.rounds if r.drafted]
         assert anchors.tolist() == [r.anchor for r in drafted]
         for row, r in zip(document.rounds[anchors].tolist(), drafted, strict=True):
             tokens = [*r.tokens[:2], -1, -1][:2]
@@ -296,6 +296,8 @@ def test_a_log_must_exist_and_have_rounds(tmp_path: Path) -> None:
 def test_trees_are_not_logged(tmp_path: Path) -> None:
     target = make_target()
     shape = Static([[0], [1], [0, 0]])
-    answers = decode(target, PROMPTS[:1], Way(make_drafter("lm", target), shape), max_new_tokens=4)
+    responses = decode(
+        target, PROMPTS[:1], Way(make_drafter("lm", target), shape), max_new_tokens=4
+    )
     with pytest.raises(UserError, match="chains only"):
-        log_rounds(tmp_path / "a.jsonl", answers)
+        log_rounds(tmp_path / "a.jsonl", responses)

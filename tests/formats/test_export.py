@@ -203,7 +203,7 @@ def test_the_exported_mlp_drafts_as_vllms_formula(
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
     ids = torch.arange(3, 35)[None]
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
     assert ctx.final_BTD is not None
     a, drafted = 17, torch.tensor([[[5, 9]]])
     ours = drafter.hidden(ctx, torch.tensor([[a]]), drafted)[0, 0]

@@ -272,7 +272,7 @@ def test_a_start_takes_no_part_of_attention_of_another_kind(config: Any) -> None
     theirs = model.model.layers[-1].self_attn.o_proj.weight
     target = parts_of(model)
     for whole, taken in ((target, False), (target_of("llama"), True)):
-        drafter = DRAFTERS[config.name].build(replace(config, start="target"), whole, KEPT)
+        drafter = DRAFTERS[config.name].build(replace(config, initialisation="target"), whole, KEPT)
         ours = next(x for n, x in drafter.named_parameters() if n.endswith("o_proj.weight"))
         last = whole.layer(-1 if config.name == "eagle3" else -config.num_layers)
         source = last["self_attn.o_proj.weight"]
@@ -301,7 +301,11 @@ def test_building_a_draft_changes_nothing_of_the_target(
     sum_of_weights = target.checksum()
     for config in CONFIGS.values():
         for start in ("target", "random"):
-            given = replace(config, start=start) if hasattr(config, "start") else config
+            given = (
+                replace(config, initialisation=start)
+                if hasattr(config, "initialisation")
+                else config
+            )
             try:
                 drafter = DRAFTERS[config.name].build(given, target)
             except UserError:  # a family that does not fit this target says so

@@ -73,11 +73,11 @@ def read(kind, folder, text):
     with torch.no_grad():
         return [model(torch.load(text)).logits, said, type(tokenizer).__name__]
 
-answers, sys.stdout = sys.stdout, sys.stderr
+responses, sys.stdout = sys.stdout, sys.stderr
 for line in sys.stdin:
     kind, folder, text, out = json.loads(line)
     torch.save(read(kind, folder, text), out)
-    print(out, file=answers, flush=True)
+    print(out, file=responses, flush=True)
 """
 
 

@@ -34,12 +34,12 @@ CFG = DecodeConfig(prompts=3, max_new_tokens=16, gamma=3)
 TRUE = ((0.5, -1.0), (1.5, 0.7))  # scale and shift at two depths
 
 
-def synthetic(seed: int, answers: int = 40, each: int = 100) -> list[Believed]:
+def synthetic(seed: int, responses: int = 40, each: int = 100) -> list[Believed]:
     """Tokens that are accepted with σ(scale · logit c + shift), not with their confidence c. Every
     second token after an accepted one counts, with weight 1."""
     generator = torch.Generator().manual_seed(seed)
     found = []
-    for _ in range(answers):
+    for _ in range(responses):
         c = torch.rand(each, 2, generator=generator, dtype=torch.float64).clamp(0.01, 0.99)
         scale, shift = torch.tensor(TRUE, dtype=torch.float64).T
         likely = (scale * c.logit() + shift).sigmoid()
@@ -81,9 +81,9 @@ def test_the_error_by_hand() -> None:
 
 
 def test_a_depth_without_tokens_is_calibrated_like_the_one_before() -> None:
-    answers = [Believed(x.confidence, x.accepted, x.weight * torch.tensor([1.0, 0.0]))
+    responses = [Believed(x.confidence, x.accepted, x.weight * torch.tensor([1.0, 0.0]))
                for x in synthetic(0)]  # fmt: skip
-    found = fit(answers)
+    found = fit(responses)
     assert found.scale[1] == pytest.approx(found.scale[0], abs=1e-6)
     assert found.shift[1] == pytest.approx(found.shift[0], abs=1e-6)
     assert found.accepted[1] == pytest.approx(found.accepted[0])
@@ -95,7 +95,8 @@ def test_a_depth_without_tokens_is_calibrated_like_the_one_before() -> None:
 
 @pytest.mark.parametrize("variant", ["greedy", "greedy_draft", "sampled"])
 def test_what_counts_at_each_depth_by_hand(variant: str) -> None:
-    """Two anchors of an answer of 4 tokens, the second of which is too near its end for depth 2."""
+    """Two anchors of a response of 4 tokens, the second of which is too near its end for depth
+    2."""
     columns = torch.arange(1, 13, dtype=torch.float64).view(4, 3) / 20
     ones = torch.ones_like(columns)
     beyond = torch.tensor([[1.0, 1, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]])
@@ -126,7 +127,7 @@ def test_a_drawn_token_is_accepted_with_beta_on_average(target: Target) -> None:
     """Over 3 depths at 200 anchors: the spread of min(1, p/q) is below .5, so its mean is within
     .1 of that of β at nearly 5 standard errors. The draws are the same again."""
     drafter = lm(target)
-    (made,) = Setup(target, 200).answers(PROMPTS[:1], Way(sampler=Sampler(1.0)), seeds=[0])
+    (made,) = Setup(target, 200).responses(PROMPTS[:1], Way(sampler=Sampler(1.0)), seeds=[0])
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     found, again = (along(forcing, target, made.prompt, made.ids) for _ in range(2))
     text = whole(found, len(made.ids), 3)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.decoding.answers import Generation
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter, with_copying
 from specdec.drafters.lm import LMConfig
@@ -103,7 +103,7 @@ def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int
 
 def test_a_draft_of_fewer_positions_is_measured() -> None:
     """The first prompt takes all 16 of them and more; of the second, of 2 tokens, 14 tokens of the
-    answer remain, 11 of which three others follow. Rounds beyond them draft nothing."""
+    response remain, 11 of which three others follow. Rounds beyond them draft nothing."""
     short = random_target(architectures(len(TOKENIZER), 4, positions=16)["gpt2"])
     short.tokenizer = TOKENIZER
     drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
@@ -178,7 +178,7 @@ def test_all_prompts_are_counted_and_the_first_are_timed(
 
 
 def test_where_all_prompts_are_timed_the_speedup_is_that_of_the_clock(target: Target) -> None:
-    """A length policy learns from one answer to the next, so that with one all are timed."""
+    """A length policy learns from one response to the next, so that with one all are timed."""
     policy = {"length": "confidence", "settings": {"threshold": 0.2}}
     for change in ({}, {"timed": 5, "batch": 2}, {"timed": 1} | policy):
         results = measured(target, medusa(target), replace(GREEDY, **change))  # type: ignore[arg-type]
@@ -399,7 +399,7 @@ def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None
     results.write(tmp_path)
     for sample in at.samples:
         shown = [text for kind, text in sample.pieces if kind != "rejected"]
-        assert "".join(shown) == sample.answer
+        assert "".join(shown) == sample.response
     assert Results.load(tmp_path).asked[0].samples == at.samples
 
 
@@ -432,16 +432,16 @@ def test_a_batch_that_does_not_fit_is_counted_in_halves(
 ) -> None:
     """With the same counts as one that does. An error that is not about memory passes."""
     cfg, sizes = replace(GREEDY, timed=1, counting=4), list[int]()
-    whole, answers = measured(target, lm(target), cfg), Setup.answers
+    whole, responses = measured(target, lm(target), cfg), Setup.responses
     errors = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("a shape is wrong")]
 
     def narrow(setup: Setup, prompts: Any, way: Way, **options: Any) -> list[Generation]:
         sizes.append(len(prompts))
         if len(prompts) > 2:
             raise errors[0]
-        return answers(setup, prompts, way, **options)
+        return responses(setup, prompts, way, **options)
 
-    monkeypatch.setattr(Setup, "answers", narrow)
+    monkeypatch.setattr(Setup, "responses", narrow)
     halves = measured(target, lm(target), cfg)
     assert {4, 2} < {*sizes} | {1}
     assert counted(asdict(halves)) == counted(asdict(whole))
@@ -497,11 +497,11 @@ def test_processes_count_together_what_one_counts(
         target.tokenizer = TOKENIZER
     drafts = [medusa(target) for target in targets]
     alone = counted(asdict(measured(targets[0], drafts[0], cfg)))
-    decoding, answers, first = [0] * world, Setup.answers, Ranks.first
+    decoding, responses, first = [0] * world, Setup.responses, Ranks.first
 
     def seen(setup: Setup, *args: Any, **options: Any) -> list[Generation]:
         decoding[setup.ranks.rank] += 1
-        return answers(setup, *args, **options)
+        return responses(setup, *args, **options)
 
     def watched(ranks: Ranks, work: Any) -> Any:
         def only() -> Any:
@@ -513,7 +513,7 @@ def test_processes_count_together_what_one_counts(
 
         return first(ranks, only)
 
-    monkeypatch.setattr(Setup, "answers", seen)
+    monkeypatch.setattr(Setup, "responses", seen)
     monkeypatch.setattr(Ranks, "first", watched)
     ends = together(
         monkeypatch, world, lambda us: measured(targets[us.rank], drafts[us.rank], cfg, ranks=us)

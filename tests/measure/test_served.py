@@ -169,7 +169,7 @@ def test_what_an_engine_lacks_is_told(target: Target, drafter: Drafter, serve: S
     measured(target, silent)
     counts = silent.counts.copy()
     silent.fault = lambda _n, reply: (silent.counts.clear(), silent.counts.update(counts), reply)[2]
-    with pytest.raises(UserError, match="its counters do not fit its answers"):
+    with pytest.raises(UserError, match="its counters do not fit its responses"):
         measured(target, silent)
     text = serve(drafts=way, fault=lambda _n, reply: {"choices": [{"text": "a"}]})
     with pytest.raises(UserError, match="does not return the ids"):

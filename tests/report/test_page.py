@@ -32,7 +32,7 @@ def test_the_first_screen_comes_in_the_order_of_a_readers_questions(results: Res
         "![speedup of each way over plain decoding](speedup.png)",
         "## How to serve it",
         *(f"    {line}\n" for c in verdict.commands(results) for line in c.lines),
-        "## Answers at T = 0",
+        "## Responses at T = 0",
         "> Why is the sky \\<b\\>blue?\n\nBecause. *(τ 1.50)*",
         "## All figures",
     ]
@@ -51,15 +51,15 @@ def test_the_first_screen_comes_in_the_order_of_a_readers_questions(results: Res
     ]
 
 
-def test_an_answer_shows_what_became_of_its_drafted_tokens(
+def test_a_response_shows_what_became_of_its_drafted_tokens(
     results: Results, tmp_path: Path
 ) -> None:
     """In tags of our own, which the page's style colours; lines stay lines, except in a
     rejected draft."""
     pieces = [("plain", "Air"), ("accepted", " scatters *blue*"), ("rejected", "\n<ins>red</ins>")]
     pieces += [("corrected", " light\n\n"), ("accepted", "  a\nb"), ("bonus", " c\n")]
-    answer = "Air scatters *blue* light\n\n  a\nb c"
-    results.asked[0].samples = [Sample("Why?", answer, 1.5, [], pieces)]
+    response = "Air scatters *blue* light\n\n  a\nb c"
+    results.asked[0].samples = [Sample("Why?", response, 1.5, [], pieces)]
     page = report_page.page(results, {})
     shown = (
         "\n\nAir <samp>scatters \\*blue\\*</samp><del>↵\\<ins\\>red\\</ins\\></del> "
@@ -86,7 +86,7 @@ def test_a_section_about_nothing_is_left_out(results: Results) -> None:
     for heading in ("The other ways", "Confidence", "Training"):
         assert f"### {heading}" not in page
     silent = [replace(one, samples=[]) for one in bare]
-    assert "Answers at" not in report_page.page(replace(results, measured=silent), {})
+    assert "Responses at" not in report_page.page(replace(results, measured=silent), {})
 
 
 def test_where_nothing_is_gained_an_engine_may_still_be_tried(results: Results) -> None:

@@ -39,7 +39,7 @@ def tree(speedup: Speedup, t: float = 0.0) -> Measured:
 
 
 def of(*ats: Measured, **more: Any) -> Results:
-    folders = {"draft": "runs/run/best", "also": "runs/run/with-suffix"}
+    folders = {"draft": "runs/run/best", "combined": "runs/run/with-suffix"}
     return replace(measured(), measured=list(ats), **(folders | more))
 
 
@@ -130,7 +130,7 @@ def test_without_an_interval_nothing_is_claimed(change: dict[str, Any], why: str
 def test_a_lossy_rule_is_named_with_the_gain() -> None:
     lossy = at(MORE, 1.0, rule="typical", asked="typical", lossless=False)
     results = of(at(GAIN), lossy)
-    said = " The rule typical is lossy: answers at T = 1 are not the target's own."
+    said = " The rule typical is lossy: responses at T = 1 are not the target's own."
     assert verdict.sentence(results).endswith(said)
     assert "lossy" not in verdict.sentence(of(at(GAIN), replace(lossy, speedup=at(NONE).speedup)))
     (own,) = (line for line in lines(of(lossy)) if "generate" in line)
@@ -142,7 +142,7 @@ def test_an_adapted_target_is_named_with_the_gain() -> None:
     results = of(at(GAIN), shift=Shift("the original", kl, same))
     said = verdict.sentence(results)
     assert said.endswith(
-        "along with the draft: 93% of the original's greedy answers stay the same."
+        "along with the draft: 93% of the original's greedy responses stay the same."
     )
 
 

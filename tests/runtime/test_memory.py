@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding import fitting
 from specdec.decoding.way import Way
 from specdec.errors import UserError, command, is_out_of_memory, memory_for
@@ -120,7 +120,7 @@ def test_rows_that_fit_are_counted_from_the_cache_of_the_target(
     Three hidden states are 3 · 32 · 4 bytes a position."""
     target = random_target(architectures(vocab=50, layers=2)["llama"])
     prompt, new = [*range(10)], 30
-    for needs, states in ((FeatureSpec(), 0), (FeatureSpec((1, 2), final_hidden=True), 3)):
+    for needs, states in ((HiddenStateSpec(), 0), (HiddenStateSpec((1, 2), final_hidden=True), 3)):
         kept = (256 + states * 32 * 4) * (10 + 30) * 2
         row = kept + 4 * 4 * 50 + 24 * 32 * 4 * 10
         monkeypatch.setattr(fitting, "free_bytes", lambda _, row=row: 10 * row)
@@ -134,15 +134,15 @@ def test_rows_that_fit_are_counted_from_the_cache_of_the_target(
 
 
 @pytest.mark.parametrize("kind", ["free memory", "an error"])
-def test_answers_are_those_of_smaller_batches(
+def test_responses_are_those_of_smaller_batches(
     tiny: Tiny,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     kind: str,
 ) -> None:
-    """A batch of 16 does not fit: no more than 3 prompts are then answered at once, and the answers
-    are the same in float32."""
+    """A batch of 16 does not fit: no more than 3 prompts are then answered at once, and the
+    responses are the same in float32."""
     sizes: list[int] = []
 
     def decode(target: Any, prompts: Any, way: Way, **options: Any) -> Any:
@@ -152,8 +152,8 @@ def test_answers_are_those_of_smaller_batches(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return decoding(target, prompts, way, **options)
 
-    decoding, options = responses.decode, ["data.answers=target", "export=null"]
-    roots = [f"answers.root={tmp_path / name}" for name in ("whole", "small")]
+    decoding, options = responses.decode, ["data.responses=target", "export=null"]
+    roots = [f"responses.root={tmp_path / name}" for name in ("whole", "small")]
     tiny.job(tmp_path / "one", "ngram", *options, roots[0])
     monkeypatch.setattr(responses, "decode", decode)
     if kind == "free memory":
@@ -179,8 +179,10 @@ def test_a_single_prompt_that_does_not_fit_is_one_line(
 
     monkeypatch.setattr(responses, "decode", decode)
     with pytest.raises(UserError, match="answering a single prompt") as caught:
-        tiny.job(tmp_path / "run", "ngram", "data.answers=target", f"answers.root={tmp_path / 'a'}")
-    require_one_line(f"error: {caught.value}", r"answers\.max_new_tokens", "are kept")
+        tiny.job(
+            tmp_path / "run", "ngram", "data.responses=target", f"responses.root={tmp_path / 'a'}"
+        )
+    require_one_line(f"error: {caught.value}", r"responses\.max_new_tokens", "are kept")
 
 
 SUMMARY = """

@@ -86,8 +86,8 @@ def test_an_own_estimate_is_about_the_likeliest_child() -> None:
 @pytest.mark.parametrize("variant", SAMPLERS)
 @pytest.mark.parametrize("name", ["eagle3", "dspark", "lm"])
 def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, variant: str) -> None:
-    """It stops by the calibration of its own variant of α alone. At T = 0 the answers remain those
-    of plain decoding."""
+    """It stops by the calibration of its own variant of α alone. At T = 0 the responses remain
+    those of plain decoding."""
     drafter = make_drafter(name, target, noise=0.05)
     plain, lengths = decode(target, PROMPTS, max_new_tokens=8), dict[str, set[int]]()
     cases = (NEVER, variant, {1}), (ALWAYS, variant, {3}), (NEVER, "greedy_draft", None)
@@ -121,7 +121,7 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
 
 def proposed(drafter: Drafter, target: Target, shape: Shape, temperature: float) -> Proposal:
     ids = torch.tensor([PROMPTS[1]])
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
     choose = Choose(Sampler(temperature), "fixed", RowDraws([]), vocabulary(drafter), V)
     return drafter.draft(ctx, shape, choose)
 
@@ -179,7 +179,7 @@ def test_a_familys_own_estimate_is_read_in_decoding(target: Target) -> None:
     path."""
     drafter = make_drafter("dspark", target, noise=0.3)
     ids = torch.tensor([PROMPTS[1]])
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
     for cache in (None, drafter.new_cache()):
         growth, path = drafter.draft_growth(ctx, cache), list[int]()
         for k in range(3):
@@ -201,7 +201,7 @@ def test_what_a_length_is_told_is_the_own_estimate_after_calibration(target: Tar
         told.append(confidence_B)
         return torch.zeros_like(token_B, dtype=torch.bool)
 
-    ctx, _ = target.features(torch.tensor([PROMPTS[1]]), drafter.needs)
+    ctx, _ = target.hidden_states(torch.tensor([PROMPTS[1]]), drafter.needs)
 
     def drafted(ctx: Context) -> Proposal:
         choose = Choose(Sampler(0.0), "fixed", RowDraws([]), vocabulary(drafter), V)

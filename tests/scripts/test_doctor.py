@@ -51,10 +51,10 @@ def test_samples_and_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = [f"data={folder / 'chats.jsonl'}", f"target={folder / 'target'}"]
-    settings += ["data.answers=data", "data.held_out=0.2", "data.max_length=128"]
+    settings += ["data.responses=data", "data.held_out=0.2", "data.max_length=128"]
     assert doctor(monkeypatch, tmp_path, *settings, "--samples", "3") == 0
     out = capsys.readouterr().out
-    assert out.count("edges of the first answer: ") == 3
+    assert out.count("edges of the first response: ") == 3
     assert "'<|im_start|>' 'assistant' '\\n' ▸ " in out and " '.' '<|im_end|>' ◂ '\\n'" in out
     said = " ".join(out.split())
     for figure in (
@@ -86,19 +86,19 @@ def of(folder: Path, parts: TargetParts, **options: Any) -> Diagnosis:
     return diagnose(cfg, parts, 48, 2)
 
 
-def test_answers_that_end_in_no_stop_token_are_a_fault(folder: Path, tmp_path: Path) -> None:
+def test_responses_that_end_in_no_stop_token_are_a_fault(folder: Path, tmp_path: Path) -> None:
     parts = parts_with(tmp_path, TEMPLATE.replace("<|im_end|>", " ."))
-    for answers in ("data", "target"):
-        diagnosis = of(folder, parts, answers=answers)
+    for responses in ("data", "target"):
+        diagnosis = of(folder, parts, responses=responses)
         (fault,) = diagnosis.faults
         assert f"{NO_STOP} ('<|im_end|>')" in fault and "\n" not in fault
-    assert of(folder, parts, answers="data").stops == {NO_STOP: 41}
+    assert of(folder, parts, responses="data").stops == {NO_STOP: 41}
 
 
 def test_template_and_mask_that_disagree_are_a_fault(folder: Path, tmp_path: Path) -> None:
     """A template that changes answers with the word `home` in them."""
     changed = TEMPLATE.replace("m['content'] }}", "m['content'] | replace('home', 'cat') }}")
-    diagnosis = of(folder, parts_with(tmp_path, changed), answers="data")
+    diagnosis = of(folder, parts_with(tmp_path, changed), responses="data")
     (fault,) = diagnosis.faults
     assert fault.startswith("template and mask disagree in ") and "{% generation %}" in fault
 
@@ -111,7 +111,7 @@ def test_the_fault_of_the_script_is_one_line(
 ) -> None:
     target = save_target(tmp_path / "other", template=TEMPLATE.replace("<|im_end|>", " ."))
     capsys.readouterr()  # bars of the saving
-    settings = [f"target={target}", f"data={folder / 'chats.jsonl'}", "data.answers=data"]
+    settings = [f"target={target}", f"data={folder / 'chats.jsonl'}", "data.responses=data"]
     assert doctor(monkeypatch, tmp_path, *settings) == 2
     require_one_line(capsys.readouterr().err, NO_STOP)
     assert "Fault" in (tmp_path / "doctor" / "data.md").read_text()
@@ -128,27 +128,27 @@ def test_weights_are_shown(
         chat["messages"][1]["weight"] = (0.5, 0.1, 0.5, 2, 0, -1)[n]
     path = write_jsonl(tmp_path / "weighted.jsonl", chats)
     settings = [f"data={path}", f"target={folder / 'target'}", "data.held_out=0.3"]
-    assert doctor(monkeypatch, tmp_path, *settings, "data.answers=data") == 0
+    assert doctor(monkeypatch, tmp_path, *settings, "data.responses=data") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 dropped: an answer whose weight is neither 0 nor a number from 0.001 to 100" in said
-    assert "3 changed: answers that count by their weight" not in said
-    assert "4 changed: answers that count by their weight in the loss" in said
+    assert "1 dropped: a response whose weight is neither 0 nor a number from 0.001 to 100" in said
+    assert "3 changed: responses that count by their weight" not in said
+    assert "4 changed: responses that count by their weight in the loss" in said
     table = "Weights of the answers in the loss weight 0.1 1 weight 0.5 2 weight 1 2 weight 2 1"
     assert table in said
     assert "weight 0.5" in (tmp_path / "doctor" / "data.md").read_text()
-    assert doctor(monkeypatch, tmp_path, *settings, "data.answers=target") == 0
-    # the target answers in place of an answer of weight 0, and its own answer counts as any
+    assert doctor(monkeypatch, tmp_path, *settings, "data.responses=target") == 0
+    # the target answers in place of a response of weight 0, and its own response counts as any
     said = " ".join(capsys.readouterr().out.split())
     assert table.replace("weight 1 2", "weight 1 3") in said
 
 
 def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
     parts = TargetLoader(TargetConfig(str(folder / "target"))).parts
-    diagnosis = of(folder, parts, answers="data")
+    diagnosis = of(folder, parts, responses="data")
     assert diagnosis.coverage.keys() == {48}
     assert 0.5 < diagnosis.coverage[48] < 1
     chats = [{"prompt": text} for text in ("Привет, Ёж", "你好世界", "こんにちは", "hi")]
     path = write_jsonl(tmp_path / "x.jsonl", chats)
-    cfg = DataConfig(str(path), answers="target", held_out=0.0)
+    cfg = DataConfig(str(path), responses="target", held_out=0.0)
     scripts = diagnose(cfg, parts, None, 0).scripts
     assert scripts == {"Cyrillic": 8 / 19, "Kana": 5 / 19, "Han": 4 / 19, "Latin": 2 / 19}

@@ -21,7 +21,7 @@ def test_the_kills_come_in_every_phase_of_every_kind_of_run(seed: int) -> None:
     from benches.kills import ONLY_MAIN, PHASES, planned
 
     runs = planned(20, seed)
-    assert [(run.kind, run.answers) for run in runs] == [
+    assert [(run.kind, run.responses) for run in runs] == [
         ("DDP", "target"),
         ("FSDP2", "target"),
         ("DDP", "data"),
@@ -33,7 +33,7 @@ def test_the_kills_come_in_every_phase_of_every_kind_of_run(seed: int) -> None:
     assert {tuple(death.victims) for death in deaths} == {(0,), (1,), (0, 1), (-1,)}
     phase = {place: name for name, places in PHASES.items() for place, _ in places}
     for run in runs:
-        first = "answers" if run.answers == "target" else "features"
+        first = "responses" if run.responses == "target" else "hidden_states"
         counts = Counter(phase[death["place"]] for death in run.deaths)
         assert counts == {first: 2, "training": 2, "checkpoints": 2}
     for death in deaths:
@@ -42,19 +42,19 @@ def test_the_kills_come_in_every_phase_of_every_kind_of_run(seed: int) -> None:
     assert planned(20, seed) == runs != planned(20, seed + 1)
 
 
-def test_two_answers_to_one_prompt_are_found(tmp_path: Path) -> None:
+def test_two_responses_to_one_prompt_are_found(tmp_path: Path) -> None:
     from benches.engine_kills import EngineKilledRun
 
-    run, folder = EngineKilledRun(tmp_path / "run", "", 4), tmp_path / "run" / "answers" / "key"
+    run, folder = EngineKilledRun(tmp_path / "run", "", 4), tmp_path / "run" / "responses" / "key"
     folder.mkdir(parents=True)
-    assert run.answers() == {}
+    assert run.responses() == {}
     for name, prompt in (("a", "x"), ("b", "y")):
         line = json.dumps({"prompt": prompt, "ids": [1, 2]})
         (folder / f"{name}.jsonl").write_text(f"{line}\n{line[:9]}")  # the last write was cut
-    assert run.answers() == {"x": [1, 2], "y": [1, 2]}
+    assert run.responses() == {"x": [1, 2], "y": [1, 2]}
     (folder / "c.jsonl").write_text(f"{line}\n")
-    with pytest.raises(UserError, match="two answers"):
-        run.answers()
+    with pytest.raises(UserError, match="two responses"):
+        run.responses()
 
 
 def test_an_engine_that_ends_is_told_with_what_it_said(tmp_path: Path) -> None:

@@ -45,15 +45,17 @@ def test_homogeneity_of_two_samples() -> None:
 
 
 def test_every_prompt_warms_up_what_is_compiled() -> None:
-    from benches.turns import Answerer, TimedAnswer, in_turn, ratio
+    from benches.turns import ResponseWriter, TimedGeneration, in_turn, ratio
 
     calls: dict[str, list[int]] = {"eager": [], "compiled": []}
 
-    def answer(name: str, prompt: list[int]) -> TimedAnswer:
+    def answer(name: str, prompt: list[int]) -> TimedGeneration:
         calls[name].append(len(prompt))
-        return TimedAnswer([1], 1.0)
+        return TimedGeneration([1], 1.0)
 
-    each = {name: Answerer(partial(answer, name), compiled=name == "compiled") for name in calls}
+    each = {
+        name: ResponseWriter(partial(answer, name), compiled=name == "compiled") for name in calls
+    }
     in_turn(each, [[1] * n for n in (2, 5, 3)])
     assert calls == {"eager": [2, 5, 2, 5, 3], "compiled": [2, 5, 3, 2, 5, 3]}
     assert ratio([3.0], [2.0]) == "1.50 (one prompt)"
@@ -64,12 +66,12 @@ def test_an_answerer_stands_beside_the_fastest_of_its_rivals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 rounds."""
-    from benches.turns import Answerer, TimedAnswer, compare
+    from benches.turns import ResponseWriter, TimedGeneration, compare
 
-    each = {name: Answerer(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
-    each["ours"] = Answerer(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
-    made = {"slow": [TimedAnswer([1, 2], 8.0)] * 2, "fast": [TimedAnswer([1, 3], 4.0)] * 2}
-    made["ours"] = [TimedAnswer([1, 3], 2.0, 2, [2, 1]), TimedAnswer([1, 2], 2.0, 2, [1])]
+    each = {name: ResponseWriter(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
+    each["ours"] = ResponseWriter(None, "2", ["slow", "fast"])  # type: ignore[arg-type]
+    made = {"slow": [TimedGeneration([1, 2], 8.0)] * 2, "fast": [TimedGeneration([1, 3], 4.0)] * 2}
+    made["ours"] = [TimedGeneration([1, 3], 2.0, 2, [2, 1]), TimedGeneration([1, 2], 2.0, 2, [1])]
     compare(each, made)
     last = [cell.strip() for cell in capsys.readouterr().out.splitlines()[-1].split("|")[1:-1]]
     figures = ["2.000", "0.750 0.250", "4", "1.0", "2.00 (2.00 to 2.00)"]
@@ -105,14 +107,14 @@ def test_identity_goes_on_where_it_was_interrupted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Decoded once each, whatever was interrupted; other prompts or other weights are measured
-    anew, and a draft that changes one answer is told."""
+    anew, and a draft that changes one response is told."""
     from benches import lossless as bench
 
     target = random_target(architectures(16, 2)["llama"])
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
     calls: list[int] = []
     left = [2]  # calls until it is interrupted
-    last = [0]  # what is added to the last token of a drafted answer
+    last = [0]  # what is added to the last token of a drafted response
 
     def counted(_target, part, way=None, **options):
         left[0] -= 1
@@ -360,7 +362,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     """A shell script stands in for vLLM's Python: it chatters, answers once, starts anew, and
     fails."""
     from benches import engine
-    from benches.turns import TimedAnswer
+    from benches.turns import TimedGeneration
 
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -374,7 +376,7 @@ def test_an_engine_is_spoken_to_line_by_line(
     folders = Path("target"), Path("draft")
     with engine.VllmWorker() as served:
         served.serve(*folders, "eagle3", 2, "float32")
-        assert served.answer([1, 2], 2) == TimedAnswer([7, 8], 0.5, 4, [2, 1])
+        assert served.answer([1, 2], 2) == TimedGeneration([7, 8], 0.5, 4, [2, 1])
         served.serve(*folders, None, 2, "bfloat16")
         for _ in range(2):  # it has ended, or ends while it is written to
             with pytest.raises(UserError, match="vLLM ended with 3: that is all"):

@@ -1,4 +1,4 @@
-"""The benches that train runs and compare them: recipes, objectives, families, the paper's.
+"""The benches that train runs and compare them: recipes, losses, families, the paper's.
 
 Run alone: python -m pytest tests/scripts/test_training_benches.py
 """
@@ -49,10 +49,12 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def trained(command: list[str], **_: Any) -> Any:
         commands.append(command)
-        given = {"drafter.start": "target"} | dict(x.split("=", 1) for x in command[2:])
-        share = 0.3 + 0.2 * (given["drafter.start"] == "target")
-        share += 0.1 * (given["objective"] == "nla")
-        share += 0.05 * (given["drafter.start"] == "random") * (given["optim.lr"] == "2e-3")
+        given = {"drafter.initialisation": "target"} | dict(x.split("=", 1) for x in command[2:])
+        share = 0.3 + 0.2 * (given["drafter.initialisation"] == "target")
+        share += 0.1 * (given["loss"] == "nla")
+        share += (
+            0.05 * (given["drafter.initialisation"] == "random") * (given["optim.lr"] == "2e-3")
+        )
         made = results()
         assert made.training is not None
         made.training.tokens += int(given["loop.seed"])  # a seed orders rows of unlike lengths
@@ -87,22 +89,22 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
     assert best["target", "nla"] == ("3e-4 (best)", "0.600", "0.250")
     assert best["random", "kl"] == ("2e-3 (best)", "0.350", "")
     parts = {(r[0], r[1]): r[2] for r in rows if len(r) == 4}
-    assert parts["random → target", "objective kl"] == "0.150"  # .5 less .35
+    assert parts["random → target", "loss kl"] == "0.150"  # .5 less .35
     assert parts["kl → nla", "start target"] == "0.100"
     assert parts["random → target, kl → nla", ""] == "0.250"
-    assert parts["random → regression", "objective kl"] == "-0.050"
+    assert parts["random → regression", "loss kl"] == "-0.050"
 
 
-def test_objectives_are_compared_with_the_first(
+def test_losses_are_compared_with_the_first(
     runs: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     from benches import recipe
 
     for _ in range(2):
-        recipe.objectives(arms=["kl", "nla objective.per=sequence"], seeds=2, folder=Path("o"))
+        recipe.objectives(arms=["kl", "nla loss.per=sequence"], seeds=2, folder=Path("o"))
     assert [c[-4:] for c in runs[:2]] == [
-        ["name=o/kl-lrnull-seed0", "objective=kl", "optim.lr=null", "loop.seed=0"],
-        ["objective=nla", "objective.per=sequence", "optim.lr=null", "loop.seed=0"],
+        ["name=o/kl-lrnull-seed0", "loss=kl", "optim.lr=null", "loop.seed=0"],
+        ["loss=nla", "loss.per=sequence", "optim.lr=null", "loop.seed=0"],
     ]
     assert len(runs) == 2 * 2
     rows = tables(capsys.readouterr().out)
@@ -386,7 +388,7 @@ def test_training_steps_of_two_checkouts_take_turns(
     from benches.training import training
 
     tiny = [x for x in make_tiny(tmp_path).overrides() if not x.startswith("track")]
-    mine = [*tiny, "loop.precision=no", "drafter.start=target"]
+    mine = [*tiny, "loop.precision=no", "drafter.initialisation=target"]
     other = tmp_path / "other"
     other.symlink_to(REPOSITORY, target_is_directory=True)
     training(mine, against=other, turns=3)
@@ -417,7 +419,8 @@ def test_the_memory_of_a_step_is_measured(tmp_path: Path) -> None:
 def test_several_processes_beside_one(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Runs take turns, after one that stores the features; two processes are 1.5 times as fast."""
+    """Runs take turns, after one that stores the hidden states; two processes are 1.5 times as
+    fast."""
     from benches import processes
 
     sizes = list[int]()

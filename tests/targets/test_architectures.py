@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.llama import modeling_llama
 
 from specdec.compat import attention_of
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -125,7 +125,9 @@ def test_documents_on_both_sides_of_a_line_are_read_with_their_own_factors() -> 
     position = torch.cat([torch.arange(len(ids)) for ids in texts])[None]
     document = torch.cat([torch.full((len(ids),), n) for n, ids in enumerate(texts)])[None]
     packed = torch.cat([torch.tensor(ids) for ids in texts])[None]
-    _, final = target.features(packed, FeatureSpec(), position_BT=position, document_BT=document)
+    _, final = target.hidden_states(
+        packed, HiddenStateSpec(), position_BT=position, document_BT=document
+    )
     for n, ids in enumerate(texts):
         made = AutoModelForCausalLM.from_config(target.model.config).eval()
         made.load_state_dict(target.model.state_dict())
@@ -158,7 +160,7 @@ def cache_errors(target: Target) -> list[float]:
     def logits(some: torch.Tensor, parents: list[int] | None = None) -> torch.Tensor:
         parents_BT = None if parents is None else torch.tensor([parents] * len(some))
         return target.logits(
-            target.features(some, FeatureSpec(), cache=cache, parents_BT=parents_BT)[1]
+            target.hidden_states(some, HiddenStateSpec(), cache=cache, parents_BT=parents_BT)[1]
         )
 
     def compare(ours: torch.Tensor, text: torch.Tensor) -> None:
@@ -195,7 +197,7 @@ def test_llama4_scales_the_queries_of_each_row_and_branch_by_their_own_positions
 def test_a_layer_that_asks_for_a_length_reads_rows_of_one_length(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What it makes of the answer begins far beyond what a check reads: after 1,000 tokens."""
+    """What it makes of the response begins far beyond what a check reads: after 1,000 tokens."""
     plain, longest = modeling_llama.LlamaAttention.forward, list[int]()
 
     def asks(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +277,8 @@ SPARSE = {
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_chunks_and_sparse_attention_in_batches_and_trees(kind: str, config: Any) -> None:
-    """Answers that cross the border of a chunk, or that are longer than what an indexer chooses."""
+    """Responses that cross the border of a chunk, or that are longer than what an indexer
+    chooses."""
     target = target_of(kind, **config, max_position_embeddings=256)
     prompts = [words(13), words(6, 4)]
     expected = [transformers_ids(target, prompt, 24) for prompt in prompts]
@@ -433,8 +436,8 @@ OWN: dict[str, tuple[Reading, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", OWN)
 def test_models_with_ways_of_their_own(kind: str) -> None:
-    """Two rows of unequal length, whose drafts are accepted in part, and features of documents that
-    share a row."""
+    """Two rows of unequal length, whose drafts are accepted in part, and hidden states of documents
+    that share a row."""
     reading, config = OWN[kind]
     target = target_of(kind, **config)
     assert isinstance(target, Target) and target.reading is reading
@@ -444,13 +447,13 @@ def test_models_with_ways_of_their_own(kind: str) -> None:
     learn(drafter, [prompts[0] + expected[0], prompts[1] + expected[1][::2]])
     for shape in (Chain(2), TREE) if target.reads_trees else (Chain(2),):
         made = decode(target, prompts, Way(drafter, shape), max_new_tokens=16, eos=())
-        assert [answer.ids for answer in made] == expected
-        assert any(r.accepted for answer in made for r in answer.rounds)
-    needs = FeatureSpec(layers=(1, 4))
-    alone = [target.features(torch.tensor([ids]), needs)[0].layers_BTF for ids in prompts]
+        assert [response.ids for response in made] == expected
+        assert any(r.accepted for response in made for r in response.rounds)
+    needs = HiddenStateSpec(layers=(1, 4))
+    alone = [target.hidden_states(torch.tensor([ids]), needs)[0].layers_BTF for ids in prompts]
     position = torch.tensor([[*range(13), *range(6)]])
     document = torch.tensor([[0] * 13 + [1] * 6])
-    both, _ = target.features(
+    both, _ = target.hidden_states(
         torch.tensor([prompts[0] + prompts[1]]), needs, position_BT=position, document_BT=document
     )
     torch.testing.assert_close(both.layers_BTF, torch.cat(alone, 1), atol=1e-4, rtol=1e-4)
@@ -463,7 +466,7 @@ def test_a_soft_cap_of_any_name_is_obeyed(kind: str) -> None:
     head.weight.data *= 20
     with torch.no_grad():
         theirs = target.model(ids, use_cache=False).logits
-        ours = target.logits(target.features(ids, FeatureSpec())[1])
+        ours = target.logits(target.hidden_states(ids, HiddenStateSpec())[1])
     assert theirs.abs().max() > 15
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -562,9 +565,9 @@ def test_drafts_for_norms_that_store_one_less_can_start_and_learn(name: str) -> 
     """With Gemma's weights of 0, the starts of some divided by 0, and their MLPs never learnt."""
     target, family = target_of("gemma2", **SMALL, head_dim=8), DRAFTERS[name]
     options = {"layers": [1, 2, 3]} if name in ("eagle3", "peagle", "dflash") else {}
-    drafter = family.build(family.Config(start="target", **options), target)
+    drafter = family.build(family.Config(initialisation="target", **options), target)
     ids = torch.randint(2, V, (2, 12))
-    ctx, _ = target.features(ids, drafter.needs)
+    ctx, _ = target.hidden_states(ids, drafter.needs)
     hidden = drafter.hidden(ctx, torch.tensor([[4, 6], [4, 6]]), None)
     drafter.unembed(hidden[:, :, 0], 0).logsumexp(-1).sum().backward()
     gates = [(n, p) for n, p in drafter.named_parameters() if "mlp.gate_proj" in n]
@@ -614,7 +617,7 @@ def test_the_layers_of_a_model_that_also_sees_are_those_that_read_the_text() -> 
     config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
     target = Target(AutoModelForCausalLM.from_config(config).float(), None, "tiny")
     assert target.layers is target.model.base_model.language_model.layers
-    ctx, _ = target.features(torch.tensor([words(9)]), FeatureSpec(layers=(1, 4)))
+    ctx, _ = target.hidden_states(torch.tensor([words(9)]), HiddenStateSpec(layers=(1, 4)))
     assert ctx.layers_BTF is not None and ctx.layers_BTF.shape == (1, 9, 2 * 32)
 
 
@@ -651,16 +654,16 @@ def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths() -> None:
     learn(drafter, [prompts[0] + expected[0], [*expected[1][::2], *prompts[0]]])
     shape = Static([[0], [1], [2], [0, 0], [1, 0]])
     made = decode(target, prompts, Way(drafter, shape), max_new_tokens=20, eos=())
-    assert [answer.ids for answer in made] == expected
-    assert any(r.accepted for answer in made for r in answer.rounds)
+    assert [response.ids for response in made] == expected
+    assert any(r.accepted for response in made for r in response.rounds)
 
 
 def test_layers_that_pass_other_states_than_the_head_reads_are_refused_in_one_line() -> None:
     narrow = {"word_embed_proj_dim": 16, "ffn_dim": 48, "max_position_embeddings": 64}
     target = target_of("opt", **SMALL, **narrow)
-    target.features(torch.tensor([words(5)]), FeatureSpec(final_hidden=True))
+    target.hidden_states(torch.tensor([words(5)]), HiddenStateSpec(final_hidden=True))
     with pytest.raises(UserError, match="cannot read its layers") as caught:
-        target.features(torch.tensor([words(5)]), FeatureSpec(layers=(2,)))
+        target.hidden_states(torch.tensor([words(5)]), HiddenStateSpec(layers=(2,)))
     assert "\n" not in str(caught.value)
 
 
@@ -670,7 +673,7 @@ def test_of_several_streams_between_layers_a_draft_reads_the_mean() -> None:
     target = target_of("gemma3n_text", **{**SHARED, **streams, **kinds}, laurel_rank=4)
     seen, ids = list[torch.Tensor](), torch.tensor([words(4)] * 4)  # as many rows as streams
     with target.layers[1].register_forward_hook(lambda _, __, out: seen.append(out)):
-        ctx, _ = target.features(ids, FeatureSpec(layers=(2,)))
+        ctx, _ = target.hidden_states(ids, HiddenStateSpec(layers=(2,)))
     assert seen[0].shape == (4, 4, 4, 32) and target.streams == 0
     assert ctx.layers_BTF is not None
     torch.testing.assert_close(ctx.layers_BTF, seen[0].mean(0))

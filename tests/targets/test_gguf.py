@@ -35,9 +35,9 @@ def test_dense_model_speaks_and_stops(smollm2: Path) -> None:
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
     output = model.generate(**inputs, max_new_tokens=32, do_sample=False)[0]
-    answer = tokenizer.decode(output[inputs["input_ids"].shape[1] :])
+    response = tokenizer.decode(output[inputs["input_ids"].shape[1] :])
     # wrongly permuted rotary weights, or scales, give no sentence and no end of turn
-    assert answer == "The capital of France is Paris.<|im_end|>"
+    assert response == "The capital of France is Paris.<|im_end|>"
 
 
 @real

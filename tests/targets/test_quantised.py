@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GptOssConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -116,7 +116,7 @@ def test_every_reader_of_float8_applies_the_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [Eagle3Config(layers=[1, 2, 3], draft_vocab=48, start="target"), LMConfig()]
+    "config", [Eagle3Config(layers=[1, 2, 3], draft_vocab=48, initialisation="target"), LMConfig()]
 )
 def test_a_draft_starts_alike_in_the_first_run_and_the_second(tmp_path: Path, config: Any) -> None:
     fp8(tmp_path)
@@ -151,7 +151,7 @@ def test_a_draft_starts_from_what_a_quantised_model_computes_with(
     assert "quantization_config" not in (tmp_path / "draft" / "drafter.json").read_text()
     ids = torch.arange(3, 20)[None]
     states = drafter.model.base_model(ids).last_hidden_state
-    torch.testing.assert_close(states, theirs.features(ids, FeatureSpec())[1])
+    torch.testing.assert_close(states, theirs.hidden_states(ids, HiddenStateSpec())[1])
 
 
 def test_a_quantised_source_that_cannot_be_read_is_refused(
@@ -243,7 +243,7 @@ def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored
     theirs.generation_config.eos_token_id = None
     mask = torch.ones_like(ids)
     told = theirs.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=False)
-    answer = told[0, 16:].tolist()
+    response = told[0, 16:].tolist()
     on_demand = TargetLoader(cfg)
     whole, parts = on_demand.whole(), load_parts(cfg)
     assert ", dequantised on cpu" in opening(whole, cfg)
@@ -252,9 +252,10 @@ def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored
     for name, config in (("lm", LMConfig()), ("eagle3", Eagle3Config([1, 2, 3], draft_vocab=None))):
         drafter = DRAFTERS[name].build(config, parts).eval()
         assert (
-            generate(whole, ids[0].tolist(), Way(drafter), max_new_tokens=16, eos=()).ids == answer
+            generate(whole, ids[0].tolist(), Way(drafter), max_new_tokens=16, eos=()).ids
+            == response
         )
-    assert generate(whole, ids[0].tolist(), max_new_tokens=16, eos=()).ids == answer
+    assert generate(whole, ids[0].tolist(), max_new_tokens=16, eos=()).ids == response
 
 
 @pytest.mark.parametrize("stored", [fp8, fp8_experts, mxfp4])
@@ -269,10 +270,10 @@ def test_what_is_dequantised_is_spread_over_memory_and_disk(tmp_path: Path, stor
     target = load_target(replace(cfg, device_map="auto", max_memory=room))
     assert [target.model.hf_device_map[f"model.layers.{k}"] for k in (0, 3)] == ["cpu", "disk"]
     assert target.fingerprint() == whole.fingerprint()
-    answers = (generate(each, ids, max_new_tokens=16, eos=()).ids for each in (target, whole))
-    assert next(answers) == next(answers)
+    responses = (generate(each, ids, max_new_tokens=16, eos=()).ids for each in (target, whole))
+    assert next(responses) == next(responses)
     assert [*Path(cfg.cache).glob("offloaded-*")]
-    del target, answers
+    del target, responses
     gc.collect()
     assert not [*Path(cfg.cache).glob("offloaded-*")]
 
@@ -329,11 +330,12 @@ def test_layers_that_compute_in_one_type_alone_are_told(
 
 
 def test_a_job_on_a_quantised_target(tmp_path: Path) -> None:
-    """Its features are filled, a draft is trained and measured, and the second run holds parts."""
+    """Its hidden states are filled, a draft is trained and measured, and the second run holds
+    parts."""
     fp8(tmp_path)
     data = write_jsonl(tmp_path / "chats.jsonl", conversations(29))
     tiny = Tiny(tmp_path, tmp_path / "model", data)
-    assert tiny.job(tmp_path / "run", "eagle3", "drafter.start=target") > 1
+    assert tiny.job(tmp_path / "run", "eagle3", "drafter.initialisation=target") > 1
     assert (tmp_path / "run" / "report" / "report.md").exists()
 
 
@@ -414,15 +416,15 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
     ids = torch.arange(3, 20)[None]
     drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[0, 1, 2, 3]), target).eval()
     theirs, ours = (
-        target.features(ids, FeatureSpec())[1],
+        target.hidden_states(ids, HiddenStateSpec())[1],
         drafter.model.base_model(ids).last_hidden_state,
     )
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     eagle = DRAFTERS["eagle3"].build(Eagle3Config([1, 2, 3], draft_vocab=None), target)
-    answer = generate(target, ids[0].tolist(), max_new_tokens=12, eos=())
+    response = generate(target, ids[0].tolist(), max_new_tokens=12, eos=())
     for draft in (drafter, eagle):
         drafted = generate(target, ids[0].tolist(), Way(draft), max_new_tokens=12, eos=())
-        assert drafted.ids == answer.ids
+        assert drafted.ids == response.ids
         assert draft is eagle or all(r.accepted == r.drafted for r in drafted.rounds)
     assert target.checksum() == before
     with torch.no_grad():
@@ -556,6 +558,6 @@ def test_checkpoints_of_other_libraries(tmp_path: Path, library: str) -> None:
         off = (found - x).float().norm() / x.float().norm()
         assert off < (0.2 if library.endswith("4") else 0.05), name
     ids = list(range(3, 12))
-    answer = generate(whole, ids, max_new_tokens=8, eos=()).ids
+    response = generate(whole, ids, max_new_tokens=8, eos=()).ids
     drafter = DRAFTERS["lm"].build(LMConfig(), parts).to(torch.bfloat16).eval()
-    assert generate(whole, ids, Way(drafter), max_new_tokens=8, eos=()).ids == answer
+    assert generate(whole, ids, Way(drafter), max_new_tokens=8, eos=()).ids == response

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, DynamicCache
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import FeatureSpec, Proposal
+from specdec.context import HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.verification_methods import RULES
@@ -127,11 +127,11 @@ def bigram(target: Target, learnt: list[list[int]], depth: int = 3) -> Any:
     return drafter
 
 
-def transformers_answers(target: Target, prompts: list[list[int]], new: int) -> list[list[int]]:
+def transformers_responses(target: Target, prompts: list[list[int]], new: int) -> list[list[int]]:
     """Prompts of one length, continued by transformers. RWKV mixes up the rows of a batch when it
     reads single tokens."""
     if target.name == "rwkv" and len(prompts) > 1:
-        return [transformers_answers(target, [prompt], new)[0] for prompt in prompts]
+        return [transformers_responses(target, [prompt], new)[0] for prompt in prompts]
     ids = torch.tensor(prompts)
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
     made = target.model.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -156,7 +156,7 @@ def by_transformers(target: Target, prompt: list[int], after: torch.Tensor) -> t
 # --- Decoding -----------------------------------------------------------------------------------
 
 
-def test_200_answers_are_those_of_transformers(target: Target) -> None:
+def test_200_responses_are_those_of_transformers(target: Target) -> None:
     """Prompts of unequal lengths share a batch, drafts are accepted and rejected. Fewer than 200
     prompts for the kinds that are not among the most wanted."""
     prompts, expected = [], []
@@ -164,7 +164,7 @@ def test_200_answers_are_those_of_transformers(target: Target) -> None:
     for length in lengths:
         some = texts(10, length, length)
         prompts += some
-        expected += transformers_answers(target, some, 12)
+        expected += transformers_responses(target, some, 12)
     drafter = DRAFTERS["suffix"].build(SuffixConfig(depth=3), target)
     learn(drafter, [p + a for p, a in zip(prompts[::2], expected[::2], strict=True)])
     order = [i for start in range(10) for i in range(start, len(prompts), 10)]  # lengths alternate
@@ -197,10 +197,10 @@ def test_in_16_bits_states_are_kept_and_moved_as_well(kind: str) -> None:
     target = Target(model_of(kind).bfloat16(), None, kind)
     prompt = texts(1, 7)[0]
     cache = target.new_cache()
-    needs = FeatureSpec((2,), final_hidden=True)
-    target.features(torch.tensor([prompt]), needs, cache=cache)
+    needs = HiddenStateSpec((2,), final_hidden=True)
+    target.hidden_states(torch.tensor([prompt]), needs, cache=cache)
     cache.commit([7])
-    ctx, _ = target.features(torch.tensor([[5, 9, 11]]), needs, cache=cache)
+    ctx, _ = target.hidden_states(torch.tensor([[5, 9, 11]]), needs, cache=cache)
     assert ctx.layers_BTF.dtype == ctx.final_BTD.dtype == torch.bfloat16
     cache.commit([2])
     ours = target.step(torch.tensor([[8]]), needs, cache)[1][0, -1].float()
@@ -214,7 +214,7 @@ def test_padding_on_either_side_changes_nothing(target: Target) -> None:
     made = speculative_generate(
         target, bigram(target, [long]), ids, ids != 0, max_new_tokens=6, do_sample=False
     )
-    assert made.generations[0].ids == transformers_answers(target, [short], 6)[0]
+    assert made.generations[0].ids == transformers_responses(target, [short], 6)[0]
 
 
 @pytest.mark.parametrize("kind", [*REAL, "recurrent_gemma", "minimax"])
@@ -234,11 +234,11 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     chains = [(a, b, n) for a in range(V) for b in range(V) for n in range(3)]  # n: accepted
     a, b, n = (torch.tensor(column) for column in zip(*chains, strict=True))
     cache, rows = target.new_cache(), torch.arange(len(chains))
-    target.features(torch.tensor([prompt[:-1]]), FeatureSpec(), cache=cache)
+    target.hidden_states(torch.tensor([prompt[:-1]]), HiddenStateSpec(), cache=cache)
     cache.commit([len(prompt) - 1])
     cache.select([0] * len(chains))
     ids = torch.stack([torch.full_like(a, prompt[-1]), a, b], 1)
-    p_BMV = p_of(target.step(ids, FeatureSpec(), cache)[1])
+    p_BMV = p_of(target.step(ids, HiddenStateSpec(), cache)[1])
     cache.commit((n + 1).tolist())
     q_BGV = torch.stack([first_V.expand(len(a), -1), then_VV[a]], 1)
     rule = law(RULES["rejection"], Proposal(ids[:, 1:], q_BGV), p_BMV)
@@ -252,7 +252,7 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     some = (n < 2).nonzero()[:, 0].repeat_interleave(V)
     x, every = torch.arange(V).repeat(len(some) // V), torch.arange(len(some))
     cache.select(some.tolist())
-    p_NV = p_of(target.step(x[:, None], FeatureSpec(), cache)[1][:, -1])
+    p_NV = p_of(target.step(x[:, None], HiddenStateSpec(), cache)[1][:, -1])
     cache.commit([1] * len(some))
     mass_N = mass_B[some] * next_BV[some, x]
     one = n[some] == 1
@@ -260,7 +260,7 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     none = every[~one].repeat_interleave(V)
     y = torch.arange(V).repeat(len(none) // V)
     cache.select(none.tolist())
-    p_SV = p_of(target.step(y[:, None], FeatureSpec(), cache)[1][:, -1])
+    p_SV = p_of(target.step(y[:, None], HiddenStateSpec(), cache)[1][:, -1])
     mass_S = mass_N[none] * p_NV[none, y]
     joint.index_put_((x[none], y), mass_S[:, None] * p_SV, accumulate=True)
 
@@ -275,17 +275,19 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
 def test_what_is_dropped_leaves_no_trace(target: Target) -> None:
     prompt = texts(1, 7)[0]
     cache = target.new_cache()
-    target.features(torch.tensor([prompt]), FeatureSpec(), cache=cache)
+    target.hidden_states(torch.tensor([prompt]), HiddenStateSpec(), cache=cache)
     cache.commit([7])
     read = [5, 9, 11, 4]
-    expected = target.step(torch.tensor([read]), FeatureSpec(), cache)[1]
+    expected = target.step(torch.tensor([read]), HiddenStateSpec(), cache)[1]
     cache.drop()
-    target.step(torch.tensor([[8, 8]]), FeatureSpec(), cache)
+    target.step(torch.tensor([[8, 8]]), HiddenStateSpec(), cache)
     cache.drop()
-    parts = [target.step(torch.tensor([x]), FeatureSpec(), cache)[1] for x in (read[:1], read[1:])]
+    parts = [
+        target.step(torch.tensor([x]), HiddenStateSpec(), cache)[1] for x in (read[:1], read[1:])
+    ]
     torch.testing.assert_close(torch.cat(parts, 1), expected, atol=1e-4, rtol=1e-4)
     cache.commit([2])  # of the tokens of two passes
-    ours = target.step(torch.tensor([[6, 3]]), FeatureSpec(), cache)[1]
+    ours = target.step(torch.tensor([[6, 3]]), HiddenStateSpec(), cache)[1]
     theirs = by_transformers(target, prompt, torch.tensor([[*read[:2], 6, 3]]))[:, -2:]
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     assert cache.nbytes > 0 and cache.lengths == [9]
@@ -307,7 +309,9 @@ def test_what_needs_branches_is_refused() -> None:
     with pytest.raises(UserError, match=r"decode\.compile=false"):
         decode(target, [prompt], Way(drafter, compiled=True), max_new_tokens=4)
     with pytest.raises(UserError, match="cannot read a branch"):
-        target.step(torch.tensor([prompt]), FeatureSpec(), target.new_cache(), torch.zeros(1, 6))
+        target.step(
+            torch.tensor([prompt]), HiddenStateSpec(), target.new_cache(), torch.zeros(1, 6)
+        )
     with pytest.raises(UserError, match="which drafts would move"):
         DRAFTERS["early_exit"].build(EarlyExitConfig(layers=2), target)
     for source in ("target", "random"):
@@ -366,7 +370,7 @@ def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         read.clear()
         more = torch.stack([row[n : n + tokens] for row, n in zip(rows, ends, strict=True)])
-        logits = target.step(more, FeatureSpec(), cache)[1]
+        logits = target.step(more, HiddenStateSpec(), cache)[1]
         assert read == expected
         for row, n, ours in zip(rows, ends, logits, strict=True):
             whole = target.model(row[None, : n + tokens], use_cache=False).logits[0, n:]
@@ -380,28 +384,28 @@ def test_what_is_replayed_and_for_how_long(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_documents_of_a_row_do_not_leak(target: Target) -> None:
-    """Two documents and padding in one row: the features of each are those of it alone."""
+    """Two documents and padding in one row: the hidden states of each are those of it alone."""
     one, two = texts(1, 9)[0], texts(1, 6, 4)[0]
     ids = torch.tensor([[*one, *two, 0, 0]])
     position = torch.tensor([[*range(9), *range(6), 0, 1]])
     document = torch.tensor([[0] * 9 + [1] * 6 + [-1] * 2])
-    needs = FeatureSpec((1, 3), final_hidden=True)
-    ctx, _ = target.features(ids, needs, position_BT=position, document_BT=document)
+    needs = HiddenStateSpec((1, 3), final_hidden=True)
+    ctx, _ = target.hidden_states(ids, needs, position_BT=position, document_BT=document)
     for alone, part in ((one, slice(0, 9)), (two, slice(9, 15))):
-        theirs, _ = target.features(torch.tensor([alone]), needs)
+        theirs, _ = target.hidden_states(torch.tensor([alone]), needs)
         for ours, own in ((ctx.layers_BTF, theirs.layers_BTF), (ctx.final_BTD, theirs.final_BTD)):
             torch.testing.assert_close(ours[:, part], own, atol=1e-4, rtol=1e-4)
 
 
 def test_a_draft_is_accepted_as_often_as_teacher_forcing_says(target: Target) -> None:
-    """At T = 0 and at the anchors of a decoder, a head's own argmax given features of whole texts
-    is what it drafted over the cache, and is accepted where it is the target's."""
+    """At T = 0 and at the anchors of a decoder, a head's own argmax given hidden states of whole
+    texts is what it drafted over the cache, and is accepted where it is the target's."""
     prompts = texts(4, 8)
     drafter = random_drafter(Eagle3Config(depth=2, layers=[1, 2, 3], draft_vocab=None), target, 0.3)
     made = decode(target, prompts, Way(drafter), max_new_tokens=14, eos=())
     for g in made:
         whole = torch.tensor([g.prompt + g.ids + g.overrun])
-        ctx, final = target.features(whole, drafter.needs)
+        ctx, final = target.hidden_states(whole, drafter.needs)
         best = target.logits(final)[0].argmax(-1).tolist()
         for r in g.rounds:
             hidden = drafter.hidden(
@@ -417,25 +421,29 @@ def test_the_states_after_each_draft_are_those_of_a_plain_pass(target: Target) -
     ids = texts(1, 12)[0]
     rounds = [(3, 1, [ids[4], 7, 8]), (5, 0, [9, 9, 2]), (6, 2, [ids[7], ids[8], 5])]
     anchors, accepted, drafted = zip(*rounds, strict=True)
-    ctx, final, after = read_drafts(target, FeatureSpec((2,)), ids, anchors, accepted, drafted)
-    whole, theirs = target.features(torch.tensor([ids]), FeatureSpec((2,)))
+    ctx, final, after = read_drafts(target, HiddenStateSpec((2,)), ids, anchors, accepted, drafted)
+    whole, theirs = target.hidden_states(torch.tensor([ids]), HiddenStateSpec((2,)))
     torch.testing.assert_close(final, theirs)
     torch.testing.assert_close(ctx.layers_BTF, whole.layers_BTF)
     for (anchor, _, draft), states in zip(rounds, after, strict=True):
         for k, state in enumerate(states):
             text = torch.tensor([[*ids[: anchor + 1], *draft[:k]]])
-            own = target.features(text, FeatureSpec())[1][0, -1]
+            own = target.hidden_states(text, HiddenStateSpec())[1][0, -1]
             torch.testing.assert_close(state, own, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("kind", "drafter", "more"),
     [
-        ("qwen3_5_text", "eagle3", ["data.answers=target", "decode.fastest=true", "also=ngram"]),
+        (
+            "qwen3_5_text",
+            "eagle3",
+            ["data.responses=target", "decode.fastest=true", "combine_with=ngram"],
+        ),
         (
             "nemotron_h",
             "dflash",
-            ["data.answers=target", "rounds.count=2", "rounds.data=on_policy"],
+            ["data.responses=target", "rounds.count=2", "rounds.data=on_policy"],
         ),
         ("lfm2", "dflash", ["decode.batch=2"]),
         ("lfm2", "eagle3", ["decode.length=goodput"]),

@@ -60,16 +60,16 @@ def test_the_end_of_a_turn(template: str | None, ends: TurnEnds) -> None:
 def target_with(
     folder: Path, generation: int | list[int], template: str = TEMPLATE
 ) -> TargetConfig:
-    """A target whose generation config ends answers at these ids alone."""
+    """A target whose generation config ends responses at these ids alone."""
     path = save_target(folder / "model", layers=2, template=template)
     config = json.loads((path / "generation_config.json").read_text())
     (path / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": generation}))
     return TargetConfig(str(path), "float32", "cpu", cache=str(folder / "cache"))
 
 
-def test_all_three_end_an_answer(tmp_path: Path) -> None:
-    """Of a target that only writes the end of the template's turn, answers have one token; without
-    the template, they would have all eight."""
+def test_all_three_end_a_response(tmp_path: Path) -> None:
+    """Of a target that only writes the end of the template's turn, responses have one token;
+    without the template, they would have all eight."""
     cfg = target_with(tmp_path, [TEXT_END], BY_NEXT_ROLE)
     target = load_target(cfg)
     assert (target.generation_eos, target.declared_eos) == ((TEXT_END,), (TEXT_END, END))
@@ -79,15 +79,15 @@ def test_all_three_end_an_answer(tmp_path: Path) -> None:
         bias = torch.zeros(target.vocab_size)
         bias[START] = 1
         target.head.bias = torch.nn.Parameter(bias, requires_grad=False)
-    (answer,) = decode(target, [[5, 6, 7]], max_new_tokens=8)
-    assert answer.ids == [START]
+    (response,) = decode(target, [[5, 6, 7]], max_new_tokens=8)
+    assert response.ids == [START]
     target.tokenizer.chat_template = None
     assert target.eos == (TEXT_END, END)
-    (answer,) = decode(target, [[5, 6, 7]], max_new_tokens=8)
-    assert answer.ids == 8 * [START]
+    (response,) = decode(target, [[5, 6, 7]], max_new_tokens=8)
+    assert response.ids == 8 * [START]
 
 
-def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
+def test_a_saved_target_and_the_names_of_responses_say_so(tmp_path: Path) -> None:
     """Engines read the generation config. Responses are kept under another name where they could
     end elsewhere."""
     keys = []
@@ -105,7 +105,7 @@ def test_a_saved_target_and_the_names_of_answers_say_so(tmp_path: Path) -> None:
 def test_a_template_that_ends_nowhere_is_said(tmp_path: Path, template: str, warned: bool) -> None:
     cfg = target_with(tmp_path, END, template)
     line = opening(load_target(cfg), cfg)
-    assert ("answers may run on: its chat template ends them with" in line) == warned
+    assert ("responses may run on: its chat template ends them with" in line) == warned
     assert "\n" not in line
 
 
@@ -182,6 +182,6 @@ def test_a_harmony_response_runs_to_its_declared_end_as_with_transformers(tmp_pa
             head[after, n] = 1
         target.model.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
     target = type(target)(target.model, target.tokenizer, target.name)
-    (answer,) = decode(target, [ids[:2]], max_new_tokens=20)
+    (response,) = decode(target, [ids[:2]], max_new_tokens=20)
     theirs = target.model.generate(torch.tensor([ids[:2]]), max_new_tokens=20, do_sample=False)
-    assert [*ids[:2], *answer.ids] == theirs[0].tolist() == ids[:-1]
+    assert [*ids[:2], *response.ids] == theirs[0].tolist() == ids[:-1]

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from specdec.compat import attention_of
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode, generate
 from specdec.drafters.pretrained import fresh
 from specdec.errors import UserError
@@ -130,7 +130,7 @@ def test_sparse_layers_of_any_name_stay_sparse() -> None:
     ids = torch.tensor([words(40)])
     with torch.no_grad():
         expected = theirs(ids, use_cache=False).logits
-    ours = target.logits(target.features(ids, FeatureSpec())[1])
+    ours = target.logits(target.hidden_states(ids, HiddenStateSpec())[1])
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     assert attention_of(target.model.config) == "sdpa" and target.without_twin is None
     prompts = [words(30), words(6, 4)]
@@ -322,7 +322,7 @@ def test_block_sparse_encoders_stay_sparse() -> None:
     assert target.without_twin is None
     texts = [words(40), words(9, 4), words(55, 5)]  # blocks are sparse from 29 tokens on
     prompts = [target.prompt_for_decoding(text) for text in texts]
-    made_ids = [answer.ids for answer in decode(target, prompts, max_new_tokens=8, eos=())]
+    made_ids = [response.ids for response in decode(target, prompts, max_new_tokens=8, eos=())]
     for text, ids in zip(texts, made_ids, strict=True):
         fresh_model, given = copy.deepcopy(theirs), torch.tensor([text])
         options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 1, "eos_token_id": None}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -56,8 +56,10 @@ def test_a_target_on_disk_is_the_whole_one(cfg: TargetConfig, whole: Target) -> 
     assert offloaded == [place == "disk" for place in places]
     assert target.device.type == "cpu" and not target.embedding.weight.is_meta
     assert target.fingerprint() == whole.fingerprint() and target.checksum() == whole.checksum()
-    needs, ids = FeatureSpec(layers=(2, 5), final_hidden=True), torch.arange(1, 20)[None]
-    for found, right in zip(target.features(ids, needs), whole.features(ids, needs), strict=True):
+    needs, ids = HiddenStateSpec(layers=(2, 5), final_hidden=True), torch.arange(1, 20)[None]
+    for found, right in zip(
+        target.hidden_states(ids, needs), whole.hidden_states(ids, needs), strict=True
+    ):
         if isinstance(found, torch.Tensor):
             torch.testing.assert_close(found, right)
         else:

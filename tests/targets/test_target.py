@@ -13,7 +13,7 @@ from torch import nn
 from transformers import GptOssConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters import DRAFTERS
 from specdec.drafters.lm import LM
 from specdec.drafters.pretrained import LoraOptions
@@ -76,7 +76,7 @@ def test_the_default_attention_is_the_models_own(tmp_path: Path, kind: str, atte
         theirs = eager(input_ids=ids).logits
         cache, ours = target.new_cache(), []
         for part in ids.split([14, 1, 5], 1):
-            ours.append(target.step(part, FeatureSpec(), cache)[1])
+            ours.append(target.step(part, HiddenStateSpec(), cache)[1])
             cache.commit([part.shape[1]])
     assert torch.allclose(torch.cat(ours, 1), theirs, atol=1e-4)
     draft = LM.build(LM.Config(), target)
@@ -132,14 +132,14 @@ def test_documents_of_packed_rows_are_read_as_if_each_were_alone(tmp_path: Path,
     target.model.base_model.register_forward_pre_hook(
         lambda _, args, kwargs: passes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    ctx, final = target.features(
-        ids, FeatureSpec((1, 4)), position_BT=position, document_BT=document
+    ctx, final = target.hidden_states(
+        ids, HiddenStateSpec((1, 4)), position_BT=position, document_BT=document
     )
     assert sorted(passes) == [(1, 1), (1, 3), (2, 20)]
     assert ctx.layers_BTF is not None
     for b, row in enumerate(rows):
         for part in torch.arange(sum(row)).split(row):
-            alone, theirs = target.features(ids[b, part][None], FeatureSpec((1, 4)))
+            alone, theirs = target.hidden_states(ids[b, part][None], HiddenStateSpec((1, 4)))
             assert alone.layers_BTF is not None
             torch.testing.assert_close(final[b, part], theirs[0], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.decoding.answers import Generation
 from specdec.decoding.decode import decode
+from specdec.decoding.generation import Generation
 from specdec.errors import UserError
 from specdec.files import read_record
 from specdec.targets.target import Target
@@ -40,7 +40,7 @@ from train.budget_plan import (
 from train.budget_timing import timed
 from train.data.split import split_documents, split_prompts
 
-SPEEDS = Speeds(read=0.001, answered=0.01, step=0.05, trained=0.002)
+SPEEDS = Speeds(read=0.001, generated=0.01, step=0.05, trained=0.002)
 WORK = Work(
     epochs=3,
     new=100,
@@ -58,12 +58,12 @@ FIXED = (FEWEST * 15 + 20) * DECODED + AFTER  # of the final evaluation, whateve
 def by_hand(n: int, tokens: int = 40, held: int = 5) -> float:
     """Seconds of a run over n conversations of `tokens` tokens, answered by the target."""
     texts = n + held
-    answering = texts * 100 * 0.01 + texts * tokens * 0.001
+    generating = texts * 100 * 0.01 + texts * tokens * 0.001
     whole = tokens + 100 * SAID
     reading = texts * whole * 0.001
     evaluations = 1 + 0.001 * 3 * n * whole
     training = 3 * n * whole * 0.002 * BESIDE + evaluations * held * whole * 0.002 * FORWARD
-    return answering + reading + training + FIXED
+    return generating + reading + training + FIXED
 
 
 def plan(seconds: float, floor: int = 1, work: Work = WORK, available: int = 500) -> Plan:
@@ -117,13 +117,13 @@ def test_longer_conversations_fill_a_budget_sooner() -> None:
     assert short_first.conversations > long_first.conversations > 1
 
 
-def test_data_that_has_answers_is_only_read() -> None:
+def test_data_that_has_responses_is_only_read() -> None:
     theirs = plan(math.inf, work=dataclasses.replace(WORK, new=0))
-    assert theirs.answering == 0
+    assert theirs.generating == 0
     assert theirs.reading == pytest.approx(505 * 40 * 0.001)
 
 
-def test_features_that_are_kept_are_not_read_again() -> None:
+def test_hidden_states_that_are_kept_are_not_read_again() -> None:
     kept = plan(math.inf, work=dataclasses.replace(WORK, kept=True))
     assert kept.reading == 0
     more = (KEEPING - 1) * 505 * (100 * 0.01 + 40 * 0.001)
@@ -132,7 +132,7 @@ def test_features_that_are_kept_are_not_read_again() -> None:
 
 def test_a_start_that_is_solved_for_takes_time() -> None:
     """It reads all of 20,000 tokens, but of 260,000 only every third row."""
-    solving = dataclasses.replace(WORK, closed_form_start=True)
+    solving = dataclasses.replace(WORK, closed_form_initialisation=True)
     for available, part in ((154, 1), (2000, 3)):
         lengths = [40] * available
         plain, solved = (
@@ -169,17 +169,17 @@ def test_a_moment_of_another_process_does_not_spoil_a_plan(monkeypatch: pytest.M
     target, calls = random_target(architectures(64, layers=2)["llama"]), list[int]()
 
     def hindered(target: Target, rows: list[list[int]], **options: Any) -> list[Generation]:
-        answers = decode(target, rows, **options)
-        for answer in answers:
-            answer.seconds = answer.prefill_seconds = 1.0
+        responses = decode(target, rows, **options)
+        for response in responses:
+            response.seconds = response.prefill_seconds = 1.0
             if calls.count(len(rows)) == 0:
-                answer.seconds = answer.prefill_seconds = 100.0
+                response.seconds = response.prefill_seconds = 100.0
         calls.append(len(rows))
-        return answers
+        return responses
 
     monkeypatch.setattr(budget_timing, "decode", hindered)
     speeds = timed(target, [[3, 4, 5], [6, 7]], 2, lambda: 10, context=60)
-    assert speeds.answered == pytest.approx(1 / 2 / 4) and speeds.step == pytest.approx(1 / 24)
+    assert speeds.generated == pytest.approx(1 / 2 / 4) and speeds.step == pytest.approx(1 / 24)
     assert speeds.read == pytest.approx(1 / 2 / 60)
 
 
@@ -191,11 +191,11 @@ def test_budgets_that_cannot_be(field: str, value: float) -> None:
         BudgetConfig(**{field: value})
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("responses", ["data", "target"])
 def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], answers: str
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], responses: str
 ) -> None:
-    folder, small = tmp_path / "run", ["budget.floor=5", f"data.answers={answers}"]
+    folder, small = tmp_path / "run", ["budget.floor=5", f"data.responses={responses}"]
     tiny.job(folder, "eagle3", "budget.minutes=0.001", *small)
     said = capsys.readouterr().out
     assert "plan: 5 of " in said and "the figures will be poor" in said
@@ -207,7 +207,7 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     # other 3 are calibrated on, in one batch; 8 tokens at T = 0 and at T = 1 each time
     steps = (2 * 2 + 6 + 1) * 16
     data = compose(tiny.overrides("eagle3", *small)).data
-    split = split_documents if answers == "data" else split_prompts
+    split = split_documents if responses == "data" else split_prompts
     texts = split(data, AutoTokenizer.from_pretrained(tiny.target)).prompts
     asked = min(sum(len(t.ids) for t in texts) / 5, data.max_prompt)
     along = (asked + 8) * ALONG
@@ -221,7 +221,7 @@ def test_a_run_keeps_to_its_budget_and_a_resumed_one_to_its_plan(
     described = as_before(folder / "config.json")
     del described["of"]["plan"]
     (folder / "config.json").write_text(json.dumps(described))
-    assert (plan.answering > 0) == (answers == "target")
+    assert (plan.generating > 0) == (responses == "target")
     metrics = (folder / "metrics.jsonl").read_text()
     tiny.job(folder, "eagle3", "budget.minutes=60", *small)
     assert "5 training conversations, as planned before" in capsys.readouterr().out

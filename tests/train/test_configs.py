@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specdec.drafters import DRAFTERS
 from specdec.errors import UserError
-from specdec.objectives.losses import TERMS
+from specdec.losses.loss_terms import LOSS_TERMS
 from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
@@ -22,20 +22,20 @@ from train.overrides import require_texts_in
 from train.run_config import Arguments, Config, _kinds_of, composed, quoted, register
 
 CONF = REPOSITORY / "conf"
-GROUPS = ["target", "data", "drafter", "objective", "optim", "sampler", "decode", "track"]
+GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "track"]
 NEEDED = {  # what must be given beside an option
     "target=model": "target.path=x",
     "data=conversations": "data.path=x",
     "data=pairs": "data.path=x",
     "data=text": "data.path=x",
-    "objective=adaspec": "objective.reference=x",
-    "objective=expected_tree": "objective.paths=[[0]]",
+    "loss=adaspec": "loss.reference=x",
+    "loss=expected_tree": "loss.paths=[[0]]",
 }
 
 
 def options(group: str) -> list[str]:
     found = {p.stem for p in (CONF / group).glob("*.yaml")}
-    found |= set(DRAFTERS) if group == "drafter" else set(TERMS) if group == "objective" else set()
+    found |= set(DRAFTERS) if group == "drafter" else set(LOSS_TERMS) if group == "loss" else set()
     return sorted(found)
 
 
@@ -55,22 +55,22 @@ def test_every_option_composes(chosen: str) -> None:
     group, option = chosen.split("=")
     if group == "drafter" and option in DRAFTERS:
         assert config.drafter.name == option
-    if group == "objective" and option in TERMS:
-        assert config.objective.terms == {option: 1.0}
+    if group == "loss" and option in LOSS_TERMS:
+        assert config.loss.terms == {option: 1.0}
 
 
 def test_the_quickstart_composes_with_any_family() -> None:
     """Its own head has a smaller draft vocabulary, a setting that some families lack."""
     assert compose(["experiment=quickstart"]).drafter.draft_vocab == 4096
     for name in DRAFTERS:
-        more = ["also=null", "decode.fastest=false"] if DRAFTERS[name].copies else []
+        more = ["combine_with=null", "decode.fastest=false"] if DRAFTERS[name].copies else []
         chosen = compose(["experiment=quickstart", f"drafter={name}", *more]).drafter
         assert getattr(chosen, "draft_vocab", None) != 4096
 
 
 def test_a_copying_draft_has_no_fastest_tree() -> None:
     with pytest.raises(UserError, match=r"drafter=suffix, which copies tokens: give decode\.fast"):
-        compose(["experiment=quickstart", "drafter=suffix", "also=null"])
+        compose(["experiment=quickstart", "drafter=suffix", "combine_with=null"])
 
 
 def test_options_are_there() -> None:
@@ -96,18 +96,18 @@ def test_defaults_are_those_of_the_classes() -> None:
     assert compose(["drafter=lm"]).name == "lm"
 
 
-def test_an_objective_is_for_the_tree_that_will_be_drafted() -> None:
+def test_a_loss_is_for_the_tree_that_will_be_drafted() -> None:
     drafted = ["decode.tree=static", "decode.paths=[[0],[0,0]]"]
-    assert compose(drafted).objective.paths is None
-    assert compose([*drafted, "objective=expected_tree"]).objective.paths == [[0], [0, 0]]
-    other = compose([*drafted, "objective=expected_tree", "objective.paths=[[0]]"])
-    assert other.objective.paths == [[0]]
+    assert compose(drafted).loss.paths is None
+    assert compose([*drafted, "loss=expected_tree"]).loss.paths == [[0], [0, 0]]
+    other = compose([*drafted, "loss=expected_tree", "loss.paths=[[0]]"])
+    assert other.loss.paths == [[0]]
 
 
 def test_terms_that_change_over_a_run() -> None:
     """As the documents write them."""
-    config = compose(["objective.terms={kl: [1, 0, 0.5], nla: [0, 1, 0.5]}"])
-    assert config.objective.terms == {"kl": [1, 0, 0.5], "nla": [0, 1, 0.5]}
+    config = compose(["loss.terms={kl: [1, 0, 0.5], nla: [0, 1, 0.5]}"])
+    assert config.loss.terms == {"kl": [1, 0, 0.5], "nla": [0, 1, 0.5]}
 
 
 # Mistakes in the configuration
@@ -116,9 +116,9 @@ def test_terms_that_change_over_a_run() -> None:
 @pytest.mark.parametrize(
     ("mistake", "parts"),
     [
-        ("objective.pr=token", ["objective.pr", "did you mean 'per'"]),
-        ("+objective.foo=1", ["objective.foo", "known: .*terms"]),
-        ("+objective.pr=token", ["objective.pr", "did you mean 'per'"]),
+        ("loss.pr=token", ["loss.pr", "did you mean 'per'"]),
+        ("+loss.foo=1", ["loss.foo", "known: .*terms"]),
+        ("+loss.pr=token", ["loss.pr", "did you mean 'per'"]),
         ("+foo=1", ["'foo'", "known: .*target"]),
         ("+dat.path=x", ["'dat'", "did you mean 'data'"]),
         ("lop.rows=3", ["'lop", "did you mean 'loop'"]),
@@ -139,24 +139,24 @@ def test_terms_that_change_over_a_run() -> None:
         ("optim.lr=1e-3,1e-4", ["gives several values: give one; or add -m"]),
         ("experiment=conf/experiment/x.yaml", ["experiment=conf/experiment/x.yaml is unknown"]),
         ("hydra/sweeper=optun", ["hydra/sweeper=optun is unknown; did you mean 'optuna'"]),
-        ("objective=nlaa", ["objective", "nlaa", "nla"]),
-        ("loss=kl", ["loss is called objective now", "objective=kl"]),
-        ("loss.depth_decay=1", ["loss is called objective now"]),
-        ("+loss.name=kl", ["loss is called objective now"]),
-        ("objective.terms.kll=1", [r"objective\.terms\.kll", "did you mean 'kl'"]),
-        ("objective.terms.nla=0", [r"objective\.terms is empty"]),
-        ("objective.terms.nla=[0,1]", [r"objective\.terms\.nla=\[0, 1\]", "UNTIL"]),
-        ("objective.terms.nla=[0,1,0]", [r"nla=\[0, 1, 0\]", "above 0, up to 1"]),
-        ("objective.terms.nla={from: 0}", [r"objective\.terms\.nla", r"\[0, 1, 0\.5\]"]),
-        ("objective.terms.nla=much", [r"terms\.nla=much", "finite"]),
-        ("objective.constants.top_k.k=2.5", [r"top_k\.k=2\.5", "whole number"]),
-        ("objective.constants.adaspec.keep=2", [r"adaspec\.keep=2", "0 to 1"]),
-        ("objective=adaspec", [r"terms\.adaspec", r"objective\.reference=runs/NAME/best"]),
-        ("objective.reference=x", [r"objective\.reference=x is read by adaspec alone"]),
-        ("objective=expected_tree", [r"terms\.expected_tree", r"decode\.paths=\[\[0\]"]),
-        ("objective.paths=[[0]]", [r"objective\.paths is read by expected_tree alone"]),
-        ("objective.constants.jsd.bta=1", [r"constants\.jsd\.bta", "did you mean 'beta'"]),
-        ("objective.per=row", [r"objective\.per", "sequence, token"]),
+        ("loss=nlaa", ["loss", "nlaa", "nla"]),
+        ("loss=kl", ["loss is called loss now", "loss=kl"]),
+        ("loss.depth_decay=1", ["loss is called loss now"]),
+        ("+loss.name=kl", ["loss is called loss now"]),
+        ("loss.terms.kll=1", [r"loss\.terms\.kll", "did you mean 'kl'"]),
+        ("loss.terms.nla=0", [r"loss\.terms is empty"]),
+        ("loss.terms.nla=[0,1]", [r"loss\.terms\.nla=\[0, 1\]", "UNTIL"]),
+        ("loss.terms.nla=[0,1,0]", [r"nla=\[0, 1, 0\]", "above 0, up to 1"]),
+        ("loss.terms.nla={from: 0}", [r"loss\.terms\.nla", r"\[0, 1, 0\.5\]"]),
+        ("loss.terms.nla=much", [r"terms\.nla=much", "finite"]),
+        ("loss.constants.top_k.k=2.5", [r"top_k\.k=2\.5", "whole number"]),
+        ("loss.constants.adaspec.keep=2", [r"adaspec\.keep=2", "0 to 1"]),
+        ("loss=adaspec", [r"terms\.adaspec", r"loss\.reference=runs/NAME/best"]),
+        ("loss.reference=x", [r"loss\.reference=x is read by adaspec alone"]),
+        ("loss=expected_tree", [r"terms\.expected_tree", r"decode\.paths=\[\[0\]"]),
+        ("loss.paths=[[0]]", [r"loss\.paths is read by expected_tree alone"]),
+        ("loss.constants.jsd.bta=1", [r"constants\.jsd\.bta", "did you mean 'beta'"]),
+        ("loss.per=row", [r"loss\.per", "sequence, token"]),
         ("drafter.anchors.per_row=0", [r"anchors\.per_row=0", "1 or more"]),
         ("experiment=quick", ["experiment", "quick", "quickstart"]),
         ("target=smolm2", ["target", "smolm2", "smollm2"]),
@@ -165,8 +165,8 @@ def test_terms_that_change_over_a_run() -> None:
         ("sampler.temperature=-1", ["sampler.temperature", "-1", "give 0"]),
         ("sampler.top_p=1.5", ["sampler.top_p", "1.5"]),
         ("decode.top_p=1.5", [r"decode\.top_p", "1.5"]),
-        ("answers.top_p=0", [r"answers\.top_p", "above 0"]),
-        *((f"{g}.top_k=-1", [rf"{g}\.top_k", "-1"]) for g in ("answers", "sampler", "decode")),
+        ("responses.top_p=0", [r"responses\.top_p", "above 0"]),
+        *((f"{g}.top_k=-1", [rf"{g}\.top_k", "-1"]) for g in ("responses", "sampler", "decode")),
         ("decode.temperatures=[-1]", [r"decode\.temperatures", "-1"]),
         ("decode.temperatures=[nan]", [r"decode\.temperatures", "nan"]),
         ("decode.temperatures=[0,0]", [r"decode\.temperatures", "only once"]),
@@ -176,12 +176,12 @@ def test_terms_that_change_over_a_run() -> None:
         ("drafter.layers=[]", [r"drafter\.layers=\[\]: give"]),
         ("drafter.layers=[1,1,1]", [r"drafter\.layers=\[1, 1, 1\]: give"]),
         ("drafter.layers=[1,-1]", [r"drafter\.layers=\[1, -1\]"]),
-        ("answers.root=", [r"answers\.root is empty"]),
-        ("features.root=", [r"features\.root is empty"]),
-        ("features.path=''", [r"features\.path is empty"]),
-        ("features.cache=disc", [r"features\.cache", "did you mean 'disk'"]),
+        ("responses.root=", [r"responses\.root is empty"]),
+        ("hidden_states.root=", [r"hidden_states\.root is empty"]),
+        ("hidden_states.path=''", [r"hidden_states\.path is empty"]),
+        ("hidden_states.mode=disc", [r"hidden_states\.mode", "did you mean 'disk'"]),
         ("loop.precision=fp8", [r"loop\.precision", "bf16"]),
-        ("data.min_answer=-1", [r"data\.min_answer=-1", "1 or more"]),
+        ("data.min_response=-1", [r"data\.min_response=-1", "1 or more"]),
         ("data.max_length=0", [r"data\.max_length=0"]),
         ("optim.lr=0", [r"optim\.lr=0", "above 0"]),
         ("optim.lr=inf", [r"optim\.lr=inf"]),
@@ -190,7 +190,7 @@ def test_terms_that_change_over_a_run() -> None:
         ("loop.seed=4294967296", [r"loop\.seed=4294967296", "0 to 4294967295"]),
         ("loop.seed=-1", [r"loop\.seed=-1"]),
         ("data.seed=-1", [r"data\.seed=-1"]),
-        ("answers.seed=4294967296", [r"answers\.seed"]),
+        ("responses.seed=4294967296", [r"responses\.seed"]),
         ("decode.seed=-1", [r"decode\.seed=-1"]),
         ("name=''", ["name=''", "inside runs/"]),
         ("decode.rule=lenience:facto=0.8", [r"decode\.rule", "'facto' is not a parameter"]),
@@ -221,17 +221,17 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
 @pytest.mark.parametrize(
     ("mistake", "parts"),
     [
-        ("loop.objective=tau", ["loop.objective", "tau_greedy"]),
+        ("loop.select_by=tau", ["loop.select_by", "tau_greedy"]),
         ("loop.rows=0", ["loop.rows"]),
         ("loop.accumulate=0", ["loop.accumulate"]),
         ("loop.log_every=0", ["loop.log_every"]),
         ("loop.epochs=0", ["loop.epochs"]),
         ("loop.rows=1000", ["loop.rows", "one step reads"]),
         ("optim.betas=[0.9]", ["optim.betas"]),
-        ("objective.terms={k: 1}", [r"objective\.terms\.k is", "kl"]),
-        ("objective.chunk=0", ["objective.chunk"]),
+        ("loss.terms={k: 1}", [r"loss\.terms\.k is", "kl"]),
+        ("loss.chunk=0", ["loss.chunk"]),
         ("sampler.temperature=0", ["sampler.temperature=0", "train at 1"]),
-        ("data.answers=datta", ["data.answers", "data"]),
+        ("data.responses=datta", ["data.responses", "data"]),
         ("data.format=sharegtp", ["data.format", "did you mean 'sharegpt'"]),
         ("data.held_out=1.5", ["data.held_out", "1.5"]),
         ("data.held_out=0", ["held.out"]),
@@ -239,7 +239,7 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("target.dtype=float31", ["target.dtype", "did you mean 'float32'"]),
         ("target.path=/no/such/model", ["target.path", "/no/such/model"]),
         ("drafter.depth=0", ["drafter.depth"]),
-        ("drafter.start=targett", ["drafter.start", "did you mean 'target'"]),
+        ("drafter.initialisation=targett", ["drafter.initialisation", "did you mean 'target'"]),
         ("drafter.layers=[1,2,99]", ["99", "to 4"]),
         ("decode.rule=blok", ["decode.rule|blok", "did you mean 'block'"]),
         ("decode.gamma=0", ["decode.gamma"]),
@@ -248,16 +248,16 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("decode.temperatures=[]", ["decode.temperatures"]),
         ("decode.temperatures=[-1.0]", [r"decode\.temperatures", "-1"]),
         ("decode.temperatures=[1e-38]", [r"decode\.temperatures", "1e-38", "give 0 for greedy"]),
-        ("answers.temperature=1e-38", [r"answers\.temperature", "1e-38", "give 0 for greedy"]),
+        ("responses.temperature=1e-38", [r"responses\.temperature", "1e-38", "give 0 for greedy"]),
         ("export=hff", ["export|layout", "did you mean 'hf'"]),
         ("debug=1", ["debug=1 does not name a group of settings; known: tiny"]),
         ("data=1", ["data=1 does not name", "conversations"]),
         ("data=null", ["data=null does not name"]),
-        ("objective=[1]", ["objective=.1. does not name", "nla"]),
+        ("loss=[1]", ["loss=.1. does not name", "nla"]),
         ("drafter.layers=[[0]]", [r"drafter: layers\[0\]: expected a whole number"]),
         ("optim.lr=" + "9" * 400, [r"optim\.lr: int too large"]),
         ("loop.epochs=" + "9" * 400, [r"loop\.epochs=9+\.\.\.: give a number of at most"]),
-        ("answers.max_new_tokens=2.5", [r"answers\.max_new_tokens", "2.5"]),
+        ("responses.max_new_tokens=2.5", [r"responses\.max_new_tokens", "2.5"]),
     ],
 )
 def test_a_value_that_cannot_be(
@@ -299,11 +299,11 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
-    "key", ["data.path", "data.prefix", "answers.root", "drafter.from", "name"]
+    "key", ["data.path", "data.prefix", "responses.root", "drafter.from", "name"]
 )
 def test_a_text_may_have_brackets_quotes_and_any_letter(key: str, text: str) -> None:
     config = compose(["target=smollm2", "data.path=x", "drafter=medusa", f"{key}={text}"])
-    value = config.stage.draft if key == "drafter.from" else config
+    value = config.initialisation.draft if key == "drafter.from" else config
     for name in key.split(".") if value is config else ():
         value = getattr(value, name)
     assert value == text
@@ -320,7 +320,7 @@ NUMBERS = ["1.10", "1e5", "2024_01", "1e10", "2025_11_26", "1_0", "true", "False
 def test_a_text_that_looks_like_a_number_stays_as_typed(key: str, text: str) -> None:
     key = key.replace("date_", "split")
     config = compose(["target=smollm2", "data.path=x", "drafter=medusa", f"{key}={text}"])
-    value = config.stage.draft if key == "drafter.from" else config
+    value = config.initialisation.draft if key == "drafter.from" else config
     for name in key.split(".") if value is config else ():
         value = getattr(value, name)
     assert value == text
@@ -424,9 +424,9 @@ def test_what_hydra_cannot_read_is_told_without_its_words(
         ("data.path=/no/such/file.jsonl", ["/no/such/file.jsonl: no such file"]),
         ("data.path=package:no_such_package", ["no_such_package", "pip install"]),
         ("data.path={broken}", ["broken.jsonl: no conversation in it"]),
-        ("features.root={file}/x", ["file/x cannot be made"]),
-        ("features.root=/proc/x", ["/proc/x cannot be made"]),
-        ("data.answers=target answers.root=/proc/x", ["/proc/x cannot be made"]),
+        ("hidden_states.root={file}/x", ["file/x cannot be made"]),
+        ("hidden_states.root=/proc/x", ["/proc/x cannot be made"]),
+        ("data.responses=target responses.root=/proc/x", ["/proc/x cannot be made"]),
         ("track.mode=online", ["track.mode=online", "wandb login", "track.mode=offline"]),
     ],
 )

@@ -34,12 +34,12 @@ def lives(tiny: Tiny) -> Lives:
 DEATHS: dict[str, list[dict[int, Kill]]] = {
     "replicated": [
         {1: ("answer", 2, True)},
-        {0: ("answer_file", 1, False), 1: ("answer_file", 1, True)},
+        {0: ("response_file", 1, False), 1: ("response_file", 1, True)},
         {1: ("lr", 4, False)},
         {0: ("half", 2, False)},
     ],
     "sharded": [
-        {0: ("feature_row", 3, True), 1: ("feature_file", 1, False)},
+        {0: ("hidden_state_row", 3, True), 1: ("hidden_state_file", 1, False)},
         {1: ("evaluation", 1, False)},
         {0: ("half", 1, True)},
         {1: ("checkpoint", 1, True)},
@@ -52,14 +52,16 @@ DEATHS: dict[str, list[dict[int, Kill]]] = {
 def test_a_run_on_two_processes_that_is_killed_is_continued_and_measured_again(
     lives: Lives, tmp_path: Path, kind: str
 ) -> None:
-    """One rank or both are killed while they answer or store features, in a step, in an evaluation
-    and in a checkpoint; the continued run equals an uninterrupted one bit for bit. The command is
-    then repeated, which measures and trains no further."""
+    """One rank or both are killed while they answer or store hidden states, in a step, in an
+    evaluation and in a checkpoint; the continued run equals an uninterrupted one bit for bit. The
+    command is then repeated, which measures and trains no further."""
     sharded = kind == "sharded"
-    more = (*OFTEN, TWO, "answers.batch=4", f"data.answers={'data' if sharded else 'target'}")
+    more = (*OFTEN, TWO, "responses.batch=4", f"data.responses={'data' if sharded else 'target'}")
 
     def lived(name: str, all_lives: list[Life]) -> list[list[int]]:
-        caches = [f"{cache}.root={tmp_path / name}-{cache}" for cache in ("answers", "features")]
+        caches = [
+            f"{cache}.root={tmp_path / name}-{cache}" for cache in ("responses", "hidden_states")
+        ]
         return lives.run(tmp_path / name, "eagle3", all_lives, *more, *caches)[0]
 
     assert lived("whole", [Life(2, sharded)]) == [[0, 0]]
@@ -183,15 +185,15 @@ def test_places_and_portions_of_memory_are_not_part_of_a_run(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Everything that a message about a full disk or memory suggests; the seed is another run."""
-    answered = ("data.answers=target", "loop.epochs=1")
+    answered = ("data.responses=target", "loop.epochs=1")
     run = tmp_path / "run"
     tiny.job(run, "medusa", *answered)
-    elsewhere = [f"{name}={tmp_path / name}" for name in ("answers.root", "features.root")]
-    elsewhere += [f"target.cache={tmp_path / 'targets'}", "answers.batch=8", "objective.chunk=64"]
+    elsewhere = [f"{name}={tmp_path / name}" for name in ("responses.root", "hidden_states.root")]
+    elsewhere += [f"target.cache={tmp_path / 'targets'}", "responses.batch=8", "loss.chunk=64"]
     tiny.job(run, "medusa", *answered, *elsewhere)
-    assert (tmp_path / "answers.root").exists() and (tmp_path / "features.root").exists()
-    with pytest.raises(UserError, match=r"answers\.seed=0, not 1"):
-        tiny.job(run, "medusa", *answered, "answers.seed=1")
+    assert (tmp_path / "responses.root").exists() and (tmp_path / "hidden_states.root").exists()
+    with pytest.raises(UserError, match=r"responses\.seed=0, not 1"):
+        tiny.job(run, "medusa", *answered, "responses.seed=1")
 
 
 def test_a_run_keeps_the_share_that_it_holds_out(
@@ -212,13 +214,13 @@ def test_a_run_keeps_the_share_that_it_holds_out(
             tiny.job(folder, "medusa", "data.held_out=0.1")
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("responses", ["data", "target"])
 def test_an_error_in_the_data_is_told_once_and_ends_all(
-    lives: Lives, tmp_path: Path, answers: str
+    lives: Lives, tmp_path: Path, responses: str
 ) -> None:
     """Only the first process reads the data, so that only it can tell; the other does not wait. Of
     the conversations in this file none is held out, which shows after all of them are read."""
-    more = ("data.held_out=0.0001", f"data.answers={answers}")
+    more = ("data.held_out=0.0001", f"data.responses={responses}")
     ends, printed = lives.run(tmp_path / "run", "medusa", [Life(2)], *more, fails=True)
     assert ends[0][0] == -2, printed
     assert printed.count("error: ") == printed.count("no held-out conversation") == 1

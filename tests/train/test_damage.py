@@ -33,9 +33,9 @@ from train import pipeline, training_checkpoint
 from train.tracking import curve
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MORE = ("data.answers=target", "answers.max_new_tokens=6", "loop.epochs=1", "loop.eval_every=2")
+MORE = ("data.responses=target", "responses.max_new_tokens=6", "loop.epochs=1", "loop.eval_every=2")
 MORE += ("loop.save_every=2", "budget.minutes=0.001", "budget.floor=24", "data.max_length=64")
-MORE += ("loop.accumulate=1", "loop.max_tokens=480", "loop.objective=alpha_sampled")
+MORE += ("loop.accumulate=1", "loop.max_tokens=480", "loop.select_by=alpha_sampled")
 FAMILY = "medusa"
 CACHES = ("features/*/*", "answers/*/*", "targets/fingerprints/*")
 
@@ -60,7 +60,7 @@ class Runs:
             with pytest.raises(KeyboardInterrupt):
                 self.job(self.run)
         self.caches = [p for n in CACHES for p in sorted(self.work.glob(n))]
-        self.job(self.other, "loop.seed=1", "answers.seed=3", "sampler.top_p=0.9")
+        self.job(self.other, "loop.seed=1", "responses.seed=3", "sampler.top_p=0.9")
         for run in (self.run, self.other):
             (run / "report").mkdir()
             results().write(run / "report")
@@ -193,7 +193,9 @@ def test_60_damages_are_refused_or_told(runs: Runs, tmp_path: Path) -> None:
     print(counts)
 
 
-@pytest.mark.parametrize("what", ["metrics.jsonl", ".lock", "config.json", "answers", "features"])
+@pytest.mark.parametrize(
+    "what", ["metrics.jsonl", ".lock", "config.json", "responses", "hidden_states"]
+)
 def test_a_named_pipe_in_the_place_of_a_file_does_not_hang(
     runs: Runs, tmp_path: Path, what: str
 ) -> None:
@@ -251,7 +253,8 @@ def test_a_damaged_document_is_computed_again_and_the_others_are_kept(
     others = [
         name
         for name, x in stored.items()
-        # nothing reads the features of a document's last token, which answering does not compute
+        # nothing reads the hidden states of a document's last token, which answering does not
+        # compute
         if not torch.allclose(x[:-1], written[name][:-1], atol=1e-5, rtol=1e-5)
     ]
     assert len(others) == len(shards(runs)) - len(said)  # those that no step has read since
@@ -262,7 +265,7 @@ def test_a_damaged_document_is_computed_again_and_the_others_are_kept(
 def test_a_damaged_answer_is_written_again_as_it_was(
     runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An id that is plausible, a line that is cut, and a line of another seed's answers."""
+    """An id that is plausible, a line that is cut, and a line of another seed's responses."""
     runs.again()
     (path, *_) = [p for p in runs.caches if p.suffix == ".jsonl"]
     lines = path.read_text().splitlines()

@@ -47,16 +47,16 @@ def test_a_date_that_is_given_is_the_templates_date() -> None:
 def test_a_run_goes_on_the_next_day(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, training_alone: None
 ) -> None:
-    """It is interrupted once its answers are written, before it has a config.json, and again after
-    it was trained. No prompt is answered twice, and the texts are those of the first day."""
+    """It is interrupted once its responses are written, before it has a config.json, and again
+    after it was trained. No prompt is answered twice, and the texts are those of the first day."""
     target = save_target(tmp_path / "target", template=DATED)
-    answers = tmp_path / "answers"
-    more = [f"target.path={target}", "data.answers=target", f"answers.root={answers}"]
+    responses = tmp_path / "responses"
+    more = [f"target.path={target}", "data.responses=target", f"responses.root={responses}"]
     cfg = compose(tiny.overrides("medusa", *more))
     folder = tmp_path / "run"
 
     def lines() -> list[str]:
-        return sorted(x for f in answers.rglob("*.jsonl") for x in f.read_text().splitlines())
+        return sorted(x for f in responses.rglob("*.jsonl") for x in f.read_text().splitlines())
 
     with monkeypatch.context() as patch:
         on(patch, 3)
@@ -87,7 +87,7 @@ def _interrupted(*_: object) -> None:
 
 
 def test_a_run_of_an_older_version_began_when_its_config_was_written(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"data": {"path": "x"}, "objective": {}}))
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"path": "x"}, "loss": {}}))
     when = datetime(2030, 5, 6, 7, 8, 9)
     os.utime(tmp_path / "config.json", (when.timestamp(), when.timestamp()))
     assert config_of(tmp_path)["data"]["date"] == "2030-05-06T07:08:09"

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
@@ -58,18 +58,18 @@ KINDS = {  # experts, windows, and states that cannot be rolled back
 
 def own(tmp_path: Path, name: str) -> list[str]:
     """The settings of a run that answers by itself and shares no caches."""
-    roots = [f"{kind}.root={tmp_path / name / kind}" for kind in ("answers", "features")]
-    return [*roots, "data.answers=target", "decode.temperatures=[0]", "decode.fastest=false"]
+    roots = [f"{kind}.root={tmp_path / name / kind}" for kind in ("responses", "hidden_states")]
+    return [*roots, "data.responses=target", "decode.temperatures=[0]", "decode.fastest=false"]
 
 
-def features(root: Path) -> dict[str, torch.Tensor]:
+def hidden_states(root: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in root.glob("*/*.safetensors"):
         tensors |= load_file(file)
     return tensors
 
 
-def answers(root: Path) -> dict[str, list[int]]:
+def responses(root: Path) -> dict[str, list[int]]:
     lines = [line for file in root.glob("*/*.jsonl") for line in file.read_text().splitlines()]
     return {entry["prompt"]: entry["ids"] for entry in map(json.loads, lines)}
 
@@ -90,13 +90,13 @@ def results(folder: Path) -> dict[str, Any]:
 def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
     tiny: Tiny, tmp_path: Path, one: Path
 ) -> None:
-    """The same answers, features, draft and acceptance, but for rounding in float32. Killed while
-    features are stored or training has begun, the run continues to the same end."""
+    """The same responses, hidden states, draft and acceptance, but for rounding in float32. Killed
+    while hidden states are stored or training has begun, the run continues to the same end."""
     settings = [*own(tmp_path, "caches"), "loop.accumulate=1", "target.tensor_parallel=true"]
     command = [__file__, "run", str(tmp_path), *tiny.command(tmp_path / "run", "eagle3", *settings)]
     with launched(command, 2, tmp_path / "killed") as children:
         until = time.monotonic() + 60
-        while not answers(tmp_path / "caches" / "answers"):
+        while not responses(tmp_path / "caches" / "responses"):
             assert time.monotonic() < until and not any(child.exitcode for child in children)
             time.sleep(0.01)
     assert not (tmp_path / "run" / "report").exists()
@@ -110,8 +110,8 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
         # as plan=true counts it
         assert of_target.held(2) == of_target.bytes - all_of_them + ours
     theirs = one / "caches"
-    assert answers(tmp_path / "caches" / "answers") == answers(theirs / "answers")
-    kept, right = (features(root / "caches" / "features") for root in (tmp_path, one))
+    assert responses(tmp_path / "caches" / "responses") == responses(theirs / "responses")
+    kept, right = (hidden_states(root / "caches" / "hidden_states") for root in (tmp_path, one))
     assert kept.keys() == right.keys() and len(right) > 100
     for name, tensor in right.items():
         # states are sums of some hundred products, of numbers up to 100, in another order
@@ -162,8 +162,9 @@ def model_of(folder: Path, kind: str, **config: Any) -> Path:
 
 
 def test_a_divided_target_decodes_as_a_whole_one(tmp_path: Path) -> None:
-    """Chains, batches of unequal rows, answers that take the rows of others and, where there are no
-    states, trees: the same greedy tokens in float32, and in bfloat16 nearly the same features."""
+    """Chains, batches of unequal rows, responses that take the rows of others and, where there are
+    no states, trees: the same greedy tokens in float32, and in bfloat16 nearly the same hidden
+    states."""
     folders = [model_of(tmp_path / kind, kind, **more) for kind, more in KINDS.items()]
     command = [__file__, "decode", str(tmp_path), *map(str, folders)]
     together(command, 2, tmp_path / "said")
@@ -214,7 +215,7 @@ def test_what_cannot_be_divided_is_refused_before_it_is_loaded(
 @pytest.mark.parametrize(
     ("drafter", "setting", "reason"),
     [
-        ("eagle3", "features.cache=online", "computes features once, before training"),
+        ("eagle3", "hidden_states.mode=online", "computes hidden states once, before training"),
         ("early_exit", "drafter.depth=2", "runs the target's layers in training"),
         ("eagle3", "decode.compile=true", "compiles the target in one piece"),
     ],
@@ -272,11 +273,11 @@ def decoded(notes: Path, folders: Sequence[str]) -> None:
         ranks = Ranks(dist.get_rank(), 2, held.team)
         outcome = ranks.first(partial(compared, held, plain))
         half = TargetLoader(replace(held.cfg, dtype="bfloat16"))
-        ids, needs = torch.arange(3, 40)[None], FeatureSpec()
+        ids, needs = torch.arange(3, 40)[None], HiddenStateSpec()
         with ranks_of_team(half).part([0]) as mine:
             for _ in mine:
-                ours = half.whole().features(ids, needs)[1].float()
-                theirs = load_target(replace(plain, dtype="bfloat16")).features(ids, needs)[1]
+                ours = half.whole().hidden_states(ids, needs)[1].float()
+                theirs = load_target(replace(plain, dtype="bfloat16")).hidden_states(ids, needs)[1]
                 outcome["off"] = float((ours - theirs).norm() / theirs.float().norm())
         outcomes.append(outcome | {"kind": Path(folder).name})
     if dist.get_rank() == 0:

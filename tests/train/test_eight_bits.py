@@ -1,4 +1,4 @@
-"""Stored features in 8 bits.
+"""Stored hidden states in 8 bits.
 
 Run alone: python -m pytest tests/train/test_eight_bits.py (about 15 s)
 """
@@ -13,7 +13,7 @@ from specdec.errors import UserError
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses
 from train.hidden_states.store import (
-    FeaturesConfig,
+    HiddenStatesConfig,
     block_size,
     restored_from_8_bits,
     rounded_to_8_bits,
@@ -46,11 +46,13 @@ def test_nothing_is_lost_of_zeros_and_of_what_was_rounded_before() -> None:
     )
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_a_run_learns_from_features_in_8_bits(tiny: Tiny, tmp_path: Path, answers: str) -> None:
-    more = [f"data.answers={answers}", f"answers.root={tmp_path / 'answers'}"]
-    eight = ["features.bits=8", f"features.root={tmp_path / 'eight'}"]
-    tiny.job(tmp_path / "plain", "eagle3", f"features.root={tmp_path / 'plain-store'}", *more)
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_a_run_learns_from_hidden_states_in_8_bits(
+    tiny: Tiny, tmp_path: Path, responses: str
+) -> None:
+    more = [f"data.responses={responses}", f"responses.root={tmp_path / 'responses'}"]
+    eight = ["hidden_states.bits=8", f"hidden_states.root={tmp_path / 'eight'}"]
+    tiny.job(tmp_path / "plain", "eagle3", f"hidden_states.root={tmp_path / 'plain-store'}", *more)
     tiny.job(tmp_path / "run", "eagle3", *eight, *more)
     tensors: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "eight").rglob("*.safetensors"):
@@ -67,12 +69,12 @@ def test_a_run_learns_from_features_in_8_bits(tiny: Tiny, tmp_path: Path, answer
 
 
 def test_families_that_read_no_layers_store_the_same(tiny: Tiny, tmp_path: Path) -> None:
-    for name, more in (("plain", []), ("eight", ["features.bits=8"])):
-        tiny.job(tmp_path / name, "medusa", f"features.root={tmp_path / 'store'}", *more)
+    for name, more in (("plain", []), ("eight", ["hidden_states.bits=8"])):
+        tiny.job(tmp_path / name, "medusa", f"hidden_states.root={tmp_path / 'store'}", *more)
     require_same_run(tmp_path / "plain", tmp_path / "eight")
     assert len([*(tmp_path / "store").iterdir()]) == 1
 
 
 def test_other_numbers_of_bits_are_refused() -> None:
-    with pytest.raises(UserError, match=r"features\.bits=4"):
-        FeaturesConfig(bits=4)
+    with pytest.raises(UserError, match=r"hidden_states\.bits=4"):
+        HiddenStatesConfig(bits=4)

@@ -52,7 +52,7 @@ def engine(target: str, port: int, folder: str) -> None:
 
 
 def job(overrides: list[str], folder: str) -> None:
-    """The whole job, but for measuring; each answer is written as soon as it is there."""
+    """The whole job, but for measuring; each response is written as soon as it is there."""
     torch.set_num_threads(1)
     pipeline.finished = lambda *_: None  # type: ignore[assignment]
     server_pool.WAITS = (0.02, 0.02)
@@ -85,9 +85,12 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
     when one of both was killed."""
     draw = random.Random(0)
     (tmp_path / "states").mkdir()
-    options = ["data.answers=target", "decode.prompts=0", f"answers.batch={AT_ONCE}"]
-    options += [f"features.from=http://127.0.0.1:{port}/v1", f"answers.root={tmp_path / 'answers'}"]
-    options += [f"features.root={tmp_path / 'features'}", "loop.epochs=1"]
+    options = ["data.responses=target", "decode.prompts=0", f"responses.batch={AT_ONCE}"]
+    options += [
+        f"hidden_states.from=http://127.0.0.1:{port}/v1",
+        f"responses.root={tmp_path / 'responses'}",
+    ]
+    options += [f"hidden_states.root={tmp_path / 'hidden_states'}", "loop.epochs=1"]
     overrides, run = tiny.overrides("eagle3", *options), str(tmp_path / "run")
     notes, deaths = tmp_path / "asked", 0
     serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
@@ -95,7 +98,7 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
         if not serving.is_alive():
             serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
         answering(port)
-        known = written(tmp_path / "answers")
+        known = written(tmp_path / "responses")
         asked = len(lines(notes))
         training = fork_of_server(job, overrides, run)
         while len(lines(notes)) == asked and training.is_alive():
@@ -108,21 +111,21 @@ def test_killed_engines_and_clients_lose_and_double_nothing(
         serving.join(0 if serving not in victims else 10)
         deaths += 1
         assert not {*lines(notes)[asked:]} & known
-        if len(written(tmp_path / "answers")) == 29:
+        if len(written(tmp_path / "responses")) == 29:
             break
     if not serving.is_alive():
         serving = fork_of_server(engine, str(tiny.target), port, str(tmp_path))
         answering(port)
-    known, asked = written(tmp_path / "answers"), len(lines(notes))
-    assert known and deaths > 2, "answers were written, and processes were killed"
+    known, asked = written(tmp_path / "responses"), len(lines(notes))
+    assert known and deaths > 2, "responses were written, and processes were killed"
     training = fork_of_server(job, overrides, run)
     training.join(100)
     assert training.exitcode == 0 and (tmp_path / "run" / "best").is_dir()
     assert not {*lines(notes)[asked:]} & known
-    lost = engine_responses.COMPARED + AT_ONCE  # the first answers wait until they are compared
+    lost = engine_responses.COMPARED + AT_ONCE  # the first responses wait until they are compared
     assert len(lines(notes)) <= 29 + deaths * lost
     serving.kill()
-    every = [entry["prompt"] for entry in entries(tmp_path / "answers")]
+    every = [entry["prompt"] for entry in entries(tmp_path / "responses")]
     assert len(every) == len({*every}) == 29
 
 
@@ -135,5 +138,5 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def written(folder: Path) -> set[str]:
-    """The names of the prompts that have an answer."""
+    """The names of the prompts that have a response."""
     return {entry["prompt"] for entry in entries(folder)}

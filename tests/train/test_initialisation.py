@@ -20,7 +20,7 @@ from tests.drafters.families import CONFIGS, VOCAB, make_drafter, make_target
 from tests.runs import as_before, draft
 from tests.tiny import Tiny, conversations, records, save_target, write_jsonl
 from train.data.sequences import Document
-from train.initialisation import StageConfig, initial_drafter
+from train.initialisation import InitialisationConfig, initial_drafter
 
 TRAINABLE = [name for name, config in CONFIGS.items() if DRAFTERS[config.name].trains(config)]
 STILL = ["optim.lr=1e-30", "loop.eval_every=4"]  # moves no float32
@@ -62,7 +62,7 @@ def test_every_family_takes_over_an_earlier_draft(
 ) -> None:
     earlier = make_drafter(name, target)
     draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
-    stage = StageConfig(str(tmp_path / "draft"))
+    stage = InitialisationConfig(str(tmp_path / "draft"))
     found = initial_drafter(stage, CONFIGS[name], target, said([1, 2]), 0)
     weights = found.weights_to_save(found.state_dict())
     kept = draft_checkpoint.read_draft(tmp_path / "draft", target).state_dict()
@@ -78,7 +78,7 @@ def test_rows_follow_their_token_ids(target: Target, tmp_path: Path) -> None:
     a, b, c = missing[2], missing[-1], missing[0]
     draft_checkpoint.write_draft(tmp_path / "draft", earlier, target)
     documents = said([a] * 5 + [b] * 2 + [c] + [int(VOCAB[0])] * 9)
-    stage = StageConfig(str(tmp_path / "draft"), new_tokens=2)
+    stage = InitialisationConfig(str(tmp_path / "draft"), new_tokens=2)
     found = initial_drafter(stage, CONFIGS["eagle3"], target, documents, 0)
     assert found.vocab_S is not None and earlier.vocab_S is not None
     assert found.vocab_S.tolist() == sorted([*VOCAB.tolist(), a, b])
@@ -101,7 +101,7 @@ def test_fewer_tokens_are_added_than_asked_where_the_data_has_no_more(
     target: Target, tmp_path: Path
 ) -> None:
     draft_checkpoint.write_draft(tmp_path / "draft", make_drafter("medusa", target), target)
-    stage = StageConfig(str(tmp_path / "draft"), new_tokens=7)
+    stage = InitialisationConfig(str(tmp_path / "draft"), new_tokens=7)
     documents = said([*VOCAB.tolist(), *[i for i in range(4) if i not in VOCAB]])
     found = initial_drafter(stage, CONFIGS["medusa"], target, documents, 0)
     added = set(range(4)) - set(VOCAB.tolist())
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_told_in_one_line(
     tiny.job(tmp_path / "copying", "suffix")
     copying = f"drafter.from={tmp_path / 'copying' / 'best'}"
     assert "is a draft of the family suffix" in refused("medusa", copying)
-    assert "drafter.from=FOLDER" in refused("medusa", "stage.new_tokens=3")
+    assert "drafter.from=FOLDER" in refused("medusa", "initialisation.new_tokens=3")
     other = save_target(tmp_path / "other", seed=5)
     assert "other weights" in refused("medusa", start, f"target.path={other}")
     tiny.job(tmp_path / "three", "eagle3")

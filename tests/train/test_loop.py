@@ -1,4 +1,4 @@
-"""The whole job on a tiny target: its curve, where it diverges, and other objectives. Its
+"""The whole job on a tiny target: its curve, where it diverges, and other losses. Its
 steps are in test_steps.py; what interrupts it, and several processes, are in test_resume.py.
 
 Run alone: python -m pytest tests/train/test_loop.py            (-m "not slow": under half a minute)
@@ -59,20 +59,20 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Target]:
 
 
 @pytest.mark.parametrize(
-    ("name", "answers"),
+    ("name", "responses"),
     [(name, "data") for name in DRAFTER_OVERRIDES]
     # of the target's layers, final state and neither; counts of its texts
     + [(name, "target") for name in ("eagle3", "medusa", "lm", "suffix")],
 )
 def test_whole_job(
-    tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, answers: str
+    tiny: Tiny, tmp_path: Path, loaded: list[Target], name: str, responses: str
 ) -> None:
-    objective = tiny.job(tmp_path / "run", name, f"data.answers={answers}")
+    objective = tiny.job(tmp_path / "run", name, f"data.responses={responses}")
     assert math.isfinite(objective) and objective >= 1  # τ counts the bonus token
     results = Results.load(tmp_path / "run" / "report")
     greedy, sampled = results.asked
     assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
-    assert greedy.identical == results.prompts, "greedy speculation changed an answer"
+    assert greedy.identical == results.prompts, "greedy speculation changed a response"
     fresh = load_target(tiny.config().target)
     for target in loaded:
         for ours, theirs in zip(target.model.parameters(), fresh.model.parameters(), strict=True):
@@ -81,18 +81,18 @@ def test_whole_job(
         curve = [record["loss"] for _, record in losses(tmp_path / "run")]
         assert all(math.isfinite(x) for line in curve for x in line)
         steps = [step for step, _ in losses(tmp_path / "run")]
-        assert steps == list(range(1, 1 + (12 if answers == "data" else len(steps))))
+        assert steps == list(range(1, 1 + (12 if responses == "data" else len(steps))))
         require_learning(tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", TRAINABLE)
-def test_features_from_disk_and_online_give_one_curve(
+def test_hidden_states_from_disk_and_online_give_one_curve(
     tiny: Tiny, tmp_path: Path, training_alone: None, name: str
 ) -> None:
     """1e-4: rows go through the target one by one for the disk and in batches online, which
     differs by float32 rounding (about 1e-6), and 12 steps of AdamW carry that on."""
     for cache in ("disk", "online"):
-        tiny.job(tmp_path / cache, name, f"features.cache={cache}", "loop.rows=2")
+        tiny.job(tmp_path / cache, name, f"hidden_states.mode={cache}", "loop.rows=2")
     pairs = list(zip(losses(tmp_path / "disk"), losses(tmp_path / "online"), strict=True))
     assert pairs
     for (step, disk), (_, online) in pairs:
@@ -103,7 +103,7 @@ def test_features_from_disk_and_online_give_one_curve(
 def test_a_second_run_reads_the_cache_and_equals_the_first(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
-    root = f"features.root={tmp_path / 'cache'}"
+    root = f"hidden_states.root={tmp_path / 'cache'}"
     tiny.job(tmp_path / "a", "eagle3", root)
     made = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.safetensors")}
     tiny.job(tmp_path / "b", "eagle3", root)
@@ -112,7 +112,7 @@ def test_a_second_run_reads_the_cache_and_equals_the_first(
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "medusa", "lm"])
-def test_the_target_reads_its_own_answers_once(
+def test_the_target_reads_its_own_responses_once(
     tiny: Tiny,
     tmp_path: Path,
     training_alone: None,
@@ -129,11 +129,15 @@ def test_the_target_reads_its_own_answers_once(
         return batch(source, indices)
 
     monkeypatch.setattr(OnlineBatches, "batch", counted)
-    more = ["data.answers=target", f"answers.root={tmp_path / 'answers'}", "answers.batch=7"]
-    tiny.job(tmp_path / "kept", drafter, *more, f"features.root={tmp_path / 'kept-features'}")
+    more = [
+        "data.responses=target",
+        f"responses.root={tmp_path / 'responses'}",
+        "responses.batch=7",
+    ]
+    tiny.job(tmp_path / "kept", drafter, *more, f"hidden_states.root={tmp_path / 'kept-features'}")
     assert not read
-    tiny.job(tmp_path / "again", drafter, *more, f"features.root={tmp_path / 'read-features'}")
-    assert read, "the answers were known, and their features were not"
+    tiny.job(tmp_path / "again", drafter, *more, f"hidden_states.root={tmp_path / 'read-features'}")
+    assert read, "the responses were known, and their hidden states were not"
     pairs = list(zip(losses(tmp_path / "kept"), losses(tmp_path / "again"), strict=True))
     assert len(pairs) > 5
     for (step, kept), (_, again) in pairs:
@@ -153,8 +157,8 @@ def test_training_from_a_cache_loads_no_layer_of_the_target(
     """A first run loads the target whole to answer, and gives its layers back before it trains. A
     second, for which all is there, does not load it before it is measured (which is left out here).
     """
-    more = ["data.answers=target", f"features.root={tmp_path / 'features'}"]
-    more += [f"answers.root={tmp_path / 'answers'}", f"target.cache={tmp_path / 'targets'}"]
+    more = ["data.responses=target", f"hidden_states.root={tmp_path / 'hidden_states'}"]
+    more += [f"responses.root={tmp_path / 'responses'}", f"target.cache={tmp_path / 'targets'}"]
     events: list[str] = []
     loaded: list[weakref.ref[nn.Module]] = []
     whole, adamw = loading.load_target, torch.optim.AdamW.step
@@ -180,11 +184,11 @@ def test_training_from_a_cache_loads_no_layer_of_the_target(
     require_same_run(tmp_path / "a", tmp_path / "b")
 
 
-def test_a_feature_cache_at_a_path_of_ones_own(
+def test_a_hidden_state_cache_at_a_path_of_ones_own(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
-    """`features.path` holds both sides: training and held-out rows."""
-    tiny.job(tmp_path / "a", "eagle3", f"features.path={tmp_path / 'cache'}")
+    """`hidden_states.path` holds both sides: training and held-out rows."""
+    tiny.job(tmp_path / "a", "eagle3", f"hidden_states.path={tmp_path / 'cache'}")
     tiny.job(tmp_path / "b", "eagle3")
     require_same_run(tmp_path / "a", tmp_path / "b")
 
@@ -192,7 +196,7 @@ def test_a_feature_cache_at_a_path_of_ones_own(
 def test_the_target_stays_as_it_is_when_the_draft_trains_embeddings_cut_from_it(
     tiny: Tiny, tmp_path: Path, loaded: list[Target], training_alone: None
 ) -> None:
-    more = ["drafter.train_embeddings=true", "optim.lr=0.05", "features.cache=online"]
+    more = ["drafter.train_embeddings=true", "optim.lr=0.05", "hidden_states.mode=online"]
     tiny.job(tmp_path / "run", "lm", *more)
     (target,) = loaded
     fresh = load_target(tiny.config().target)
@@ -216,10 +220,10 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_a_row_that_is_not_finite_stops_before_the_update(
     tiny: Tiny, tmp_path: Path, training_alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Epoch 1, 6 steps over 12 rows, reads each row once. One row's features are NaN: the run
+    """Epoch 1, 6 steps over 12 rows, reads each row once. One row's hidden states are NaN: the run
     ends at the step that reads it, names it, and leaves the checkpoint before it as it was."""
-    root = tmp_path / "features"
-    more = [f"features.root={root}", "loop.save_every=1", "loop.eval_every=1"]
+    root = tmp_path / "hidden_states"
+    more = [f"hidden_states.root={root}", "loop.save_every=1", "loop.eval_every=1"]
     tiny.job(tmp_path / "whole", "medusa", *more)
     orders, _ = steps_of(LoopConfig(), [1] * 12, 0, 0, 2)
     bad, step = orders[4][1], 5  # the second row of the fifth step
@@ -281,7 +285,7 @@ def test_divergence_of_the_command_is_one_line_and_code_2(tiny: Tiny, tmp_path: 
     assert "Traceback" not in done.stderr
 
 
-# Another objective, other anchors, older runs
+# Another loss, other anchors, older runs
 
 
 def cut_back(run: Path) -> None:
@@ -289,8 +293,8 @@ def cut_back(run: Path) -> None:
     shutil.rmtree(run / "checkpoints" / "step-0000012")
 
 
-@pytest.mark.parametrize("objective", ["expected_length", "eagle"])
-def test_drawn_anchors_and_a_changing_objective_resume_exactly(
+@pytest.mark.parametrize("loss", ["expected_length", "eagle"])
+def test_drawn_anchors_and_a_changing_loss_resume_exactly(
     tiny: Tiny,
     tmp_path: Path,
     training_alone: None,
@@ -298,8 +302,8 @@ def test_drawn_anchors_and_a_changing_objective_resume_exactly(
     objective: str,
 ) -> None:
     """In each row, 4 of some 24 anchors are drawn anew at each of 12 steps of 2 rows; the terms are
-    over depths and features."""
-    more = ["drafter.anchors.per_row=4", f"objective={objective}"]
+    over depths and hidden states."""
+    more = ["drafter.anchors.per_row=4", f"loss={objective}"]
     drawn: list[tuple[int, ...]] = []
     anchors = TeacherForcing.anchors
 
@@ -321,19 +325,19 @@ def test_drawn_anchors_and_a_changing_objective_resume_exactly(
     require_same_run(tmp_path / "run", tmp_path / "whole")
 
 
-def test_a_run_from_before_objectives_is_continued(
+def test_a_run_from_before_losses_is_continued(
     tiny: Tiny, tmp_path: Path, training_alone: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its config.json has a `loss`, and no anchors; with another objective it is another run."""
-    more = ["objective=jsd", "objective.constants.jsd.beta=0.1", "objective.depth_decay=0.9"]
+    """Its config.json has a `loss`, and no anchors; with another loss it is another run."""
+    more = ["loss=jsd", "loss.constants.jsd.beta=0.1", "loss.depth_decay=0.9"]
     tiny.job(tmp_path / "whole", "eagle3", *more)
     run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
     cut_back(run)
     config = as_before(run / "config.json")
-    del config["objective"], config["drafter"]["anchors"]
+    del config["loss"], config["drafter"]["anchors"]
     config["loss"] = dict(name="jsd", depth_decay=0.9, beta=0.1, eta=3.0, chunk=256)
     (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"objective\.terms={'jsd': 1\.0}, not {'nla': 1\.0}"):
+    with pytest.raises(UserError, match=r"loss\.terms={'jsd': 1\.0}, not {'nla': 1\.0}"):
         tiny.job(run, "eagle3")
     tiny.job(run, "eagle3", *more)
     require_same_run(run, tmp_path / "whole")

@@ -72,17 +72,17 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "answers"),  # prompts alone are what the target answers
+    ("kind", "responses"),  # prompts alone are what the target answers
     [c for c in itertools.product(BROKEN, ("data", "target")) if c != ("prompts alone", "target")],
 )
 def test_data_that_are_no_conversations(
-    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, answers: str
+    tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, responses: str
 ) -> None:
     text, parts = BROKEN[kind]
     path = tmp_path / "chats.jsonl"
     if text is not None:
         path.write_text(text)
-    more = [f"data.path={path}", f"data.answers={answers}"]
+    more = [f"data.path={path}", f"data.responses={responses}"]
     said = told(capsys, tiny.overrides("medusa", *more), tmp_path / "run")
     require_one_line(said, re.escape(str(path)), *parts)
 
@@ -140,7 +140,7 @@ def test_a_template_that_fails_on_every_conversation(
     [
         ("optim.lr=1e-4", r"optim\.lr=0\.005"),
         ("drafter.depth=1", r"drafter\.depth=2"),
-        ("objective=kl", r"objective\.terms={'nla': 1\.0}"),
+        ("loss=kl", r"loss\.terms={'nla': 1\.0}"),
         ("data.seed=7", r"data\.seed=0"),
     ],
 )
@@ -175,11 +175,11 @@ def test_a_command_that_was_mended_runs(
     tiny.job(tmp_path / "run", "medusa")
 
 
-def test_a_feature_cache_of_another_target(
+def test_a_hidden_state_cache_of_another_target(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], tmp_path: Path, training_alone: None
 ) -> None:
-    """features.path filled with rows of this target's namesake: same words, other weights."""
-    cache = f"features.path={tmp_path / 'cache'}"
+    """hidden_states.path filled with rows of this target's namesake: same words, other weights."""
+    cache = f"hidden_states.path={tmp_path / 'cache'}"
     other = save_target(tmp_path / "other", seed=1)
     told_or_not = tiny.overrides("medusa", cache)
     try:
@@ -188,14 +188,16 @@ def test_a_feature_cache_of_another_target(
         assert list((tmp_path / "cache").rglob("meta.json"))
     more = [cache, f"target.path={other}"]
     said = told(capsys, tiny.overrides("medusa", *more), tmp_path / "run")
-    require_one_line(said, "feature cache", "cache", "target|fingerprint", "features.path")
+    require_one_line(
+        said, "hidden-state cache", "cache", "target|fingerprint", "hidden_states.path"
+    )
 
 
-def test_a_feature_cache_of_another_target_in_its_place_is_not_used(
+def test_a_hidden_state_cache_of_another_target_in_its_place_is_not_used(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
     """Without a path of one's own each target has a folder of its own, even under one name."""
-    root = f"features.root={tmp_path / 'cache'}"
+    root = f"hidden_states.root={tmp_path / 'cache'}"
     tiny.job(tmp_path / "a", "medusa", root)
     one = {p.parent.name for p in (tmp_path / "cache").rglob("meta.json")}
     other = save_target(tmp_path / "other", seed=1)
@@ -308,11 +310,11 @@ def test_a_card_of_another_version(
     ("mistakes", "parts"),
     [
         # while Hydra composes
-        (["loss=kl"], ["objective=NAME", "objective=kl"]),
+        (["loss=kl"], ["loss=NAME", "loss=kl"]),
         (["drafter=eagle4"], ["eagle4", "did you mean .eagle"]),
         (["--config-name=configs"], ["--config-name configs is unknown; did you mean 'config'"]),
         # in the job: after composition, then below train.run
-        (["+objective.foo=1"], ["objective.foo", "known"]),
+        (["+loss.foo=1"], ["loss.foo", "known"]),
         (["data.path=/no/such/file.jsonl"], ["/no/such/file.jsonl", "no such file"]),
         # under a sweeper
         (["-m", "loop.rows=abc,2"], ["loop.rows", "abc"]),
@@ -333,7 +335,7 @@ def test_train_py_tells_a_mistake_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("mistake", "answers", "part"),
+    ("mistake", "responses", "part"),
     [
         ("data.path=nothing.jsonl", "target", "no such file"),
         ("data.max_length=5", "target", "max_length=5"),  # told once the target is loaded
@@ -345,12 +347,16 @@ def test_a_refused_run_leaves_nothing(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     mistake: str,
-    answers: str,
+    responses: str,
     part: str,
 ) -> None:
     """Nor does it change a folder that is there. It has not answered any prompt yet."""
-    more = [f"answers.root={tmp_path / 'cache' / 'answers'}", f"data.answers={answers}"]
-    more += [f"features.root={tmp_path / 'cache' / 'features'}", "track=wandb", "export=null"]
+    more = [f"responses.root={tmp_path / 'cache' / 'responses'}", f"data.responses={responses}"]
+    more += [
+        f"hidden_states.root={tmp_path / 'cache' / 'hidden_states'}",
+        "track=wandb",
+        "export=null",
+    ]
     overrides = tiny.overrides("medusa", *more, "budget.minutes=5", mistake)
     require_one_line(told(capsys, overrides, tmp_path / "runs" / "new"), part)
     assert not any(tmp_path.iterdir())
@@ -441,7 +447,7 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
             "search=lr",
             *given,
             "optim.lr=choice(0.005,1e30)",
-            "objective.depth_decay=choice(0.6,1.0)",
+            "loss.depth_decay=choice(0.6,1.0)",
             "hydra.sweeper.n_trials=3",
             "hydra.sweeper.sampler.seed=4",
             f"hydra.sweep.dir={tmp_path / 'sweep'}",
@@ -463,7 +469,7 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
     best = float(re.search(r"best_value: (\S+)", results)[1])  # type: ignore[index]
     assert best == pytest.approx(max(values))
     last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): objective {best:.4f} ")
+    assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): loss {best:.4f} ")
     assert "optim.lr=0.005" in last and "decode.prompts" not in last
 
 
@@ -493,10 +499,10 @@ def drafts_of_others(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Pa
         ("drafter.from={drafts}/foreign", "foreign holds no draft"),
         ("drafter.from={drafts}/other", "with other weights"),
         ("drafter.from={drafts}/eagle", "is a draft of the family eagle"),
-        ("objective.terms.adaspec=1 objective.reference={drafts}/other", "with other weights"),
+        ("loss.terms.adaspec=1 loss.reference={drafts}/other", "with other weights"),
         ("export=hf", "export exists and is not an earlier export"),
-        ("answers.root={full}", "full.*No space left"),
-        ("features.root={full}", "full.*No space left"),
+        ("responses.root={full}", "full.*No space left"),
+        ("hidden_states.root={full}", "full.*No space left"),
         ("name=full", "the checkpoints of this draft need .* make room"),
     ],
 )
@@ -531,8 +537,8 @@ def test_a_mistake_is_told_before_the_first_response(
         (run / "export" / "mine.txt").write_text("mine")
     before = {*tmp_path.rglob("*")}
     given = mistake.format(drafts=drafts_of_others, full=full).split()
-    roots = [f"{kind}.root={tmp_path / kind}" for kind in ("answers", "features")]
-    more = [*roots, "data.answers=target", "drafter.draft_vocab=null", "export=null", *given]
+    roots = [f"{kind}.root={tmp_path / kind}" for kind in ("responses", "hidden_states")]
+    more = [*roots, "data.responses=target", "drafter.draft_vocab=null", "export=null", *given]
     with pytest.raises(UserError, match=part):
         tiny.job(run, "medusa", *more)
     assert {*tmp_path.rglob("*")} == before

@@ -30,9 +30,9 @@ from specdec.drafters import DRAFTERS
 from specdec.errors import UserError, of_files
 from specdec.files import read_lines
 from specdec.formats import draft_checkpoint, draft_export
+from specdec.losses.loss_config import LossConfig
 from specdec.measure import evaluation
 from specdec.measure.results import Results
-from specdec.objectives.objective import ObjectiveConfig
 from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
@@ -45,7 +45,7 @@ from train.data.responses import documents_with_responses
 from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
 from train.hidden_states import filling
-from train.hidden_states import store as features
+from train.hidden_states import store as hidden_states
 from train.hidden_states.batches import OnlineBatches, StoredBatches
 from train.tracking import curve
 
@@ -73,15 +73,19 @@ def target(tiny: Tiny) -> Target:
         ),
         ("eagle3", ["decode.tree=best_first"], "parallel heads"),
         ("medusa", ["decode.max_new_tokens=5000"], "do not fit the 512 positions"),
-        ("medusa", ["data.answers=target", "data.max_length=20"], "do not fit data.max_length=20"),
-        ("medusa", ["data.answers=target", "data.held_out=0"], "no held-out conversation"),
+        (
+            "medusa",
+            ["data.responses=target", "data.max_length=20"],
+            "do not fit data.max_length=20",
+        ),
+        ("medusa", ["data.responses=target", "data.held_out=0"], "no held-out conversation"),
     ],
     ids=lambda x: x if isinstance(x, str) else x[-1],
 )
 def test_what_cannot_be_decoded_is_told_before_training(
     tiny: Tiny, tmp_path: Path, drafter: str, more: list[str], said: str
 ) -> None:
-    more = [*more, f"answers.root={tmp_path / 'answers'}"]
+    more = [*more, f"responses.root={tmp_path / 'responses'}"]
     with pytest.raises(UserError, match=said):
         tiny.job(tmp_path / "run", drafter, *more)
     made = [p for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".json", ".jsonl")]
@@ -107,10 +111,10 @@ def test_a_draft_deeper_than_trained_is_told_before_training(
         "loop.seed=-1",
         "optim.betas=[1.5,2]",
         "optim.weight_decay=-1",
-        "objective.depth_decay=nan",
-        "objective.depth_decay=-1",
-        "answers.batch=0",
-        "answers.temperature=-1",
+        "loss.depth_decay=nan",
+        "loss.depth_decay=-1",
+        "responses.batch=0",
+        "responses.temperature=-1",
         "track.mode=foo",
         "name=..",
         "name=../a",
@@ -130,11 +134,11 @@ def test_values_that_only_a_target_can_refuse(tiny: Tiny, tmp_path: Path, value:
         tiny.job(tmp_path / "run", "medusa", value)
 
 
-def test_an_incomplete_objective_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+def test_an_incomplete_loss_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     """A config that is changed in Python has not passed the command line's checks."""
     cfg = tiny.config("medusa")
-    cfg.objective = ObjectiveConfig(terms={"adaspec": 1.0})
-    with pytest.raises(UserError, match=r"objective\.reference=runs/NAME/best"):
+    cfg.loss = LossConfig(terms={"adaspec": 1.0})
+    with pytest.raises(UserError, match=r"loss\.reference=runs/NAME/best"):
         train.run(cfg, tmp_path / "run")
 
 
@@ -189,7 +193,7 @@ def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
     path = write_jsonl(tmp_path / "chats.jsonl", conversations(100))
     more = [f"data.path={path}", "data.held_out=0.5", "loop.epochs=1", "decode.prompts=100"]
     selecting, measured = list[list[int]](), list[list[int]]()
-    evaluated, answered_in_turn = held_out.evaluate, evaluation.answers_in_turn
+    evaluated, drafted_in_turn = held_out.evaluate, evaluation.decoded_in_turn
 
     def noted(model: Any, source: Any, *rest: Any) -> Any:
         selecting.extend(row.ids.tolist() for row in source.rows)
@@ -197,7 +201,7 @@ def test_the_best_draft_is_selected_on_prompts_that_are_not_reported(
 
     def asked(setup: Any, cfg: Any, ways: Any, prompts: Any, *rest: Any) -> Any:
         measured.extend(prompts)
-        return answered_in_turn(setup, cfg, ways, prompts, *rest)
+        return drafted_in_turn(setup, cfg, ways, prompts, *rest)
 
     monkeypatch.setattr(loop, "evaluate", noted)
     monkeypatch.setattr(evaluation, "answers_in_turn", asked)
@@ -259,7 +263,11 @@ def test_dropped_prompts_are_counted_on_both_sides(
     for chat in chats[::2]:
         chat["messages"][0]["content"] *= 40  # longer than data.max_prompt
     path = write_jsonl(tmp_path / "chats.jsonl", chats)
-    more = [f"data.path={path}", "data.answers=target", f"answers.root={tmp_path / 'answers'}"]
+    more = [
+        f"data.path={path}",
+        "data.responses=target",
+        f"responses.root={tmp_path / 'responses'}",
+    ]
     tiny.job(tmp_path / "run", "medusa", *more)
     said = capsys.readouterr().out.split()
     kept = int(said[said.index("kept") - 1])
@@ -328,12 +336,12 @@ def test_a_disk_that_fails_is_told_in_one_line() -> None:
             of_files(bug)
 
 
-@pytest.mark.parametrize("what", ["run", "features", "checkpoints"])
+@pytest.mark.parametrize("what", ["run", "hidden_states", "checkpoints"])
 def test_folders_deleted_during_a_run_are_told_or_made_again(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Deleted at the first held-out evaluation, of three. The same command then makes the run."""
-    places = {"run": tmp_path / "run", "features": tmp_path / "features"}
+    places = {"run": tmp_path / "run", "hidden_states": tmp_path / "hidden_states"}
     places["checkpoints"] = tmp_path / "run" / "checkpoints"
     evaluate, calls = loop.evaluate, []
 
@@ -344,7 +352,11 @@ def test_folders_deleted_during_a_run_are_told_or_made_again(
         return evaluate(*args)
 
     monkeypatch.setattr(loop, "evaluate", deleting)
-    options = [f"features.root={tmp_path / 'features'}", "export=null", "decode.prompts=1"]
+    options = [
+        f"hidden_states.root={tmp_path / 'hidden_states'}",
+        "export=null",
+        "decode.prompts=1",
+    ]
     with contextlib.suppress(UserError):
         try:
             tiny.job(tmp_path / "run", "medusa", *options)
@@ -359,7 +371,7 @@ def test_folders_deleted_during_a_run_are_told_or_made_again(
 
 def filled(
     tiny: Tiny, target: Target, root: Path
-) -> tuple[features.HiddenStateStore, OnlineBatches]:
+) -> tuple[hidden_states.HiddenStateStore, OnlineBatches]:
     """An empty store, and a source of 5 rows of 2 documents."""
     twos, ones = np.array([0, 0, 0, 0, 1, 1, 1], np.int32), np.ones(7, np.bool_)
     ids = [np.array([1 + i, 2, 3, 4, 5, 6 + i, 7], np.int32) for i in range(5)]
@@ -367,8 +379,8 @@ def filled(
     rows = [Row(x, ones, twos, position) for x in ids]
     cfg = tiny.config("eagle3")
     needs = DRAFTERS["eagle3"].build(cfg.drafter, target).needs
-    stored = features.FeaturesConfig(root=str(root))
-    store = features.HiddenStateStore(stored, target, needs, cfg.sampler)
+    stored = hidden_states.HiddenStatesConfig(root=str(root))
+    store = hidden_states.HiddenStateStore(stored, target, needs, cfg.sampler)
     return store, OnlineBatches(target, needs, cfg.sampler, rows)
 
 
@@ -401,7 +413,7 @@ def test_a_document_is_read_again_in_other_rows(
     """More data, packed otherwise, through no more open files than allowed: only what is new is
     read by the target, and batches equal those read online."""
     monkeypatch.setattr(filling, "SHARD", 1)
-    monkeypatch.setattr(features, "OPEN", 2)
+    monkeypatch.setattr(hidden_states, "OPEN", 2)
     store, source = filled(tiny, target, tmp_path)
     few = OnlineBatches(target, source.needs, source.sampler, source.rows[:4])
     with progress.bars(Console(quiet=True), False) as bar:
@@ -432,11 +444,13 @@ def test_a_document_is_read_again_in_other_rows(
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_stored_features_train_with_cutoffs_as_the_target_does(tiny: Tiny, tmp_path: Path) -> None:
+def test_stored_hidden_states_train_with_cutoffs_as_the_target_does(
+    tiny: Tiny, tmp_path: Path
+) -> None:
     """The store keeps what p is before the cutoffs, which the loss reads, and after them."""
-    more = ["sampler=chat", "sampler.top_k=20", f"features.root={tmp_path / 'features'}"]
+    more = ["sampler=chat", "sampler.top_k=20", f"hidden_states.root={tmp_path / 'hidden_states'}"]
     for cache in ("online", "disk"):
-        tiny.job(tmp_path / cache, "medusa", f"features.cache={cache}", *more)
+        tiny.job(tmp_path / cache, "medusa", f"hidden_states.mode={cache}", *more)
     ours, theirs = losses(tmp_path / "online"), losses(tmp_path / "disk")
     assert len(ours) == 12
     for (_, one), (_, other) in zip(ours, theirs, strict=True):
@@ -464,7 +478,7 @@ def test_only_what_is_missing_needs_room(
     assert len(store.missing(source.rows)) == 4
 
 
-def test_answers_are_kept_by_the_prompt_they_answer(
+def test_responses_are_kept_by_the_prompt_they_answer(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also sampled, of ids that look alike, one by one or together, and after damage."""
@@ -496,7 +510,7 @@ def test_answers_are_kept_by_the_prompt_they_answer(
     assert made(prompts) == apart and asked == [2, 1, 1]
 
 
-def test_answers_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
+def test_responses_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: Path) -> None:
     """With only the likeliest token, sampling is greedy decoding. Without top-k, the folder's name
     does not depend on that setting."""
     target = TargetLoader(tiny.config().target)
@@ -526,7 +540,7 @@ def test_a_job_measured_in_three_ways_is_logged_offline(
     """More figures than the 100 that an artifact of W&B takes. A tiny job draws no pictures."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr(wandb, "Image", lambda path: str(path))
-    ways = ["also=suffix", "decode.fastest=true", "decode.gamma=2"]
+    ways = ["combine_with=suffix", "decode.fastest=true", "decode.gamma=2"]
     ways += ["decode.temperatures=[0,0.5,1,1.5]"]
     tiny.job(tmp_path / "run", "eagle3", *ways, "track=wandb", "drafter.depth=4", "export=hf")
     results = Results.load(tmp_path / "run" / "report")

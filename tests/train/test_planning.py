@@ -18,7 +18,7 @@ from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config, Qwen3MoeCon
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 import train
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import prefill
 from specdec.drafters import family
 from specdec.errors import UserError
@@ -102,7 +102,7 @@ def test_sizes_from_a_config_are_those_of_the_model(kind: str, tmp_path: Path) -
     assert of.bytes == 4 * of.weights and of.head == 64 * 32
     assert parts.embedding.weight.is_meta
     cache = target.new_cache()
-    prefill(target, [list(range(1, 9))], FeatureSpec(), cache)
+    prefill(target, [list(range(1, 9))], HiddenStateSpec(), cache)
     assert of.cached == cache.nbytes / cache.capacity
 
 
@@ -228,9 +228,9 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
     draft = draft_sizes(cfg.drafter, parts, cfg.optim)
     assert draft is not None and not draft.parallel and draft.depth == 2 and draft.head == 48
     D, wide = 32, 48
-    attention = 2 * D * (32 + 16 + 16) + 32 * D  # q, k and v read an embedding and a feature
+    attention = 2 * D * (32 + 16 + 16) + 32 * D  # q, k and v read an embedding and a hidden state
     layer = attention + 3 * D * wide
-    norms = 3 * D + D  # of embedding, feature and MLP, and the last one
+    norms = 3 * D + D  # of embedding, hidden state and MLP, and the last one
     assert draft.weights == draft.trained == layer + norms + 3 * D * D + 48 * D
     assert draft.stored == 3
     for bits in (None, 8):
@@ -242,7 +242,7 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
             parts.width,
             bits=bits,
         )
-        stored = with_settings(cfg, {"features.bits": bits})
+        stored = with_settings(cfg, {"hidden_states.bits": bits})
         tokens = 110 * 20  # of `DATA`, 100 conversations and 10 to validate on
         disk = stage_named("disk", stages_of(stored, facts_of(stored)))
         assert disk.filled["hidden states"] == kind.bytes(tokens)
@@ -373,18 +373,18 @@ def printed(plan: RunPlan) -> dict[str, list[str]]:
     return found
 
 
-LONG = ["data.max_prompt=2048", "answers.max_new_tokens=2048", "data.max_length=4096"]
+LONG = ["data.max_prompt=2048", "responses.max_new_tokens=2048", "data.max_length=4096"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "one device": ("qwen3-32b", ["planning.device=l40s"]),
     "eight devices": ("qwen3-32b", ["planning.device=a100-40", "planning.devices=8"]),
     "long training": ("qwen3-30b-a3b", [*LONG, "loop.rows=64", "planning.devices=2"]),
     "online": (
         "qwen3-30b-a3b",
-        [*LONG, "loop.rows=16", "features.cache=online", "planning.device=a100-40"],
+        [*LONG, "loop.rows=16", "hidden_states.mode=online", "planning.device=a100-40"],
     ),
     "engines": (
         "llama-3.1-70b",
-        ["answers.from=http://a:8000/v1", "planning.devices=2", "decode.batch=8"],
+        ["responses.from=http://a:8000/v1", "planning.devices=2", "decode.batch=8"],
     ),
     "two devices hold most": (
         "llama-3.1-70b",
@@ -401,7 +401,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_every_printed_remedy_is_pasted_and_fits(case: str, large: dict[str, Path]) -> None:
     name, settings = CASES[case]
-    command = [*BIG, f"target.path={large[name]}", "data.answers=target", *settings]
+    command = [*BIG, f"target.path={large[name]}", "data.responses=target", *settings]
     plan = plan_of_run(compose(command))
     fitted = {stage.name for stage in plan.stages if stage.fits}
     advice = printed(plan)
@@ -424,7 +424,7 @@ def test_qwen3_32b_fits_eight_h100s(large: dict[str, Path]) -> None:
     """The documented case, with short texts and with long ones."""
     for more in ([], LONG):
         command = [*BIG, f"target.path={large['qwen3-32b']}", "planning.devices=8"]
-        plan = plan_of_run(compose([*command, "data.answers=target", *more]))
+        plan = plan_of_run(compose([*command, "data.responses=target", *more]))
         assert plan.fits
         faster = printed(plan)
         assert list(faster.values()) == [["target.tensor_parallel=true"]]
@@ -454,8 +454,8 @@ def test_a_full_disk_is_a_stage_with_remedies_of_its_own(tiny: Tiny) -> None:
     needed = stage_named("disk", stages_of(cfg, facts)).bytes
     full = replace(facts, free=needed * 0.9)
     found = remedies(cfg, full, "disk")
-    assert {"features.bits": 8} in found
-    assert as_overrides({"features.cache": "online"}) == "features.cache=online"
+    assert {"hidden_states.bits": 8} in found
+    assert as_overrides({"hidden_states.mode": "online"}) == "hidden_states.mode=online"
     for settings in found:
         disk = stage_named("disk", stages_of(with_settings(cfg, settings), full))
         assert disk.fits and disk.bytes < needed
@@ -579,15 +579,15 @@ def test_devices_that_hold_a_target_together_each_need_a_part_of_its_layers(
 
 def test_engines_that_answer_take_no_memory_here(tmp_path: Path) -> None:
     folder = config_folder(tmp_path / "target", architectures(64, layers=6)["llama"])
-    fixed = ["planning.device=h100", "planning.tokens=9000", "data.path=x", "data.answers=target"]
+    fixed = ["planning.device=h100", "planning.tokens=9000", "data.path=x", "data.responses=target"]
     ours, theirs = (
         plan_of_run(compose([*EAGLE, f"target.path={folder}", *fixed, *more]))
-        for more in ([], ["answers.from=http://a:8000/v1"])
+        for more in ([], ["responses.from=http://a:8000/v1"])
     )
     names = [[stage.name for stage in plan.stages] for plan in (ours, theirs)]
     assert names[0] == ["responses", *names[1]]
     read = [stage_named("hidden states", plan.stages).seconds for plan in (ours, theirs)]
-    assert read[1] > read[0] == 0, "no features are kept while engines answer"
+    assert read[1] > read[0] == 0, "no hidden states are kept while engines answer"
     assert "responses of engines are not counted" in str(theirs)
 
 

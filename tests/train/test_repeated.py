@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.drafters import attention
 from specdec.runtime.cpu import machine_probes, packed_linear
 from specdec.runtime.cpu.packed_linear import PackedLinear
@@ -29,7 +29,7 @@ from tests.runs import require_same_run
 from tests.tiny import Tiny, architectures, make_tokenizer
 from train import measurement
 from train.hidden_states import batches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore, name_of, names_of_parts
+from train.hidden_states.store import HiddenStatesConfig, HiddenStateStore, name_of, names_of_parts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -99,17 +99,17 @@ def test_no_clock_changes_a_number(
         monkeypatch.setattr(machine_probes, "perf_counter", lying(*times))
         for memory in (machine_probes.native_dtype, packed_linear.obstacle, packed_linear.probe):
             memory.cache_clear()
-        roots = [f"{kind}.root={tmp_path / name / kind}" for kind in ("answers", "features")]
-        more = [*roots, target, f"target.dtype={dtype}", "data.answers=target", "loop.epochs=1"]
+        roots = [f"{kind}.root={tmp_path / name / kind}" for kind in ("responses", "hidden_states")]
+        more = [*roots, target, f"target.dtype={dtype}", "data.responses=target", "loop.epochs=1"]
         tiny.job(tmp_path / name / "run", "eagle3", *more, "drafter.layers=[1,2]")
     loaded = load_target(TargetConfig(str(tmp_path / "target"), "float32", "cpu"))
     packs = sum(isinstance(part, PackedLinear) for part in loaded.model.modules())
     assert packs or packed_linear.obstacle(torch.float32)  # else nothing was tried
-    first, second = (stored(tmp_path / name / "features") for name in ("first", "second"))
+    first, second = (stored(tmp_path / name / "hidden_states") for name in ("first", "second"))
     assert first.keys() == second.keys() and len(first) > 100
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
-    lines = [responses(tmp_path / name / "answers") for name in ("first", "second")]
+    lines = [responses(tmp_path / name / "responses") for name in ("first", "second")]
     assert lines[0] == lines[1] and len(lines[0]) == 29
     require_same_run(tmp_path / "second" / "run", tmp_path / "first" / "run")
 
@@ -130,22 +130,22 @@ def test_hidden_states_that_a_round_has_read_stay_as_they_are(
         return ctx, final_1TD * by, after_NKD
 
     monkeypatch.setattr(batches, "read_drafts", rounding)
-    more = ["data.answers=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
-    more.append(f"features.root={tmp_path / 'features'}")
+    more = ["data.responses=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
+    more.append(f"hidden_states.root={tmp_path / 'hidden_states'}")
     for name in ("filled", "read"):
         tiny.job(tmp_path / name, "eagle3", *more)
     require_same_run(tmp_path / "read", tmp_path / "filled")
-    files = [load_file(file) for file in (tmp_path / "features").glob("*/*.safetensors")]
+    files = [load_file(file) for file in (tmp_path / "hidden_states").glob("*/*.safetensors")]
     assert sum(map(len, files)) == len(set().union(*files))  # nothing is stored twice
 
 
 def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_path: Path) -> None:
     """Two runs that fill a store at once, each of which sees that a document is missing."""
     cfg = TargetConfig(str(tiny.target), "float32", "cpu")
-    target, needs = load_target(cfg), FeatureSpec((1,))
+    target, needs = load_target(cfg), HiddenStateSpec((1,))
     text = [5, 6, 7, 8]
     stores = [
-        HiddenStateStore(FeaturesConfig(path=str(tmp_path / "x")), target, needs, Sampler())
+        HiddenStateStore(HiddenStatesConfig(path=str(tmp_path / "x")), target, needs, Sampler())
         for _ in range(4)
     ]
     stores[0].prepare(0)
@@ -162,8 +162,8 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
     late = stores[3]
     late.refresh()
     name = name_of(torch.tensor(text, dtype=torch.int32).numpy())
-    features = late._document(name, names_of_parts(Sampler(), layers=True), (4,))
-    assert features["final"].eq(1).all() and features["layers"].eq(1).all()
+    hidden_states = late._document(name, names_of_parts(Sampler(), layers=True), (4,))
+    assert hidden_states["final"].eq(1).all() and hidden_states["layers"].eq(1).all()
 
 
 def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(

@@ -33,7 +33,7 @@ from tests.runs import draft, require_equal, require_same_run
 from tests.tiny import DRAFTER_OVERRIDES, Tiny, losses
 from train.data.sequences import Document, Row
 from train.hidden_states import filling
-from train.hidden_states import store as features
+from train.hidden_states import store as hidden_states
 from train.hidden_states.batches import BatchSource, StoredBatches
 
 TRAINABLE = [name for name in DRAFTER_OVERRIDES if (kind := DRAFTERS[name]).trains(kind.Config())]
@@ -73,7 +73,11 @@ KILLS: dict[str, list[Kill]] = {
         ("rename", 3, True),
         ("rename", 2, True),
     ],
-    "before_and_after_resuming": [("features", 1, True), ("lr", 5, False), ("rewind", 1, True)],
+    "before_and_after_resuming": [
+        ("hidden_states", 1, True),
+        ("lr", 5, False),
+        ("rewind", 1, True),
+    ],
     "once": [("log", 7, True)],
 }
 
@@ -102,8 +106,8 @@ def test_killed_and_resumed_is_bit_identical(
     tmp_path: Path, killed: Killed, whole: Callable[[str], Path], name: str, kills: str
 ) -> None:
     """Saves every 2 steps and evaluates every 3: records lie after the newest checkpoint, and
-    best drafts that it does not know of. The features are made anew, in a cache of its own."""
-    more = (*OFTEN, f"features.root={tmp_path / 'features'}")
+    best drafts that it does not know of. The hidden states are made anew, in a cache of its own."""
+    more = (*OFTEN, f"hidden_states.root={tmp_path / 'hidden_states'}")
     signals = killed(tmp_path / "cut", name, KILLS[kills], *more)
     assert signals == [signal.SIGKILL] * len(KILLS[kills])
     require_same_run(tmp_path / "cut", whole(name))
@@ -177,7 +181,7 @@ def test_a_finished_run_is_measured_again_only_if_something_changed(
     assert (folder / "export").exists()
 
 
-@pytest.mark.parametrize("options", [["medusa", "also=ngram"], ["ngram"]])
+@pytest.mark.parametrize("options", [["medusa", "combine_with=ngram"], ["ngram"]])
 def test_a_finished_run_with_copying_is_not_measured_again(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
 ) -> None:
@@ -268,24 +272,24 @@ def test_two_processes_on_a_cpu_know_of_each_other(tiny: Tiny, tmp_path: Path) -
     assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 7))
 
 
-def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
+def test_no_row_of_hidden_states_is_left_out_when_a_process_is_slow_to_look(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both share out the same list: the slow one must not see what the other made meanwhile."""
     monkeypatch.setattr(filling, "SHARD", 1)
-    cfg = tiny.config("medusa", f"features.root={tmp_path}")
+    cfg = tiny.config("medusa", f"hidden_states.root={tmp_path}")
     target = TargetLoader(cfg.target)
     drafter = DRAFTERS["medusa"].build(cfg.drafter, target.whole()).float()
     whole, zero = np.ones(3, np.bool_), np.zeros(3, np.int32)
     position = np.arange(3, dtype=np.int32)
     rows = [Row(np.array([1, n, 2], np.int32), whole, zero, position) for n in range(3, 9)]
     look, together, ahead = (
-        features.HiddenStateStore.missing,
+        hidden_states.HiddenStateStore.missing,
         threading.Barrier(2),
         threading.Event(),
     )
 
-    def missing(store: features.HiddenStateStore, rows: list[Row]) -> list[Row]:
+    def missing(store: hidden_states.HiddenStateStore, rows: list[Row]) -> list[Row]:
         if threading.current_thread() is not threading.main_thread():
             ahead.wait(10)
         return look(store, rows)
@@ -298,7 +302,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
         everyone: Any = SimpleNamespace(num_processes=2, process_index=rank, wait_for_everyone=wait)
         with progress.bars(Console(quiet=True), False) as bar:
             states = filling.RunHiddenStates.of_run(
-                stored=cfg.features,
+                stored=cfg.hidden_states,
                 drafter=cfg.drafter,
                 sampler=cfg.sampler,
                 length=cfg.data.max_length,
@@ -311,7 +315,7 @@ def test_no_row_of_features_is_left_out_when_a_process_is_slow_to_look(
 
     texts: list[list[Document]] = [[]]
     monkeypatch.setattr(filling, "pack_rows", lambda *_: rows)
-    monkeypatch.setattr(features.HiddenStateStore, "missing", missing)
+    monkeypatch.setattr(hidden_states.HiddenStateStore, "missing", missing)
     with ThreadPoolExecutor() as pool:
         other = pool.submit(share, 1)
         disk = share(0)
@@ -331,12 +335,12 @@ def test_a_file_is_read_whole_while_another_process_writes_it(tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
 
 
-def test_a_damaged_description_of_a_feature_cache_is_named(
+def test_a_damaged_description_of_a_hidden_state_cache_is_named(
     tiny: Tiny, tmp_path: Path, training_alone: None
 ) -> None:
-    root = f"features.root={tmp_path / 'features'}"
+    root = f"hidden_states.root={tmp_path / 'hidden_states'}"
     tiny.job(tmp_path / "a", "medusa", root)
-    for path in (tmp_path / "features").rglob("meta.json"):
+    for path in (tmp_path / "hidden_states").rglob("meta.json"):
         path.write_text("")
     with pytest.raises(UserError, match=r"meta\.json is damaged.*delete that folder"):
         tiny.job(tmp_path / "b", "medusa", root)
@@ -351,7 +355,7 @@ def test_two_processes_are_one_that_accumulates(
     1e-6 over 12 steps of AdamW; the tolerance is 1e-5, relative. The variable is what
     `accelerate launch --cpu` sets. One start of the processes, which takes longer than training,
     serves all families."""
-    tail = f"features.root={tmp_path / 'features'}"
+    tail = f"hidden_states.root={tmp_path / 'hidden_states'}"
     jobs = [
         (tiny.overrides(name, tail, "loop.accumulate=1"), str(tmp_path / f"two-{name}"))
         for name in TRAINABLE

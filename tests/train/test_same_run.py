@@ -67,17 +67,21 @@ def begun(tiny: Tiny, folder: Path, *more: str) -> Config:
 
 
 REJECTED = [
-    ((), ("features.bits=8",), "features.bits=None, not 8"),
-    (("features.bits=8",), (), "features.bits=8, not None"),
-    (("features.bits=8",), ("features.bits=8", "features.cache=online"), "are rounded otherwise"),
-    ((), ("features.from=http://a:8000/v1",), "features.engines="),
+    ((), ("hidden_states.bits=8",), "hidden_states.bits=None, not 8"),
+    (("hidden_states.bits=8",), (), "hidden_states.bits=8, not None"),
+    (
+        ("hidden_states.bits=8",),
+        ("hidden_states.bits=8", "hidden_states.mode=online"),
+        "are rounded otherwise",
+    ),
+    ((), ("hidden_states.from=http://a:8000/v1",), "hidden_states.engines="),
     ((), ("loop.seed=7",), "loop.seed=0, not 7"),
     ((), ("drafter.depth=1",), "drafter.depth=2, not 1"),
     ((), ("budget.minutes=3",), "began without budget.minutes"),
 ]
 CONTINUED = [
-    ("features.ahead=0", "features.root=elsewhere", "decode.prompts=9", "export=null"),
-    ("features.cache=online", "loop.save_every=7", "budget.floor=3", "planning.alpha=.5"),
+    ("hidden_states.prefetch=0", "hidden_states.root=elsewhere", "decode.prompts=9", "export=null"),
+    ("hidden_states.mode=online", "loop.save_every=7", "budget.floor=3", "planning.alpha=.5"),
 ]
 
 
@@ -100,8 +104,8 @@ def test_a_setting_that_may_change_continues_the_run(
 
 
 def test_other_engines_continue_a_run_that_engines_began(tiny: Tiny, tmp_path: Path) -> None:
-    begun(tiny, tmp_path / "run", "features.from=http://a:8000/v1")
-    now = tiny.config("eagle3", f"data.date={DATE}", "features.from=http://b:8000/v1")
+    begun(tiny, tmp_path / "run", "hidden_states.from=http://a:8000/v1")
+    now = tiny.config("eagle3", f"data.date={DATE}", "hidden_states.from=http://b:8000/v1")
     require_same_run(tmp_path / "run", now)
 
 

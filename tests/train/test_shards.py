@@ -1,4 +1,4 @@
-"""Shares of answers and features, made by independent processes in one folder.
+"""Shares of responses and hidden states, made by independent processes in one folder.
 
 Run alone: python -m pytest tests/train/test_shards.py (about 30 s)
 """
@@ -24,8 +24,8 @@ from train.shards import Shard, shard_of
 
 @pytest.mark.parametrize("text", ["0/4", "5/4", "1", "a/b", "1/4/2", "-1/4", "1/0", ""])
 def test_shards_that_cannot_be(text: str) -> None:
-    with pytest.raises(UserError, match=r"answers\.shard="):
-        shard_of("answers.shard", text)
+    with pytest.raises(UserError, match=r"responses\.shard="):
+        shard_of("responses.shard", text)
 
 
 def test_shards_are_disjoint_and_leave_nothing_out() -> None:
@@ -43,7 +43,7 @@ def test_all_shares_began_when_the_first_did(tmp_path: Path) -> None:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """All features in a folder of stores, by name."""
+    """All hidden states in a folder of stores, by name."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.rglob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
@@ -51,30 +51,33 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-@pytest.mark.parametrize("answers", ["target", "data"])
+@pytest.mark.parametrize("responses", ["target", "data"])
 def test_a_run_after_shares_is_the_run_of_one_process(
-    tiny: Tiny, tmp_path: Path, answers: str, capsys: pytest.CaptureFixture[str]
+    tiny: Tiny, tmp_path: Path, responses: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three shares of the answers, made in another order, one is interrupted. Their batches are
-    those of one process, so even rounding is the same."""
+    """Of three shares of the responses, made in another order, one is interrupted. Their batches
+    are those of one process, so even rounding is the same."""
 
     def job(place: Path, *more: str) -> None:
-        roots = [f"answers.root={place / 'answers'}", f"features.root={place / 'features'}"]
-        fixed = [f"data.answers={answers}", "answers.batch=3"]
+        roots = [
+            f"responses.root={place / 'responses'}",
+            f"hidden_states.root={place / 'hidden_states'}",
+        ]
+        fixed = [f"data.responses={responses}", "responses.batch=3"]
         tiny.job(place / "run", "eagle3", *fixed, *roots, *more)
 
     job(tmp_path / "whole")
-    kind = "answers" if answers == "target" else "features"
+    kind = "responses" if responses == "target" else "hidden_states"
     for number in (3, 1, 2, 1):
         job(tmp_path / "shares", f"{kind}.shard={number}/3")
         assert f"{kind}: share {number} of 3 is done" in capsys.readouterr().out
     assert not (tmp_path / "shares" / "run" / "config.json").exists(), "nothing was trained"
-    ours, theirs = (stored(tmp_path / name / "features") for name in ("shares", "whole"))
+    ours, theirs = (stored(tmp_path / name / "hidden_states") for name in ("shares", "whole"))
     assert ours.keys() == theirs.keys() and len(ours) > 100
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    count = len([*(tmp_path / "shares" / "features").rglob("*.safetensors")])
+    count = len([*(tmp_path / "shares" / "hidden_states").rglob("*.safetensors")])
     job(tmp_path / "shares")
-    assert len([*(tmp_path / "shares" / "features").rglob("*.safetensors")]) == count
+    assert len([*(tmp_path / "shares" / "hidden_states").rglob("*.safetensors")]) == count
     require_same_run(tmp_path / "shares" / "run", tmp_path / "whole" / "run")
 
 
@@ -95,18 +98,22 @@ def test_no_share_of_1000_prompts_is_empty(count: int, size: int) -> None:
 
 
 def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> None:
-    roots = [f"answers.root={tmp_path / 'answers'}", f"features.root={tmp_path / 'features'}"]
-    more = ["data.answers=target", "answers.batch=3", *roots]
+    roots = [
+        f"responses.root={tmp_path / 'responses'}",
+        f"hidden_states.root={tmp_path / 'hidden_states'}",
+    ]
+    more = ["data.responses=target", "responses.batch=3", *roots]
     command = tiny.command(tmp_path / "run", "eagle3", *more)
     logs = [tmp_path / f"{i}.log" for i in (1, 2)]
     both = [
-        forked([*command, f"answers.shard={i}/2"], log, log) for i, log in enumerate(logs, start=1)
+        forked([*command, f"responses.shard={i}/2"], log, log)
+        for i, log in enumerate(logs, start=1)
     ]
     for child in both:
         child.join(120)
     said = [log.read_text() for log in logs]
     assert [child.exitcode for child in both] == [0, 0], said
-    files = [*(tmp_path / "answers").rglob("*.jsonl")]
+    files = [*(tmp_path / "responses").rglob("*.jsonl")]
     lines = [line for path in files for line in path.read_text().splitlines()]
     assert len(lines) == 29, "each prompt is answered once"
 
@@ -114,10 +121,10 @@ def test_two_processes_fill_one_folder_at_once(tiny: Tiny, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["answers.shard=1/2", "data.answers=data"], "data.answers=target"),
-        (["answers.shard=1/2", "features.shard=1/2", "data.answers=target"], "first"),
-        (["features.shard=1/2", "features.cache=online"], "stores none"),
-        (["features.shard=1/2", "budget.minutes=5"], "budget.minutes"),
+        (["responses.shard=1/2", "data.responses=data"], "data.responses=target"),
+        (["responses.shard=1/2", "hidden_states.shard=1/2", "data.responses=target"], "first"),
+        (["hidden_states.shard=1/2", "hidden_states.mode=online"], "stores none"),
+        (["hidden_states.shard=1/2", "budget.minutes=5"], "budget.minutes"),
     ],
 )
 def test_shards_of_what_a_run_does_not_do(tiny: Tiny, settings: list[str], named: str) -> None:

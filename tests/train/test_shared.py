@@ -1,5 +1,5 @@
-"""The target reads what the texts of one chat share once, and the features are those of each text
-alone.
+"""The target reads what the texts of one chat share once, and the hidden states are those of each
+text alone.
 
 Run alone: python -m pytest tests/train/test_shared.py (about 20 s)
 """
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.progress import bars, console
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target import Target
@@ -27,10 +27,10 @@ from tests.tiny import (
 from train.data.sequences import Document, pack_rows
 from train.hidden_states import filling
 from train.hidden_states.batches import OnlineBatches, StoredBatches
-from train.hidden_states.store import FeaturesConfig, HiddenStateStore
+from train.hidden_states.store import HiddenStatesConfig, HiddenStateStore
 
-NEEDS = FeatureSpec((1, 2), final_hidden=True)
-# the answers of earlier turns lose their first word, as reasoning that a template leaves out
+NEEDS = HiddenStateSpec((1, 2), final_hidden=True)
+# the responses of earlier turns lose their first word, as reasoning that a template leaves out
 CUT = TEMPLATE.replace(
     "{{ m['content'] }}",
     "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'][:-1] + ' .' }}",
@@ -57,11 +57,13 @@ GROUPS = {
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2"])
 @pytest.mark.parametrize("name", GROUPS)
-def test_the_features_are_those_of_each_text_alone(tmp_path: Path, kind: str, name: str) -> None:
+def test_the_hidden_states_are_those_of_each_text_alone(
+    tmp_path: Path, kind: str, name: str
+) -> None:
     target = random_target(architectures(64, 3)[kind])
     group, store = (
         GROUPS[name],
-        HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler()),
+        HiddenStateStore(HiddenStatesConfig(path=str(tmp_path)), target, NEEDS, Sampler()),
     )
     with bars(console, False) as quiet:
         read = filling.fill_chats(store, target, NEEDS, [group], quiet)
@@ -92,7 +94,7 @@ def test_what_is_read_is_counted_by_hand() -> None:
 
 def test_only_chats_in_several_texts_are_read_this_way(tmp_path: Path) -> None:
     target = random_target(architectures(64, 3)["llama"])
-    store = HiddenStateStore(FeaturesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
+    store = HiddenStateStore(HiddenStatesConfig(path=str(tmp_path)), target, NEEDS, Sampler())
     several, alike = chat((0, 30), (20, 9)), chat((0, 30), (20, 9), name="", seed=1)
     little = chat((0, 30), (2, 90), name="d")
     assert filling.chats_to_read([*several, *alike, *little], store) == [several]
@@ -113,13 +115,13 @@ def test_a_job_reads_the_chats_of_such_a_template_once(
     target = save_target(tmp_path / "target", template=CUT)
     tiny = Tiny(tmp_path, target, write_jsonl(tmp_path / "chats.jsonl", chats))
     read: list[int] = []
-    features = Target.features
+    hidden_states = Target.hidden_states
 
     def counted(self: Target, ids_BT: Any, *args: Any, **kwargs: Any) -> Any:
         read.append(ids_BT.numel() if kwargs.get("cache") is not None else 0)
-        return features(self, ids_BT, *args, **kwargs)
+        return hidden_states(self, ids_BT, *args, **kwargs)
 
-    monkeypatch.setattr(Target, "features", counted)
+    monkeypatch.setattr(Target, "hidden_states", counted)
     tiny.job(tmp_path / "run", "eagle3", "data.max_length=256")
     assert "share their beginnings: the target reads" in " ".join(capsys.readouterr().out.split())
     assert max(read) > 30

@@ -20,7 +20,7 @@ from specdec.targets.loading import load_target
 from tests.runs import require_learning_that_resumes
 from tests.tiny import Tiny, batch_of, losses, records
 from train import loop, optim
-from train.loop import OBJECTIVES, LoopConfig, steps_of
+from train.loop import SELECT_BY, LoopConfig, steps_of
 from train.optim import OptimConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,8 +60,8 @@ def test_a_run_that_took_all_its_steps_did_not_stop_early(
     assert not found[0].stopped_early
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_best_is_the_best_by_the_objective(
+@pytest.mark.parametrize("objective", SELECT_BY)
+def test_best_is_the_best_by_the_loss(
     tiny: Tiny, tmp_path: Path, training_alone: None, objective: str
 ) -> None:
     """A learning rate so high that quality goes up and down."""
@@ -70,7 +70,7 @@ def test_best_is_the_best_by_the_objective(
         "medusa",
         "optim.lr=0.2",
         "loop.eval_every=1",
-        f"loop.objective={objective}",
+        f"loop.select_by={objective}",
     )
     found = [
         (r["held_out"][objective], r["step"]) for r in records(tmp_path / "run") if "held_out" in r
@@ -218,7 +218,7 @@ def test_a_run_with_muon_learns_and_resumes(
             return of(self, *args)
 
         monkeypatch.setattr(one, "step", step)
-    given = ["optim=muon", "optim.lr=5e-3", "drafter.start=target"]
+    given = ["optim=muon", "optim.lr=5e-3", "drafter.initialisation=target"]
     require_learning_that_resumes(tiny, tmp_path, "eagle3", *given)
     assert stepped == {torch.optim.Muon, torch.optim.AdamW}
 

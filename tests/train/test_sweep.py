@@ -113,7 +113,7 @@ def test_a_run_of_wandb_goes_on_with_the_same_settings_only(
     """Interrupted while the target answers, when the folder is not yet the run's."""
     shown = Recorded()
     monkeypatch.setattr(wandb, "init", shown.init)
-    run, more = tmp_path / "run", [f"answers.root={tmp_path / 'answers'}", "track=wandb"]
+    run, more = tmp_path / "run", [f"responses.root={tmp_path / 'responses'}", "track=wandb"]
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -143,8 +143,8 @@ def test_wandb_denies_a_run_before_the_first_response(
         raise wandb.errors.CommError("permission denied: nobody/draftsmith.\nand a trace")
 
     monkeypatch.setattr(wandb, "init", denied)
-    root = tmp_path / "answers"
-    more = [f"answers.root={root}", "data.answers=target", "track=wandb", "track.entity=nobody"]
+    root = tmp_path / "responses"
+    more = [f"responses.root={root}", "data.responses=target", "track=wandb", "track.entity=nobody"]
     told = "W&B did not start a run in the project 'draftsmith' of 'nobody' .permission denied"
     with pytest.raises(UserError, match=told) as error:
         tiny.job(tmp_path / "run", "medusa", *more)

@@ -41,7 +41,7 @@ def asking(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 def test_the_report_has_figures_for_both(
     asking: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ["data.thinking=mixed", "data.answers=target", "decode.prompts=8"]
+    settings = ["data.thinking=mixed", "data.responses=target", "decode.prompts=8"]
     asking.job(tmp_path / "run", "eagle3", *settings)
     results = Results.load(tmp_path / "run" / "report")
     for one in results.asked:
@@ -70,7 +70,7 @@ def test_the_report_has_figures_for_both(
 
 
 def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
-    asking.job(tmp_path / "run", "unigram", "data.thinking=off", "data.answers=target")
+    asking.job(tmp_path / "run", "unigram", "data.thinking=off", "data.responses=target")
     assert all(not one.slices for one in Results.load(tmp_path / "run" / "report").asked)
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "Kinds of prompts" not in page

@@ -25,19 +25,19 @@ from train.data.response_files import name_of
 from train.data.split import split_prompts
 from train.training_rounds import RoundsConfig
 
-# 24 prompts with answers of 12 tokens fill 8 rows: 4 steps of 2 rows a round
-ROUNDS = ["data.answers=target", "rounds.count=3", "loop.epochs=1", "loop.save_every=3"]
+# 24 prompts with responses of 12 tokens fill 8 rows: 4 steps of 2 rows a round
+ROUNDS = ["data.responses=target", "rounds.count=3", "loop.epochs=1", "loop.save_every=3"]
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def written(run: Path, number: int) -> dict[str, list[int]]:
-    """The answers of a round, by prompt."""
-    files = sorted((run / "rounds" / str(number) / "answers").glob("*.jsonl"))
+    """The responses of a round, by prompt."""
+    files = sorted((run / "rounds" / str(number) / "responses").glob("*.jsonl"))
     return {r["prompt"]: r["ids"] for path in files for r in read_lines(path, ("prompt", "ids"))}
 
 
 def of_target(tiny: Tiny) -> dict[str, list[int]]:
-    files = sorted((tiny.root / "answers").rglob("*.jsonl"))
+    files = sorted((tiny.root / "responses").rglob("*.jsonl"))
     return {r["prompt"]: r["ids"] for path in files for r in read_lines(path, ("prompt", "ids"))}
 
 
@@ -150,8 +150,8 @@ def test_rounds_of_the_target_s_own_text(
     tiny: Tiny, tmp_path: Path, temperature: float, texts: int
 ) -> None:
     """Drawn anew in every round, unless they are greedy and so the same."""
-    root = tmp_path / "answers"
-    more = [f"answers.root={root}", f"answers.temperature={temperature}"]
+    root = tmp_path / "responses"
+    more = [f"responses.root={root}", f"responses.temperature={temperature}"]
     tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.count=2", *more)
     assert len(list(root.iterdir())) == texts
     assert not (tmp_path / "run" / "rounds").exists()
@@ -164,7 +164,7 @@ def test_a_round_s_draft_that_was_deleted_is_told(tiny: Tiny, tmp_path: Path, wh
         tiny.job(run, "medusa", *ROUNDS, "rounds.data=draft")
 
 
-ON_POLICY = ["data.answers=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
+ON_POLICY = ["data.responses=target", "rounds.count=2", "rounds.data=on_policy", "loop.epochs=1"]
 
 
 @pytest.mark.parametrize("drafter", ["eagle3", "eagle", "medusa", "lm"])
@@ -173,12 +173,12 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
     """The text stays the target's own, since decoding is lossless; the rounds are the draft's. An
-    interruption in either round changes nothing, nor does where the features are kept."""
+    interruption in either round changes nothing, nor does where the hidden states are kept."""
     whole, rate = tmp_path / "whole", optim.learning_rate
-    tiny.job(whole, drafter, *ON_POLICY, "objective=on_policy", "loop.save_every=1")
+    tiny.job(whole, drafter, *ON_POLICY, "loss=on_policy", "loop.save_every=1")
     alone, records = of_target(tiny), []
     for number in (0, 1):
-        folder = whole / "rounds" / str(number) / "answers"
+        folder = whole / "rounds" / str(number) / "responses"
         keys = ("prompt", "ids", "rounds")
         found = [r for path in sorted(folder.glob("*.jsonl")) for r in read_lines(path, keys)]
         assert len(found) == 24 and all(r["ids"] == alone[r["prompt"]] for r in found)
@@ -199,7 +199,7 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
                 raise KeyboardInterrupt
             return rate(*given)
 
-        run, more = tmp_path / str(stop), [*ON_POLICY, "objective=on_policy", "loop.save_every=1"]
+        run, more = tmp_path / str(stop), [*ON_POLICY, "loss=on_policy", "loop.save_every=1"]
         monkeypatch.setattr(optim, "learning_rate", interrupted)
         with pytest.raises(KeyboardInterrupt):
             tiny.job(run, drafter, *more)
@@ -208,20 +208,20 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
         require_same_run(run, whole)
     if drafter != "eagle3":
         return
-    tiny.job(tmp_path / "online", drafter, *more, "features.cache=online")
+    tiny.job(tmp_path / "online", drafter, *more, "hidden_states.mode=online")
     for ours, theirs in zip(losses(tmp_path / "online"), losses(whole), strict=True):
         assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-3)
 
 
 @pytest.mark.usefixtures("training_alone")
-def test_on_policy_training_of_a_draft_needs_no_plain_answers(tiny: Tiny, tmp_path: Path) -> None:
-    """Plain answers change nothing, and are written only for what reads them: here, a copying
+def test_on_policy_training_of_a_draft_needs_no_plain_responses(tiny: Tiny, tmp_path: Path) -> None:
+    """Plain responses change nothing, and are written only for what reads them: here, a copying
     drafter that is fitted to them."""
-    tiny.job(tmp_path / "draft", "eagle3", "data.answers=target", "loop.epochs=1")
+    tiny.job(tmp_path / "draft", "eagle3", "data.responses=target", "loop.epochs=1")
     start = f"drafter.from={tmp_path / 'draft' / 'best'}"
-    for name, more, plain in (("alone", (), 0), ("fitted", ("also=suffix",), 24)):
-        root = tmp_path / f"answers of {name}"
-        tiny.job(tmp_path / name, "eagle3", *ON_POLICY, start, f"answers.root={root}", *more)
+    for name, more, plain in (("alone", (), 0), ("fitted", ("combine_with=suffix",), 24)):
+        root = tmp_path / f"responses of {name}"
+        tiny.job(tmp_path / name, "eagle3", *ON_POLICY, start, f"responses.root={root}", *more)
         found = [r for path in root.rglob("*.jsonl") for r in read_lines(path, ("prompt",))]
         held_out = len(split_prompts(tiny.config().data, make_tokenizer()).held_out)
         assert len(found) == held_out + plain
@@ -231,15 +231,15 @@ def test_on_policy_training_of_a_draft_needs_no_plain_answers(tiny: Tiny, tmp_pa
 
 @pytest.mark.usefixtures("training_alone")
 def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> None:
-    """The first round of an on-policy run, from its own file of answers."""
-    more = ["data.answers=target", "loop.epochs=1"]
+    """The first round of an on-policy run, from its own file of responses."""
+    more = ["data.responses=target", "loop.epochs=1"]
     tiny.job(tmp_path / "run", "eagle3", *more, "rounds.data=on_policy")
-    answers = tmp_path / "run" / "rounds" / "0" / "answers"
+    responses = tmp_path / "run" / "rounds" / "0" / "responses"
     asked = {}
     for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
         asked[name_of(prompt)] = prompt.ids.tolist()
     keys = ("prompt", "ids", "rounds")
-    lines = [r for path in answers.glob("*.jsonl") for r in read_lines(path, keys)]
+    lines = [r for path in responses.glob("*.jsonl") for r in read_lines(path, keys)]
     found = {r["prompt"]: {key: r[key] for key in keys} for r in lines}  # without their checksums
     log = write_jsonl(
         tmp_path / "log.jsonl", [found[name] | {"prompt": ids} for name, ids in asked.items()]
@@ -256,8 +256,8 @@ def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> 
 @pytest.mark.usefixtures("training_alone")
 def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
     """At temperature 0 its text is its own greedy continuation, in batches as one by one; every
-    second prompt keeps the target's answer in mixed rounds."""
-    more = ["data.answers=target", "rounds.count=2", "loop.epochs=1", "drafter.source=random"]
+    second prompt keeps the target's response in mixed rounds."""
+    more = ["data.responses=target", "rounds.count=2", "loop.epochs=1", "drafter.source=random"]
     tiny.job(tmp_path / "alone", "lm", *more, "rounds.data=draft_alone")
     tiny.job(tmp_path / "mixed", "lm", *more, "rounds.data=mixed_alone")
     assert len(written(tmp_path / "mixed", 1)) == 12
@@ -275,7 +275,7 @@ def test_a_draft_model_writes_alone(tiny: Tiny, tmp_path: Path) -> None:
 
 
 def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> None:
-    more = ["data.answers=target", "rounds.count=2", "rounds.data=draft_alone"]
+    more = ["data.responses=target", "rounds.count=2", "rounds.data=draft_alone"]
     with pytest.raises(UserError, match="eagle3 cannot write text without the target"):
         tiny.job(tmp_path / "run", "eagle3", *more)
 
@@ -283,7 +283,7 @@ def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> 
 def test_a_log_is_neither_answered_again_nor_planned(tiny: Tiny, tmp_path: Path) -> None:
     for more, said in (("rounds.count=2", "data.rounds"), ("budget.minutes=1", "budget.minutes")):
         with pytest.raises(UserError, match=said):
-            tiny.job(tmp_path, "eagle3", "data.answers=target", "data.rounds=x.jsonl", more)
+            tiny.job(tmp_path, "eagle3", "data.responses=target", "data.rounds=x.jsonl", more)
 
 
 @pytest.mark.parametrize(
@@ -301,5 +301,5 @@ def test_mistakes(make: Callable[[], RoundsConfig], said: str) -> None:
 
 
 def test_the_draft_needs_prompts_to_answer(tiny: Tiny, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"give data\.answers=target"):
+    with pytest.raises(UserError, match=r"give data\.responses=target"):
         tiny.job(tmp_path / "run", "medusa", "rounds.count=2", "rounds.data=draft")

@@ -1,4 +1,4 @@
-"""Weights of answers: how much each counts in the loss, in whole runs.
+"""Weights of responses: how much each counts in the loss, in whole runs.
 
 Run alone: python -m pytest tests/train/test_weights.py
 """
@@ -60,8 +60,8 @@ def test_runs_without_weights_are_known_as_before() -> None:
 @pytest.mark.parametrize("per", ["token", "sequence"])
 def test_weights_are_relative(tiny: Tiny, tmp_path: Path, per: str) -> None:
     """Half of everything, over half of the total, is the same: bit for bit, since halves are exact.
-    The figures too, since they count every answer once."""
-    halves, more = weighted(tmp_path / "half.jsonl", half), f"objective.per={per}"
+    The figures too, since they count every response once."""
+    halves, more = weighted(tmp_path / "half.jsonl", half), f"loss.per={per}"
     tiny.job(tmp_path / "plain", "eagle3", more)
     tiny.job(tmp_path / "halves", "eagle3", more, halves)
     require_same_run(tmp_path / "halves", tmp_path / "plain")
@@ -87,7 +87,7 @@ def test_a_run_with_weights_resumes_and_reads_no_others(tiny: Tiny, tmp_path: Pa
         tiny.job(tmp_path / "again", "medusa", data)
     tiny.job(tmp_path / "again", "medusa", data)
     require_same_run(tmp_path / "again", tmp_path / "whole")
-    tiny.job(tmp_path / "online", "medusa", data, "features.cache=online")
+    tiny.job(tmp_path / "online", "medusa", data, "hidden_states.mode=online")
     for ours, theirs in zip(losses(tmp_path / "online"), losses(tmp_path / "whole"), strict=True):
         assert ours[1]["loss"] == pytest.approx(theirs[1]["loss"], rel=1e-4)
     weighted(path, lambda n: mixed(n + 1))
@@ -100,7 +100,7 @@ def test_the_target_s_own_answer_counts_as_that_of_the_data(
     tiny: Tiny, tmp_path: Path, rounds: list[str]
 ) -> None:
     """But where that is not trained on, which says nothing of another one."""
-    more = [*rounds, "data.answers=target"]
+    more = [*rounds, "data.responses=target"]
     tiny.job(tmp_path / "plain", "eagle3", *more)
     for name, weigh in (("halves", half), ("nothing", lambda _: 0)):
         tiny.job(tmp_path / name, "eagle3", *more, weighted(tmp_path / f"{name}.jsonl", weigh))
@@ -116,7 +116,7 @@ def test_the_target_s_own_answer_counts_as_that_of_the_data(
 def test_two_processes_weigh_as_one(tiny: Tiny, tmp_path: Path) -> None:
 
     data = weighted(tmp_path / "x.jsonl", mixed)
-    tail = f"features.root={tmp_path / 'features'}"
+    tail = f"hidden_states.root={tmp_path / 'hidden_states'}"
     two = (tiny.overrides("eagle3", tail, data, "loop.accumulate=1"), str(tmp_path / "two"))
     tiny.job(tmp_path / "one", "eagle3", tail, data)
     (tmp_path / "driver.py").write_text(SEVERAL)

@@ -48,7 +48,7 @@ class DataConfig:
     random from a window of that many. `format` auto reads conversations in any of the common
     shapes, and prompts with their completions. "tokens" reads rows that are token ids already,
     which auto reads too if the target has a chat template. "pairs" reads sources and their
-    answers: `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their
+    responses: `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their
     columns in a .tsv file, by the names in its header or, if it has none, by numbers from 1.
     `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
     or the lines of .txt files, or the key "text" of records. A text's prompt is its first
@@ -68,35 +68,35 @@ class DataConfig:
     format: str = "auto"  # auto | sharegpt | messages | tokens | pairs | paragraphs | lines
     pair: list[str] = field(default_factory=lambda: ["source", "target"])
     prefix: str = ""  # put before every source, such as "translate English to German: "
-    beginning: int = 128  # characters of a plain text that are its prompt
+    prompt_characters: int = 128  # characters of a plain text that are its prompt
     subset: str | None = None  # of a hub dataset or a copy of it, where it has several
     split: str = "train"  # of a hub dataset, or of a folder (as datasets finds splits in folders)
     sources: list[SourceConfig] = field(default_factory=list)  # several, in place of path
     shuffle: int = 0  # conversations to draw the next one from; 0: read in order
     max_length: int = 1024  # the most tokens of one document
     max_prompt: int = 512  # the most tokens of a prompt
-    min_answer: int = 4  # the fewest assistant tokens that a document may have
+    min_response: int = 4  # the fewest assistant tokens that a document may have
     too_long: str = "drop"  # drop | truncate, at max_length
     limit: int | None = None  # how many usable conversations are read, from the first on; null: all
     records: int | None = None  # how many records are read, usable or not; null: all
     held_out: float | None = None  # fraction of the conversations; null: chosen
     validation: float | None = None  # fraction of the held-out conversations; null: chosen
     seed: int = 0  # order of the training conversations
-    answers: str = "data"  # data | target: whose answers are trained on
+    responses: str = "data"  # data | target: whose responses are trained on
     thinking: str = "template"  # template | on | off | data | mixed: whether reasoning is asked for
     rounds: str | None = None
     date: str | None = None  # for chat templates that write one; null: when the run began
 
     def __post_init__(self) -> None:
         self._require_sources()
-        known = {"too_long": ("drop", "truncate"), "answers": ("data", "target")}
+        known = {"too_long": ("drop", "truncate"), "responses": ("data", "target")}
         require_known("data", self, format=FORMATS, thinking=THINKING, **known)
         require(
             len(self.pair) == len(set(self.pair)) == 2 and all(self.pair),
-            f"data.pair={self.pair}: give two keys or columns, of the source and of its answer",
+            f"data.pair={self.pair}: give two keys or columns, of the source and of its response",
         )
-        require_within("data", self, max_length=1, max_prompt=1, min_answer=1, limit=1, records=1)
-        require_within("data", self, beginning=1, shuffle=0, seed=(0, 2**32 - 1))
+        require_within("data", self, max_length=1, max_prompt=1, min_response=1, limit=1, records=1)
+        require_within("data", self, prompt_characters=1, shuffle=0, seed=(0, 2**32 - 1))
         require(
             self.held_out is None or 0 <= self.held_out < 1,
             f"data.held_out={self.held_out}: give a fraction that is at least 0 and below 1",
@@ -158,8 +158,8 @@ class DataConfig:
 @dataclass(frozen=True)
 class Message:
     """A turn. `beside` has what else a chat template may write of it, under the names that servers
-    use: reasoning_content, tool_calls, tool_call_id, name. `weight` is how much an answer counts in
-    the loss, relative to others; with 0 it is not trained on. `as_written` is the text with the
+    use: reasoning_content, tool_calls, tool_call_id, name. `weight` is how much a response counts
+    in the loss, relative to others; with 0 it is not trained on. `as_written` is the text with the
     reasoning that the data have in it."""
 
     role: str  # system | user | assistant | tool
@@ -187,8 +187,8 @@ class Tokens:
 
     @property
     def opening(self) -> str:
-        """What stands for the opening prompt: a hash of the ids before the first answer. So prompts
-        that nearly equal a held-out one are not found, only those that equal it."""
+        """What stands for the opening prompt: a hash of the ids before the first response. So
+        prompts that nearly equal a held-out one are not found, only those that equal it."""
         end = self.mask.index(True) if True in self.mask else len(self.ids)
         return hashlib.blake2b(str(self.ids[:end]).encode(), digest_size=12).hexdigest()
 
@@ -207,7 +207,8 @@ class Conversation:
     roles: tuple[str, ...] = ()
     tools: tuple[Any, ...] = field(default=(), hash=False)
     tokens: Tokens | None = None
-    thinking: bool | None = None  # whether the answers were asked for with reasoning, if it is said
+    # whether the responses were asked for with reasoning, if it is said
+    thinking: bool | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     distinct: tuple[str, ...] = ()  # see `texts_that_tell_apart`; (): by its own messages
 
@@ -301,8 +302,8 @@ class Journal(Tally):
 
 def texts_that_tell_apart(conversation: Conversation) -> tuple[str, ...]:
     """What may tell a conversation from others with the same opening: its system prompt, its later
-    turns but the answers, and its answers, each shortened. Pieces of a chat have the texts of the
-    first piece."""
+    turns but the responses, and its responses, each shortened. Pieces of a chat have the texts of
+    the first piece."""
     if conversation.distinct:
         return conversation.distinct
     opened, texts = False, {"system": list[str](), "assistant": [], "user": []}

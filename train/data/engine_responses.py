@@ -1,4 +1,4 @@
-"""Answers that engines write: token ids go out and come back, so nothing is tokenised twice. A
+"""Responses that engines write: token ids go out and come back, so nothing is tokenised twice. A
 server that returns only text is believed where tokenising prompt and answer again proves that the
 prompt is a prefix."""
 
@@ -17,7 +17,7 @@ from accelerate.utils import gather_object
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.engines.engine_interface import Completion, CompletionRequest
 from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
@@ -32,7 +32,7 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
 from train.data.response_files import (
-    UNANSWERED,
+    WITHOUT_RESPONSE,
     ResponsesConfig,
     ResponsesRead,
     StoredResponses,
@@ -41,7 +41,7 @@ from train.data.response_files import (
     response_documents,
     responses_key,
     seed_of,
-    unanswered,
+    without_response,
 )
 from train.data.sequences import Document, Prompt
 from train.hidden_states.store import HiddenStateStore
@@ -56,14 +56,14 @@ NEAR_TIES = 2  # greedy tokens that may differ, however few there are
 ROUNDING = {torch.float32: 0.01}
 ROUNDING_16 = 0.1
 GREEDY = 0.9  # share of greedy tokens that are at least its likeliest; rounding flips near-ties
-# features of answers are written after so many seconds or bytes
+# hidden states of responses are written after so many seconds or bytes
 SECONDS, AT_ONCE = 2.0, 32 * 2**20
 
 
 @dataclass(frozen=True)
 class EngineResponse:
-    """An answer's ids, the server that gave it and, if they were asked for, the states [T, D] after
-    some layers, for the prompt and the answer without its last token."""
+    """A response's ids, the server that gave it and, if they were asked for, the states [T, D]
+    after some layers, for the prompt and the response without its last token."""
 
     ids: list[int]
     server: Server
@@ -126,13 +126,13 @@ def require_room_in(engines: ServerPool, longest: int) -> None:
     """Raise UserError if a text of this many tokens is too long for an engine."""
     require(
         engines.room is None or longest <= engines.room,
-        f"{engines.title}: a prompt and its answer take up to {longest} tokens, and the engine "
+        f"{engines.title}: a prompt and its response take up to {longest} tokens, and the engine "
         f"takes {engines.room}: serve with --max-model-len {longest}, or lower data.max_prompt or "
-        "answers.max_new_tokens",
+        "responses.max_new_tokens",
     )
 
 
-def answers_of(
+def responses_of(
     engines: ServerPool,
     target: TargetParts,
     asked: Mapping[str, Sequence[int]],
@@ -142,9 +142,9 @@ def answers_of(
     at_once: int,
     layers: Sequence[int] | None = None,
 ) -> Iterator[tuple[str, EngineResponse | Failed]]:
-    """The answers of at most `limit` tokens to prompts, by their names, in the order in which they
-    come, with the states after these `layers`. Raises UserError for an answer that cannot be the
-    target's, and as `ServerPool.results` does."""
+    """The responses of at most `limit` tokens to prompts, by their names, in the order in which
+    they come, with the states after these `layers`. Raises UserError for a response that cannot be
+    the target's, and as `ServerPool.results` does."""
     requests = [
         NamedRequest(
             name,
@@ -181,9 +181,9 @@ def ids_of(
     response in the reply, or one that was broken off."""
     ids, reason = response.ids, response.finish_reason
     if ids is None and response.text is None:
-        raise ServerUnavailable("an answer without ids and without text")
+        raise ServerUnavailable("a response without ids and without text")
     if reason not in ("stop", "length"):
-        raise ServerUnavailable(f"an answer that was broken off (finish_reason {reason!r})")
+        raise ServerUnavailable(f"a response that was broken off (finish_reason {reason!r})")
     require(
         response.prompt is None or response.prompt == list(prompt),
         "the engine read other tokens than were sent to it: it does not serve this target, or "
@@ -202,10 +202,10 @@ def ids_of(
         stop = response.stop
         ids = [*ids, stop if type(stop) is int and stop in target.eos else _end_of(target)]
     ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
-    answer: list[int] = ids[: ends[0] if ends else limit]
-    if not answer:
-        raise ServerUnavailable("an empty answer")
-    return answer
+    said: list[int] = ids[: ends[0] if ends else limit]
+    if not said:
+        raise ServerUnavailable("an empty response")
+    return said
 
 
 def _end_of(target: TargetParts) -> int:
@@ -233,7 +233,7 @@ def _of_text(text: str, prompt: Sequence[int], target: TargetParts) -> list[int]
 
 
 @torch.no_grad()
-def features_of(states: Sequence[Tensor], target: TargetParts) -> tuple[Tensor, Tensor | None]:
+def hidden_states_of(states: Sequence[Tensor], target: TargetParts) -> tuple[Tensor, Tensor | None]:
     """The final state [1, T, D] and the layers [1, T, F] of states after layers. The last of these
     states is that after all layers, before the final norm, as an engine gives it."""
     *layers, last = (x[None].to(target.device, target.dtype) for x in states)
@@ -241,11 +241,11 @@ def features_of(states: Sequence[Tensor], target: TargetParts) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def final_of(target: Target, prompt: Sequence[int], answer: EngineResponse) -> Tensor:
-    """The final states [N, D] before each token of an answer, as the target reads them."""
-    ids_BT = torch.tensor([[*prompt, *answer.ids]], device=target.device)
-    _, final_1TD = target.features(ids_BT, FeatureSpec())
-    return final_1TD[0, len(prompt) - 1 :][: len(answer.ids)]
+def final_of(target: Target, prompt: Sequence[int], response: EngineResponse) -> Tensor:
+    """The final states [N, D] before each token of a response, as the target reads them."""
+    ids_BT = torch.tensor([[*prompt, *response.ids]], device=target.device)
+    _, final_1TD = target.hidden_states(ids_BT, HiddenStateSpec())
+    return final_1TD[0, len(prompt) - 1 :][: len(response.ids)]
 
 
 @torch.no_grad()
@@ -261,8 +261,8 @@ def require_same_states(
     errors: list[list[Tensor]] = [[] for _ in places]
     for text, states in read:
         ids_BT = torch.tensor([list(text)[: len(states[0])]], device=target.device)
-        ctx, final_1TD = target.features(ids_BT, FeatureSpec(tuple(layers)))
-        theirs_1TD, theirs_1TF = features_of(states, target)
+        ctx, final_1TD = target.hidden_states(ids_BT, HiddenStateSpec(tuple(layers)))
+        theirs_1TD, theirs_1TF = hidden_states_of(states, target)
         pairs = [(theirs_1TD, final_1TD)]
         if theirs_1TF is not None and ctx.layers_BTF is not None:
             shape = (len(layers), -1)
@@ -286,12 +286,12 @@ def require_same_states(
 def require_same_model(
     target: TargetParts, read: Sequence[tuple[Tensor, Sequence[int]]], sampler: Sampler
 ) -> None:
-    """Raise UserError unless answers of engines are what the target would say, by the final states
-    [N, D] before their tokens: greedy tokens are its likeliest ones, but for near-ties, and sampled
-    ones as likely as its own."""
+    """Raise UserError unless responses of engines are what the target would say, by the final
+    states [N, D] before their tokens: greedy tokens are its likeliest ones, but for near-ties, and
+    sampled ones as likely as its own."""
     likeliest, surprise, spread, count = 0, 0.0, 0.0, 0
-    for final_ND, answer in read:
-        said_N = torch.tensor(answer, device=target.device)
+    for final_ND, response in read:
+        said_N = torch.tensor(response, device=target.device)
         logits_NV = target.logits(final_ND).double()
         likeliest += int((logits_NV.argmax(-1) == said_N).sum())
         count += len(said_N)
@@ -330,7 +330,7 @@ def responses_of_engines(
     Raises UserError if a response is not what the target would say."""
     key, ranks = responses_key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
-    share = shard_of("answers.shard", cfg.shard)
+    share = shard_of("responses.shard", cfg.shard)
     mine = prompts if share is None else share.part(prompts)
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in mine}
 
@@ -343,7 +343,7 @@ def responses_of_engines(
     def known_now() -> tuple[set[str], set[str]]:
         """The prompts with a response, and those that engines are not to be asked for."""
         stored = stored_responses(recorded())
-        names = {*stored.by_prompt, *unanswered(folder, key)}
+        names = {*stored.by_prompt, *without_response(folder, key)}
         if stored.damage and not names >= asked.keys():
             tell(f"{stored.damage}: their prompts are answered again where this run needs them")
         return set(stored.by_prompt), names
@@ -358,7 +358,7 @@ def responses_of_engines(
         stored = stored_responses(
             {name: file for name, file in recorded().items() if name in known}, own
         )
-        left_out = unanswered(folder, key) - stored.by_prompt.keys()
+        left_out = without_response(folder, key) - stored.by_prompt.keys()
         answered = [p for p in prompts if name_of(p) not in left_out]
         read_now = response_documents(answered, stored.by_prompt, None, folder)
         if responses_read is not None:
@@ -381,21 +381,21 @@ def _ask(
 ) -> list[str]:
     """Let engines answer this process's share of the prompts that are not `known`; the names of the
     files that it writes. The first
-    answers of each server, and some later ones, are compared with what the target would say. From
+    responses of each server, and some later ones, are compared with what the target would say. From
     then on, each is written as it comes,
-    so that only requests under way are lost if the process is killed; with features, which are
-    written before their answers, also those of the last two seconds. Prompts without an answer are
-    noted at the end and not asked again, unless no engine answers any more; so are those that were
-    refused before another mistake, if others had been answered in an earlier run."""
+    so that only requests under way are lost if the process is killed; with hidden states, which are
+    written before their responses, also those of the last two seconds. Prompts without a response
+    are noted at the end and not asked again, unless no engine answers any more; so are those that
+    were refused before another mistake, if others had been answered in an earlier run."""
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
     parts = target.parts
-    client = servers_of("answers.from", cfg.engines, parts)
+    client = servers_of("responses.from", cfg.engines, parts)
     require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     console.print(f"answers{' and features' if keep else ''} from {client.title}")
     if keep and mine:
         keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
-    task = progress.add_task("engine's answers", total=len(mine))
+    task = progress.add_task("engine's responses", total=len(mine))
     failed, written = dict[str, Failed](), time.monotonic()
     # each server writes to a file of its own, and to a new one after each comparison
     current, files = dict[Server, str](), list[str]()
@@ -415,24 +415,24 @@ def _ask(
         accepted.clear()
         written = time.monotonic()
 
-    def accept(server: Server, name: str, answer: EngineResponse) -> None:
+    def accept(server: Server, name: str, response: EngineResponse) -> None:
         if keep:
-            kept[name] = [*asked[name], *answer.ids]
-            keep.hold_document(kept[name], *features_of(answer.states, parts), parts)
-        accepted.setdefault(current[server], {})[name] = answer.ids
+            kept[name] = [*asked[name], *response.ids]
+            keep.hold_document(kept[name], *hidden_states_of(response.states, parts), parts)
+        accepted.setdefault(current[server], {})[name] = response.ids
         late = time.monotonic() - written > SECONDS or (keep and keep.unwritten > AT_ONCE)
         if not keep or late:
             write()
 
-    def compare(server: Server, answers: Mapping[str, EngineResponse]) -> None:
-        """Raise UserError unless these answers of a server are the target's."""
+    def compare(server: Server, responses: Mapping[str, EngineResponse]) -> None:
+        """Raise UserError unless these responses of a server are the target's."""
         if not whole:
             whole.append(target.to_compare())
-        texts = [(asked[name], answer) for name, answer in answers.items()]
+        texts = [(asked[name], response) for name, response in responses.items()]
         if keep:
-            states = [([*prompt, *answer.ids], answer.states) for prompt, answer in texts]
+            states = [([*prompt, *response.ids], response.states) for prompt, response in texts]
             require_same_states(whole[0], keep.kind.layers, states)
-        read = [(final_of(whole[0], prompt, answer), answer.ids) for prompt, answer in texts]
+        read = [(final_of(whole[0], prompt, response), response.ids) for prompt, response in texts]
         require_same_model(parts, read, sampler)
         current[server] = f"{uuid4().hex}.jsonl"
 
@@ -449,14 +449,14 @@ def _ask(
     results = ComparedServers[str, EngineResponse](compare, accept, drop)
 
     def note(failed: Mapping[str, Failed]) -> None:
-        """Note which prompts have no answer, so that they are not asked again."""
+        """Note which prompts have no response, so that they are not asked again."""
         if not failed:
             return
         lines = [
             json.dumps(sealed({"prompt": name, "reason": x.reason}, key))
             for name, x in failed.items()
         ]
-        path = folder / f"{uuid4().hex}{UNANSWERED}"
+        path = folder / f"{uuid4().hex}{WITHOUT_RESPONSE}"
         write_whole(path, "".join(f"{line}\n" for line in lines))
         tell(
             f"{len(failed)} of {len(mine)} prompts were not answered and are left out, the first "
@@ -470,12 +470,12 @@ def _ask(
     )
     how = sampler, cfg.max_new_tokens, max(1, cfg.at_once() // ranks.world)
     try:
-        for name, answer in answers_of(client, parts, prompts, seeds, *how, layers):
+        for name, response in responses_of(client, parts, prompts, seeds, *how, layers):
             progress.advance(task, 1)
-            if isinstance(answer, Failed):
-                failed[name] = answer
+            if isinstance(response, Failed):
+                failed[name] = response
             else:
-                results.take(answer.server, name, answer)
+                results.take(response.server, name, response)
     except UserError:
         try:
             results.finish()  # what was received before the mistake

@@ -160,8 +160,8 @@ def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Con
 
 def _goes_on(last: Conversation, following: Conversation) -> bool:
     """Whether a record continues the chat of the one before. ShareGPT splits a long chat into
-    pieces xyz_0, xyz_11, …: the number counts turns, and a piece that begins with an answer
-    repeats the last answer of the piece before. After a skipped piece, whose turns are not known
+    pieces xyz_0, xyz_11, …: the number counts turns, and a piece that begins with a response
+    repeats the last response of the piece before. After a skipped piece, whose turns are not known
     (`_skipped_piece`), the next higher number continues the chat."""
     piece, next_piece = _piece(last.id), _piece(following.id)
     if piece is None or next_piece is None or next_piece[0] != piece[0]:
@@ -206,9 +206,10 @@ def require_spans(tally: Tally, patience: int) -> None:
         raise UserError(f"no usable conversation: {tally.reasons()}")
     if (count := tally.dropped[OPENED]) >= patience:
         raise UserError(
-            f"{count} conversations have answers without reasoning, but the target's prompt opens "
-            "a thought, and no other is usable: give data.thinking=data to ask for none where an "
-            "answer has none, if the template can, or data.answers=target for the target's own"
+            f"{count} conversations have responses without reasoning, but the target's prompt "
+            "opens a thought, and no other is usable: give data.thinking=data to ask for none "
+            "where an response has none, if the template can, or data.responses=target for the "
+            "target's own"
         )
     if (count := tally.dropped[DISAGREE]) >= patience:
         raise UserError(
@@ -235,7 +236,7 @@ class Reader:
             self.by_text = Chat(tokenizer, cfg.clock, cfg.thinking)
 
     def documents(self, conversation: Conversation) -> list[Document]:
-        """A conversation up to its last answer: one document, or several where the chat template
+        """A conversation up to its last response: one document, or several where the chat template
         changes earlier answers as a chat goes on."""
         if self.by_text is not None and conversation.tokens is None:
             return self.by_text.documents(conversation, self.cfg)
@@ -301,7 +302,7 @@ def _given(conversation: Conversation) -> Tokens:
 
 
 def _prompt_ends(tokens: Tokens) -> list[int]:
-    """Where answers begin, or the end of a prompt alone."""
+    """Where responses begin, or the end of a prompt alone."""
     if True not in tokens.mask:
         return [len(tokens.ids)]
     before = (False, *tokens.mask)

@@ -125,9 +125,9 @@ def _prompted(record: Mapping[str, Any]) -> tuple[list[list[Any]], list[str]] | 
         about = [k for k in MORE if k != source and not absent(record.get(k))]
         texts = [k for k in about if isinstance(record[k], str)]
         prompt, read = "\n\n".join([prompt, *(record[k] for k in texts)]), [*read, *texts]
-    answers = [key for key in RESPONSES if not absent(record.get(key))]
-    said: Any = record[answers[0]] if answers else []
-    read += answers[:1]
+    responses = [key for key in RESPONSES if not absent(record.get(key))]
+    said: Any = record[responses[0]] if responses else []
+    read += responses[:1]
     history = _history(record.get(HISTORY))
     read += [HISTORY] if history else []
     lists = [history]
@@ -140,12 +140,12 @@ def _prompted(record: Mapping[str, Any]) -> tuple[list[list[Any]], list[str]] | 
             lists.append([*what])
         else:
             return None
-    if not answers and record.get(TOOLS[0]) and CALLED in record:
+    if not responses and record.get(TOOLS[0]) and CALLED in record:
         calls = from_json(record[CALLED])
         if calls and all(map(_is_call, calls)):
             lists.append([{"role": "assistant", "tool_calls": calls}])
             read.append(CALLED)
-    if isinstance(said, str) and answers:
+    if isinstance(said, str) and responses:
         for key in REASONING:
             if isinstance(record.get(key), str):
                 lists[-1][0][key] = record[key]
@@ -223,7 +223,7 @@ def written_by_python(text: str) -> Any:
 
 def unwrapped_request(record: Any) -> Any:
     """A record in which a request to a server is wrapped, as in logs and in files of batches, with
-    its keys beside those of the record, and the server's answer as the last turn."""
+    its keys beside those of the record, and the server's response as the last turn."""
     if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
         return record
     for key in WRAPPERS:
@@ -325,9 +325,9 @@ def tokens_of(record: Mapping[str, Any], prompts: bool, texts: bool) -> tuple[To
     ids_key = next((k for k in IDS if _numbers(record.get(k))), None)
     if ids_key is None:
         prompt_key = next(k for k in PROMPT_IDS if _numbers(record.get(k)))
-        answer_key = next((k for k in (*RESPONSE_IDS, LABELS) if _numbers(record.get(k))), None)
-        prompt, answer = _ids(record, prompt_key), _ids(record, answer_key)
-        said, read = (True,) * len(answer), {prompt_key, answer_key or prompt_key}
+        response_key = next((k for k in (*RESPONSE_IDS, LABELS) if _numbers(record.get(k))), None)
+        prompt, answer = _ids(record, prompt_key), _ids(record, response_key)
+        said, read = (True,) * len(answer), {prompt_key, response_key or prompt_key}
         if answer and not absent(record.get(RESPONSE_MASK)):
             said = _flags(record, RESPONSE_MASK, len(answer))
             read.add(RESPONSE_MASK)

@@ -71,7 +71,7 @@ CALLS = ("tool_calls", "function_call")  # keys of a turn
 WEIGHTS = ("weight", "train", "loss")
 LEAST, MOST = 0.001, 100  # weights of responses that are trained on
 MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios")
-# reasoning at the beginning of an answer; what opens it may have been a part of the prompt
+# reasoning at the beginning of a response; what opens it may have been a part of the prompt
 THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTALL)
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 BAD_ARGUMENTS = "tool calls whose arguments are not JSON"
@@ -110,7 +110,7 @@ def _has_turns(record: Any, format: str) -> bool:
 
 def _tokenised(record: dict[str, Any], name: str, cfg: DataConfig, tally: Tally) -> Conversation:
     """A row of token ids."""
-    tokens, read = tokens_of(record, cfg.answers == "target", cfg.format in TEXTS)
+    tokens, read = tokens_of(record, cfg.responses == "target", cfg.format in TEXTS)
     _count_ignored(record, {*read, "id"}, tally)
     name = _id(record, name)
     return Conversation(name, (), tokens.opening, ("user", "assistant"), tokens=tokens)
@@ -125,7 +125,7 @@ def _id(record: Mapping[str, Any], name: str) -> str:
 
 
 def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
-    """A pair as a prompt and, if there is one, its answer."""
+    """A pair as a prompt and, if there is one, its response."""
     source, answer = (_within(record, key) for key in cfg.pair)
     if source is None:
         raise Unusable(f"no {cfg.pair[0]!r} in it")
@@ -134,8 +134,8 @@ def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
     messages = [Message("user", cfg.prefix + source)]
     if answer is not None and (answer := plain(answer)):
         messages.append(Message("assistant", answer))
-    elif cfg.answers == "data":
-        raise Unusable("no answer, or a blank one")
+    elif cfg.responses == "data":
+        raise Unusable("no response, or a blank one")
     _count_ignored(record, {*cfg.pair, *(key.partition(".")[0] for key in cfg.pair)}, tally)
     return Conversation(name, tuple(messages), source)
 
@@ -156,8 +156,8 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
     text = plain(record.get("text") if isinstance(record, dict) else record)
     if not text:
         raise Unusable("a blank text")
-    opening = text[: cfg.beginning]
-    if len(text) > cfg.beginning:
+    opening = text[: cfg.prompt_characters]
+    if len(text) > cfg.prompt_characters:
         opening = (opening.rsplit(None, 1) or [opening])[0]
     messages = Message("user", opening), Message("assistant", text[len(opening) :])
     if isinstance(record, dict):
@@ -168,15 +168,16 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
 def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> Conversation:
     """A record as user and assistant turns in alternation, with the results of tools after their
     calls, and with system turns before, between and after them. No turn is blank, and there is no
-    white space around any text but the results of tools: a space before an answer would become part
-    of the answer's first token. `name` is its id if it has none of its own. Raises Unusable."""
+    white space around any text but the results of tools: a space before a response would become
+    part of the response's first token. `name` is its id if it has none of its own. Raises
+    Unusable."""
     record, changes = responses_api_as_messages(unwrapped_request(record)), list[str]()
     if format == "auto":
         require_known_form(record)
     turns, read = _turns(record, format)
     record = record if isinstance(record, dict) else {}
     if turns[1:] and any(are_texts(record.get(key)) for key in read if key in PROMPTS):
-        changes.append("later prompts left out, as their answers are not given")
+        changes.append("later prompts left out, as their responses are not given")
         turns = turns[:1]
     require_no_media(record)
     ignored: set[str] = set()
@@ -189,7 +190,7 @@ def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> C
     first = roles.index("user")
     system = [m for m in messages[:first] if m.role == "system"]
     if first > len(system):
-        changes.append("answers before the first prompt left out")
+        changes.append("responses before the first prompt left out")
     kept: list[Message] = []
     for message in messages[first:]:
         if message.blank and message.role != "system":
@@ -259,7 +260,7 @@ def _alike(turns: list[Any], others: list[Any]) -> bool:
 
 
 def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], list[str]]:
-    """Whether a record says that its answers were asked for with reasoning, as to a server; the
+    """Whether a record says that its responses were asked for with reasoning, as to a server; the
     other variables that it sets for the chat template; and the keys that say so. Raises Unusable
     for arguments that contradict each other, or that would change what is rendered."""
     asked, named = record.get(ARGUMENTS), [ARGUMENTS]
@@ -403,9 +404,9 @@ def _number_of(value: Any) -> float | None:
 
 
 def _weight(value: Any) -> float:
-    """How much an answer counts. Raises Unusable for what is no such number."""
+    """How much a response counts. Raises Unusable for what is no such number."""
     if not isinstance(value, bool | int | float) or not (value == 0 or LEAST <= value <= MOST):
-        raise Unusable(f"an answer whose weight is neither 0 nor a number from {LEAST} to {MOST}")
+        raise Unusable(f"a response whose weight is neither 0 nor a number from {LEAST} to {MOST}")
     return float(value)
 
 
@@ -594,7 +595,7 @@ def _values(text: str) -> list[Any]:
 
 
 def calls_within(text: str) -> tuple[str, list[Any]]:
-    """An answer without the calls that it ends with, as Hermes and Glaive write them, and the
+    """A response without the calls that it ends with, as Hermes and Glaive write them, and the
     calls. Raises Unusable if they cannot be read, or if more text follows."""
     if GLAIVE_CALL in text:
         said, *calls = text.split(GLAIVE_CALL)

@@ -335,9 +335,9 @@ class ChatTemplate:
         return "" if end is None else tail[end:]
 
     def _tail(self, ends: Sequence[Message], tools: Sequence[Any], thinking: bool | None) -> str:
-        """What the template writes after the words of an answer: the end that is common to chats
-        which end with these answers."""
-        chats = ([Message("user", "0"), answer] for answer in ends)
+        """What the template writes after the words of a response: the end that is common to chats
+        which end with these responses."""
+        chats = ([Message("user", "0"), response] for response in ends)
         one, other = (self.without(chat, tools, thinking)[::-1] for chat in chats)
         return one[: common_length(one, other)][::-1]
 

@@ -1,4 +1,4 @@
-"""How prompts are answered, and the files in which their answers are kept."""
+"""How prompts are answered, and the files in which their responses are kept."""
 
 import hashlib
 import json
@@ -23,16 +23,16 @@ from train.data.sequences import Document, Prompt, even_weights
 from train.shards import shard_of
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
-UNANSWERED = ".failed"  # ends the names of files that note which prompts have no answer
+WITHOUT_RESPONSE = ".failed"  # ends the names of files that note which prompts have no response
 RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its responses is from
 
 
 @dataclass
 class ResponsesConfig:
-    """How the target answers with `data.answers=target`; temperature 0 is greedy. `batch` prompts
+    """How the target answers with `data.responses=target`; temperature 0 is greedy. `batch` prompts
     are answered at once, or as many as fit into the memory that is free, if these are fewer; null
-    is 128, or 512 on a GPU. `engines` are servers of the target that write the answers; on the
-    command line, answers.from=http://host:8000/v1 sets them, several with commas between them.
+    is 128, or 512 on a GPU. `engines` are servers of the target that write the responses; on the
+    command line, responses.from=http://host:8000/v1 sets them, several with commas between them.
     Empty: the target answers in this process. With `shard`, such as 2/8, the run answers that share
     of the prompts and ends; when all shares are done, the same command without it trains."""
 
@@ -42,19 +42,19 @@ class ResponsesConfig:
     max_new_tokens: int = 192
     batch: int | None = None
     seed: int = 0
-    root: str = "cache/answers"
+    root: str = "cache/responses"
     engines: list[str] = field(default_factory=list)
     shard: str | None = None
 
     def __post_init__(self) -> None:
         seeds = (0, 2**32 - 1)
         for url in self.engines:
-            Server.at_address("answers.from", url)
-        shard_of("answers.shard", self.shard)
-        require_within("answers", self, max_new_tokens=1, batch=1, seed=seeds)
-        require_temperature("answers.temperature", self.temperature)
-        require_cutoffs("answers", self)
-        require(bool(self.root.strip()), "answers.root is empty: give a folder")
+            Server.at_address("responses.from", url)
+        shard_of("responses.shard", self.shard)
+        require_within("responses", self, max_new_tokens=1, batch=1, seed=seeds)
+        require_temperature("responses.temperature", self.temperature)
+        require_cutoffs("responses", self)
+        require(bool(self.root.strip()), "responses.root is empty: give a folder")
 
     def at_once(self, gpu: bool = False) -> int:
         """How many prompts are answered at once if their memory allows."""
@@ -67,12 +67,12 @@ def responses_key(target: TargetParts, cfg: ResponsesConfig, served: bool = Fals
     or stop short of it."""
     how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
     how["eos"] = sorted(target.eos)
-    for name in ("batch", "root", "engines", "shard"):  # these do not change the answers
+    for name in ("batch", "root", "engines", "shard"):  # these do not change the responses
         del how[name]
     if served:  # an engine may round otherwise, or compute in another precision
         how["engine"] = True
         how["response_end"] = target.response_end  # added where an engine strips it
-    if cfg.top_k == 0:  # older answers were all drawn without it
+    if cfg.top_k == 0:  # older responses were all drawn without it
         del how["top_k"]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -166,7 +166,7 @@ def read_stored_responses(
 
 
 def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:
-    """Whether an answer can have been written for a target with this vocabulary."""
+    """Whether a response can have been written for a target with this vocabulary."""
 
     def tokens(ids: Any) -> bool:
         return isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
@@ -187,9 +187,9 @@ def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int
     )
 
 
-def unanswered(folder: Path, key: str) -> set[str]:
+def without_response(folder: Path, key: str) -> set[str]:
     """The prompts in a folder that engines did not answer."""
-    files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{UNANSWERED}")]
+    files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{WITHOUT_RESPONSE}")]
     return {str(entry["prompt"]) for entries, _ in files for entry in entries}
 
 
@@ -200,7 +200,7 @@ def response_documents(
     folder: Path,
 ) -> list[Document]:
     """The documents of prompts whose responses are known; `response_document` gives none for some
-    of them. Raises Damaged if a prompt in the folder has lost its answer."""
+    of them. Raises Damaged if a prompt in the folder has lost its response."""
     documents = []
     for prompt in prompts:
         if (kept := known.get(name_of(prompt))) is None:
@@ -216,13 +216,13 @@ def response_documents(
 def response_document(
     name: str,
     prompt: Sequence[int] | NDArray[np.int32],
-    answer: Sequence[int],
+    response: Sequence[int],
     rounds: Rounds | None = None,
     depth: int | None = None,
 ) -> Document | None:
-    """The document of a prompt and its answer. With a `depth`, it also holds the rounds that
+    """The document of a prompt and its response. With a `depth`, it also holds the rounds that
     drafted anything, cut to that depth; if there is no such round, the result is None."""
-    ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(answer, np.int32)])
+    ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(response, np.int32)])
     document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
     if depth is not None:
         document.rounds = np.full((len(ids), 1 + depth), -1, np.int32)

@@ -16,9 +16,9 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from rich.progress import Progress
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode
-from specdec.decoding.draft_answers import draft_answers
+from specdec.decoding.draft_responses import draft_responses
 from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.logs import Logged, rounds_of
 from specdec.decoding.way import Way
@@ -54,15 +54,16 @@ from train.shards import Shard, shard_of
 
 LEAST_OF_SHARE = 32  # prompts; smaller shares are not worth other groups than those of one process
 UNEVEN = 1.25  # times the mean that the largest share may have
-GROUP = 4  # answers in one file, as a multiple of the prompts that are answered at once
+GROUP = 4  # responses in one file, as a multiple of the prompts that are answered at once
 
 
 @dataclass
 class Author:
-    """A draft that writes answers together with the target: it proposes `gamma` tokens at a time,
+    """A draft that writes responses together with the target: it proposes `gamma` tokens at a time,
     and those that `rule` accepts are kept. With `rule` None the draft writes alone. `folder` keeps
-    these answers; `key` names the draft's weights. With `rounds`, documents also hold the decoder's
-    rounds, each cut to that many drafted tokens, and documents without a round are left out."""
+    these responses; `key` names the draft's weights. With `rounds`, documents also hold the
+    decoder's rounds, each cut to that many drafted tokens, and documents without a round are left
+    out."""
 
     drafter: Drafter
     gamma: int
@@ -82,18 +83,18 @@ def documents_with_responses(
     author: Author | None = None,
     responses_read: ResponsesRead | None = None,
 ) -> list[Document]:
-    """Documents of prompt and answer, in the order of the prompts; their masks mark the answers.
+    """Documents of prompt and answer, in the order of the prompts; their masks mark the responses.
 
-    The target answers some prompts at a time, and when an answer ends, the next prompt takes its
-    place. As each group of prompts ends, its answers are written to a file, each with the name of
-    its prompt: an interrupted run continues there, and a run with more prompts answers only the new
-    ones. The file appears whole or not at all, so that the groups, and with them rounding, stay the
-    same. Each prompt has its own seed, so apart from rounding its answer does not depend on its
-    neighbours, on interruptions, or on how many processes share the work. `keep` stores the
-    features that the target computes as it answers. `responses_read` records which files the run
-    reads, so that it always reads these and never those of another run.
+    The target answers some prompts at a time, and when a response ends, the next prompt takes its
+    place. As each group of prompts ends, its responses are written to a file, each with the name of
+    its prompt: an interrupted run continues there, and a run with more prompts responses only the
+    new ones. The file appears whole or not at all, so that the groups, and with them rounding, stay
+    the same. Each prompt has its own seed, so apart from rounding its response does not depend on
+    its neighbours, on interruptions, or on how many processes share the work. `keep` stores the
+    hidden states that the target computes as it answers. `responses_read` records which files the
+    run reads, so that it always reads these and never those of another run.
 
-    With `cfg.engines` and no author, engines write the answers, as `served` says.
+    With `cfg.engines` and no author, engines write the responses, as `served` says.
     """
     if cfg.engines and author is None:
         return responses_of_engines(
@@ -121,10 +122,14 @@ def documents_with_responses(
     by_draft = author is not None and author.rule is None
     size, refills = cfg.at_once(), False
     if not by_draft and not known >= asked.keys():
-        needs = FeatureSpec() if keep is None else FeatureSpec(keep.kind.layers, final_hidden=True)
+        needs = (
+            HiddenStateSpec()
+            if keep is None
+            else HiddenStateSpec(keep.kind.layers, final_hidden=True)
+        )
         size = _fitting(target.whole(), asked, cfg, ranks, needs)
         refills = author is None and target.whole().refills
-    share = None if author else shard_of("answers.shard", cfg.shard)
+    share = None if author else shard_of("responses.shard", cfg.shard)
     whole = cfg.at_once() if share else size
     if refills:
         whole = min(GROUP * whole, max(whole, math.ceil(len(asked) / (GROUP * ranks.world))))
@@ -134,22 +139,22 @@ def documents_with_responses(
     if keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
         keep.prepare_for_responses(unwritten, cfg.max_new_tokens)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
-    task = progress.add_task(f"{whose} answers", total=None)
+    task = progress.add_task(f"{whose} responses", total=None)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     way = Way(sampler=sampler)
     if author and author.rule is not None:
         way = Way(author.drafter, Chain(author.gamma), sampler, author.rule)
 
     def write(group: Sequence[str]) -> list[dict[str, Any]]:
-        """The answers to prompts that are given by name."""
+        """The responses to prompts that are given by name."""
         asking = [asked[name] for name in group]
         seeds = [seed_of(name, cfg) for name in group]
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
-            texts = draft_answers(author.drafter, asking, sampler, seeds, most, eos)
+            texts = draft_responses(author.drafter, asking, sampler, seeds, most, eos)
             progress.advance(task, sum(map(len, texts)))
             return [{"ids": ids} for ids in texts]
-        answers = decode(
+        responses = decode(
             target.whole(),
             asking,
             way,
@@ -159,16 +164,16 @@ def documents_with_responses(
             record=keep.record(target.whole()) if keep else None,
             at_once=size if refills else None,
         )
-        entries: list[dict[str, Any]] = [{"ids": answer.ids} for answer in answers]
+        entries: list[dict[str, Any]] = [{"ids": response.ids} for response in responses]
         if author and author.rounds:
-            for entry, answer in zip(entries, answers, strict=True):
-                entry["rounds"] = rounds_of(answer)
+            for entry, response in zip(entries, responses, strict=True):
+                entry["rounds"] = rounds_of(response)
         return entries
 
     files: list[str] = []  # that this process writes
 
     def write_all(groups: list[list[str]]) -> None:
-        """Write the answers to these groups of prompts."""
+        """Write the responses to these groups of prompts."""
         nonlocal size
         written = 0  # tokens in files
         progress.update(task, total=sum(map(len, groups)) * cfg.max_new_tokens)
@@ -185,13 +190,14 @@ def documents_with_responses(
                 if size == 1:
                     raise UserError(
                         f"memory ran out while answering a single prompt ({reason}): lower "
-                        "answers.max_new_tokens or data.max_prompt, or give target.dtype=bfloat16; "
-                        "answers written so far are kept"
+                        "responses.max_new_tokens or data.max_prompt, or give "
+                        "target.dtype=bfloat16; responses written so far are kept"
                     )
                 release()
                 progress.update(task, completed=written)
                 console.print(
-                    f"memory ran out for {size} answers at once: from now on {size // 2} are tried"
+                    f"memory ran out for {size} responses at once: from now on {size // 2} are "
+                    "tried"
                 )
                 size //= 2
                 groups = [group, *groups]
@@ -230,7 +236,7 @@ def _fitting(
     asked: Mapping[str, Sequence[int]],
     cfg: ResponsesConfig,
     ranks: Ranks,
-    needs: FeatureSpec,
+    needs: HiddenStateSpec,
 ) -> int:
     """How many prompts to answer at once: as many as `cfg` says, or as fit into the memory that is
     free in every process. Says so if these are fewer."""
@@ -242,8 +248,8 @@ def _fitting(
     size = min(usual, *(n for n in fitting if n is not None), usual)
     if size < usual:
         console.print(
-            f"{usual} answers at once do not fit into the memory that is free: {size} prompts are "
-            "answered at once"
+            f"{usual} responses at once do not fit into the memory that is free: {size} prompts "
+            "are answered at once"
         )
     return size
 
@@ -251,9 +257,9 @@ def _fitting(
 def _groups(
     asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The prompts that have no answer yet, in groups. A continued run keeps the same groups, since
-    rounding depends on a row's neighbours. Prompts of similar length go together, for less
-    padding, but are sorted only within windows, so that an interrupted run has answers of all
+    """The prompts that have no response yet, in groups. A continued run keeps the same groups,
+    since rounding depends on a row's neighbours. Prompts of similar length go together, for less
+    padding, but are sorted only within windows, so that an interrupted run has responses of all
     lengths."""
     names, window = list(asked), 8 * size
     windows = (names[start : start + window] for start in range(0, len(names), window))
@@ -272,7 +278,7 @@ def _groups(
 def _groups_of(
     share: Shard, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The groups of a share, without the prompts that have an answer. Which groups it has does not
+    """The groups of a share, without the prompts that have a response. Which groups it has does not
     depend on what the others have answered by now, nor on this machine. They are those of one
     process, whose rounding is then the same, unless that leaves a share with far more prompts than
     another: then groups are smaller, and all shares have as many."""
@@ -296,7 +302,8 @@ def documents_of_log(
 ) -> list[Document]:
     """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
     files, except for those in the conversations of `leave_out`, at whatever turn. Raises UserError
-    if there is no file, if no answer remains, or if one cannot have been written by this target."""
+    if there is no file, if no response remains, or if one cannot have been written by this
+    target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),
@@ -314,7 +321,7 @@ def documents_of_log(
             r = record(Logged, line, where)
             require(
                 r.fits(target.vocab_size),
-                f"{where}: its ids or anchors cannot be those of an answer of this target: give a "
+                f"{where}: its ids or anchors cannot be those of a response of this target: give a "
                 "log that was written with this target",
             )
             document = response_document(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
@@ -334,7 +341,7 @@ def documents_of_log(
         )
     require(
         bool(documents),
-        f"data.rounds={path}: no round in it to train on (answers to held-out prompts are left "
-        "out): log more answers",
+        f"data.rounds={path}: no round in it to train on (responses to held-out prompts are left "
+        "out): log more responses",
     )
     return documents

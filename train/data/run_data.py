@@ -25,7 +25,7 @@ LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_promp
 @dataclass(frozen=True)
 class DataCounts:
     """How much a run reads, before the target generates any response. `train` and `validation`
-    count documents, or prompts with `data.answers=target`; `prompts` and `validation_prompts` are
+    count documents, or prompts with `data.responses=target`; `prompts` and `validation_prompts` are
     those of the decoder. `responses` are the tokens of responses in the training documents.
     `digest` is a hash of all token ids in their order, with their masks."""
 
@@ -120,7 +120,7 @@ def read_run_data(
 
 
 def _split(cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None) -> DataSplit[Any]:
-    if cfg.answers == "target":
+    if cfg.responses == "target":
         return split_prompts(cfg, tokenizer, share)
     return split_documents(cfg, tokenizer, share)
 
@@ -145,11 +145,11 @@ def unusable_data(
                 yield str(error)
                 break
     longest = max((len(text.ids) for text in (*split.train, *split.held_out)), default=0)
-    if cfg.answers == "target" and longest + new > cfg.max_length:
+    if cfg.responses == "target" and longest + new > cfg.max_length:
         yield (
-            f"a prompt of {longest} tokens and answers.max_new_tokens={new} do not fit "
+            f"a prompt of {longest} tokens and responses.max_new_tokens={new} do not fit "
             f"data.max_length={cfg.max_length}: raise data.max_length, or lower "
-            f"data.max_prompt={most} or answers.max_new_tokens"
+            f"data.max_prompt={most} or responses.max_new_tokens"
         )
 
 
@@ -169,7 +169,7 @@ def measured_prompts(
         split = _split(cfg, tokenizer)
     else:
         reader, asking = Reader(cfg, tokenizer), Reader(replace(cfg, thinking=thinking), tokenizer)
-        use: Any = reader.prompt if cfg.answers == "target" else reader.documents
+        use: Any = reader.prompt if cfg.responses == "target" else reader.documents
         split = split_conversations(cfg, use, asking.prompt)
     if draft is not None and (known := trained_on(draft)) is not None:
         leave_out(split, known.before, f"the stages before {draft}")
@@ -216,7 +216,7 @@ def whole_prompts(
         if room is not None and len(prompts[-1].ids) > room:
             raise UserError(
                 f"{conversation.id}: the prompt has {len(prompts[-1].ids):,} tokens, and the "
-                f"target has room for only {max(0, room):,} besides the answer: shorten it, "
-                "or ask for shorter answers"
+                f"target has room for only {max(0, room):,} besides the response: shorten it, "
+                "or ask for shorter responses"
             )
     return prompts

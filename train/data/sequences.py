@@ -17,7 +17,7 @@ class Document:
     """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
     plain text, at every token but the first).
 
-    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the answer: at each
+    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the response: at each
     round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1.
 
     `weight` [T], if given, is how much each token counts in a loss, relative to others."""
@@ -44,7 +44,7 @@ class Prompt:
     earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
     thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
     notes: tuple[str, ...] = ()
-    weight: float = 1.0  # of its answer in a loss, relative to others
+    weight: float = 1.0  # of its response in a loss, relative to others
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
     opening: str = ""  # the opening prompt of its conversation; empty: unknown
     placed: str = ""  # the text by which the split placed it: with more, if many open alike
@@ -67,8 +67,8 @@ def document_of(
     """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
     assistant's."""
     cut = cfg.max_length
-    if mask[:cut].sum() < cfg.min_answer:
-        raise Unusable(f"answers shorter than min_answer={cfg.min_answer}")
+    if mask[:cut].sum() < cfg.min_response:
+        raise Unusable(f"responses shorter than min_answer={cfg.min_response}")
     document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
     if weight is not None and (weight[:cut] != 1).any():
         document.weight = weight[:cut]

@@ -504,7 +504,7 @@ def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conv
     prompt. Of a record with the "turns" of a user alone, as in Spec-Bench, only the first is used,
     since later ones depend on a response. Raises UserError naming the line or item that is none of
     these. What records say that changes nothing here is counted in `tally`."""
-    cfg, tally, conversations = DataConfig(answers="target"), tally or Tally(), []
+    cfg, tally, conversations = DataConfig(responses="target"), tally or Tally(), []
     for place, record in _prompt_records(Path(path), tally):
         tally.read += 1
         try:

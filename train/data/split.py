@@ -164,7 +164,7 @@ def _divide(
 def split_documents(
     cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None
 ) -> DataSplit[Document]:
-    """The split of `split_conversations`, as documents with the data's own answers."""
+    """The split of `split_conversations`, as documents with the data's own responses."""
     reader = Reader(cfg, tokenizer)
     rows = split_conversations(cfg, reader.documents, reader.prompt, share)
     parts = {
@@ -215,7 +215,7 @@ def trained_openings(
 
     def use(conversation: Conversation) -> list[str]:
         texts: list[Any] = []
-        if cfg.answers == "data":
+        if cfg.responses == "data":
             texts += reader.documents(conversation)
         else:
             texts.append(reader.prompt(conversation))
@@ -232,7 +232,7 @@ def told_apart(
     (`chosen_share`, if none is given). The texts are their openings but, of an opening that many
     conversations have (more than FEW, and PART of as many as are held out), also what is `distinct`
     in each of them: the system prompt and, as long as many have the same text, the later turns. The
-    data's answers tell conversations apart last, and not at all if the target answers. Many
+    data's responses tell conversations apart last, and not at all if the target answers. Many
     conversations that nothing tells apart are trained on, and the share is not chosen by them. If
     no others can be held out, some openings are, with all of their conversations. Raises UserError
     if even the fewest of them are too many."""
@@ -241,7 +241,7 @@ def told_apart(
         return texts, 0.0
     held_out = max(SHARE * whole, min(ENOUGH, MOST * whole))
     most = max(FEW, PART * (held_out if cfg.held_out is None else cfg.held_out * whole))
-    for level in range(2 if cfg.answers == "target" else 3):
+    for level in range(2 if cfg.responses == "target" else 3):
         members = defaultdict[str, list[int]](list)
         for i, text in enumerate(texts):
             members[compared_words(text)].append(i)
@@ -312,7 +312,7 @@ def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
 
 def is_held_out(opening: str, fraction: float) -> bool:
     """Whether a conversation is held out: by a hash of the words of its opening prompt, ignoring
-    case, punctuation and spaces, so the answer does not depend on any other data. (A
+    case, punctuation and spaces, so the response does not depend on any other data. (A
     locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
     """
     return place_of(opening) < fraction * 2**64

@@ -31,15 +31,15 @@ from train.data.sequences import (
 DISAGREE = "template and mask disagree"
 UNWRITTEN = "which this template does not write"
 OTHERWISE = "reasoning, which this template writes in another way"
-OPENED = "an answer without reasoning, where the prompt opens a thought"
+OPENED = "a response without reasoning, where the prompt opens a thought"
 AFTERWARDS = "words of the template after the end of a response, not trained on"
 OPENS, CLOSES = "<think>", "</think>"
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 TAILS = 1000  # ends of prompts that are kept with their tokens
 UNREAD = "which this template does not read"
 SHORT = "answers with a document of their own, shorter than min_answer={}: not trained on"
-LOST = "answers not trained on, since the template writes them, or what comes before, otherwise"
-WEIGHTED = "answers that count by their weight in the loss"
+LOST = "responses not trained on, since the template writes them, or what comes before, otherwise"
+WEIGHTED = "responses that count by their weight in the loss"
 SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
 
 
@@ -75,12 +75,12 @@ class ResponseSpans:
         self.text, self.why = self.written, ""
         self.spans: dict[int, Span] = {}
         self.notes: dict[str, None] = {}
-        answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
+        responses = [i for i, m in enumerate(messages) if m.role == "assistant"]
         has_blocks = writer.has_blocks(tools)
-        if has_blocks and len(blocks) != len(answers):
+        if has_blocks and len(blocks) != len(responses):
             raise Unusable(DISAGREE)
-        block_of = dict(zip(answers, blocks, strict=True)) if has_blocks else {}
-        for i in answers[::-1]:  # the last one first, since it decides upon the text
+        block_of = dict(zip(responses, blocks, strict=True)) if has_blocks else {}
+        for i in responses[::-1]:  # the last one first, since it decides upon the text
             if i not in wanted:
                 continue
             try:
@@ -92,13 +92,13 @@ class ResponseSpans:
             if span is not None:
                 self.spans[i] = span
             if not self.text.startswith(self.written.rstrip()):
-                block_of = {}  # they say where answers are in what the template writes
+                block_of = {}  # they say where responses are in what the template writes
         self.spans = dict(sorted(self.spans.items()))
         if any(a[1] > b[0] for a, b in pairwise(self.spans.values())):
             raise Unusable(DISAGREE)
 
     def _before(self, i: int) -> str | None:
-        """What a server would read that is to give an answer; None if the template refuses it."""
+        """What a server would read that is to give a response; None if the template refuses it."""
         try:
             thinking = self.thinking(i)
             return self.writer.render(self.messages[:i], self.tools, True, thinking)[0]
@@ -107,7 +107,7 @@ class ResponseSpans:
 
     def _in_block(self, i: int, block: Span) -> Span | None:
         """The span of a `{% generation %}` block, which goes on up to the token that ends the
-        answer. It begins no earlier than the generation prompt ends."""
+        response. It begins no earlier than the generation prompt ends."""
         start, end = block
         before = self._before(i)
         if before is not None and not self.text.startswith(before):
@@ -122,7 +122,7 @@ class ResponseSpans:
         return start, self._ended(i, start + len(said), self._closed(i, said))
 
     def _compared(self, i: int) -> Span | None:
-        """The span of an answer by what the template writes up to its beginning and to its end;
+        """The span of a response by what the template writes up to its beginning and to its end;
         None if that is not what it writes in the whole text."""
         message = self.messages[i]
         if (before := self._before(i)) is None:
@@ -145,7 +145,7 @@ class ResponseSpans:
         self._require_whole(i, said)
         if self.text.startswith(said, start):
             return start, self._ended(i, start + len(said), self._closed(i, said))
-        # some templates write something after the last answer alone, such as the end of the text
+        # some templates write something after the last response alone, such as the end of the text
         if not message.content or "tool_calls" in message.beside:
             return None
         up_to = said[: said.rindex(message.content) + len(message.content)]
@@ -160,19 +160,19 @@ class ResponseSpans:
         return None
 
     def _after_its_prompt(self, i: int, before: str) -> Span | None:
-        """The span of the last answer in a text that is the prompt for it, and then the answer.
+        """The span of the last response in a text that is the prompt for it, and then the response.
 
-        What the template writes of the answer begins after the generation prompt, which it writes
-        before the answer, too. A prompt that closes an empty thought may have more than that: then
-        the answer follows the closed thought. Raises Unusable for any other difference."""
+        What the template writes of the response begins after the generation prompt, which it writes
+        before the response, too. A prompt that closes an empty thought may have more than that:
+        then the response follows the closed thought. Raises Unusable for any other difference."""
         message, thinking = self.messages[i], self.thinking(i)
         history = self.writer.without(self.messages[:i], self.tools, thinking)
         other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
-        edge = common_length(self.written, other)  # from here on is what the answer says
+        edge = common_length(self.written, other)  # from here on is what the response says
         earlier = [x for x in _forms(self.messages[i - 1].content.strip()) if x]
         header = before[common_length(before, history) :]
         prompts = bool(header.strip())
-        if not prompts:  # as Mistral's template, which writes answers after [/INST]
+        if not prompts:  # as Mistral's template, which writes responses after [/INST]
             header = before[max([before.rfind(x) for x in earlier], default=0) :]
 
         def after(part: str) -> int | None:
@@ -192,7 +192,7 @@ class ResponseSpans:
         return len(before), self._ended(i, len(before + body), self._closed(i, body))
 
     def _after_a_thought(self, i: int, header: str, after: Callable[[str], int | None]) -> str:
-        """What the template writes of the last answer, where the generation prompt has a thought
+        """What the template writes of the last response, where the generation prompt has a thought
         of which the template writes the end, or nothing. `after` says where a part of the
         generation prompt ends in what the template writes. Raises Unusable if the thought is open,
         or if this is no thought."""
@@ -219,7 +219,7 @@ class ResponseSpans:
         return said[next(ends, 0) :]
 
     def _as_the_target_writes(self, i: int, before: str) -> Span | None:
-        """The span of the last answer, whose reasoning the template leaves out: between the marks
+        """The span of the last response, whose reasoning the template leaves out: between the marks
         that it knows, as the target writes it after the generation prompt, which may open it."""
         message = self.messages[i]
         silent = {k: x for k, x in message.beside.items() if k != "reasoning_content"}
@@ -243,7 +243,7 @@ class ResponseSpans:
         return len(before), self._ended(i, len(before + said), self._closed(i, said))
 
     def _up_to_its_end(self, i: int, said: str) -> str:
-        """What the template writes of an answer without what follows the first token that ends it:
+        """What the template writes of a response without what follows the first token that ends it:
         the target stops there. If the template ends a response by no token, but has words after the
         last one, these are not the target's either."""
         message = self.messages[i]
@@ -261,7 +261,7 @@ class ResponseSpans:
         return said[:end].rstrip()
 
     def _require_whole(self, i: int, said: str) -> None:
-        """Raise Unusable if an answer lacks its text or its reasoning."""
+        """Raise Unusable if a response lacks its text or its reasoning."""
         message = self.messages[i]
         if message.content not in said:
             raise Unusable(DISAGREE)
@@ -270,7 +270,7 @@ class ResponseSpans:
             raise Unusable(f"reasoning, {UNWRITTEN}")
 
     def _closed(self, i: int, said: str) -> bool:
-        """Whether the template writes an end after an answer."""
+        """Whether the template writes an end after a response."""
         if any(said.endswith(token) for token in self.writer.control):
             return True
         content = self.messages[i].content
@@ -278,27 +278,28 @@ class ResponseSpans:
         return bool(after.strip()) and "tool_calls" not in self.messages[i].beside
 
     def _ended(self, i: int, end: int, closed: bool) -> int:
-        """The end of an answer, including the token that ends it. A token that begins a system turn
-        does not count as that token: a target never writes it when it is asked for an answer."""
+        """The end of a response, including the token that ends it. A token that begins a system
+        turn does not count as that token: a target never writes it when it is asked for a
+        response."""
         if closed:
             return end
         if i == self.last and AFTERWARDS in self.notes:
             self.text = self.text[:end]
         rest = self.text[end:]
-        if not rest.strip():  # the text ends with this answer: see how the chat would go on
+        if not rest.strip():  # the text ends with this response: see how the chat would go on
             rest = self._continued(i, end) or rest
         ending = self.writer.ending(rest)
         if i < self.last and self.messages[i + 1].role == "system":
             usual = self.writer.ending(self._continued(i, end))  # before a turn of the user
             ending = ending if ending == usual else ""
         if not ending:
-            self.notes["answers that this template ends without a token"] = None
+            self.notes["responses that this template ends without a token"] = None
         elif not self.text[end:].strip():
             self.text = self.text[:end] + ending
         return end + len(ending)
 
     def _continued(self, i: int, end: int) -> str:
-        """What the template writes after the text's last answer if the chat goes on, where it may
+        """What the template writes after the text's last response if the chat goes on, where it may
         leave the reasoning of that answer out."""
         results = ["tool"] if "tool_calls" in self.messages[i].beside else []
         last_line = self.text[:end].rpartition("\n")[2]
@@ -329,11 +330,11 @@ class Chat:
         self.tails: dict[str, list[int]] = {}  # ends of prompts, and their tokens
 
     def documents(self, conversation: Conversation, cfg: DataConfig) -> list[Document]:
-        """The answers of a conversation, each after what a server would read that is to give it,
-        in as few documents as there can be: one, if the template writes a chat's earlier answers as
-        it wrote them when they were last. The assistant's spans come from the template's
+        """The responses of a conversation, each after what a server would read that is to give it,
+        in as few documents as there can be: one, if the template writes a chat's earlier responses
+        as it wrote them when they were last. The assistant's spans come from the template's
         `{% generation %}` blocks or, if it has none, from comparing what it renders before each
-        answer with what it renders up to the end of that answer. Unusable if all spans are
+        response with what it renders up to the end of that answer. Unusable if all spans are
         uncertain, or if a token crosses the edge of one."""
         messages, tools = conversation.messages, conversation.tools
         while messages and messages[-1].role != "assistant":
@@ -344,11 +345,11 @@ class Chat:
         require_no_control(_texts_within(messages, tools, conversation.arguments), writer.control)
         wanted = {i for i, m in enumerate(messages) if m.role == "assistant" and m.trained}
         if not wanted:
-            raise Unusable("weight 0 for all answers")
+            raise Unusable("weight 0 for all responses")
         reasons, documents, tokens = list[str](), list[Document](), 0
         notes = dict.fromkeys(_unread(writer, tools))
         if any(m.role == "assistant" and not m.trained for m in messages):
-            notes["answers of weight 0 not trained on"] = None
+            notes["responses of weight 0 not trained on"] = None
         if any(messages[i].weight != 1 for i in wanted):
             notes[WEIGHTED] = None
 
@@ -358,17 +359,17 @@ class Chat:
         for last in sorted({*wanted, len(messages) - 1}, reverse=True):
             if last not in wanted and last < len(messages) - 1:
                 continue
-            answers = ResponseSpans(writer, messages[: last + 1], tools, wanted, thinking)
+            responses = ResponseSpans(writer, messages[: last + 1], tools, wanted, thinking)
             if last == len(messages) - 1:
-                whole = self._unwritten(writer, messages, tools, answers.text, answers=True)
+                whole = self._unwritten(writer, messages, tools, responses.text, responses=True)
                 notes |= dict.fromkeys(whole)
-            if last in wanted - {*answers.spans}:
-                reasons.append(answers.why)
-            wanted -= {*answers.spans, last}
-            if not answers.spans:
+            if last in wanted - {*responses.spans}:
+                reasons.append(responses.why)
+            wanted -= {*responses.spans, last}
+            if not responses.spans:
                 continue
             try:
-                rows = self._encoded(conversation, answers, cfg)
+                rows = self._encoded(conversation, responses, cfg)
             except Unusable as reason:
                 reasons.append(str(reason))
                 tokens = max(tokens, reason.tokens)
@@ -376,7 +377,7 @@ class Chat:
             for turn, document in rows.items():
                 if turn < len(messages) - 1:
                     document.id = f"{conversation.id}, up to turn {turn + 1}"
-            notes |= answers.notes
+            notes |= responses.notes
             documents = [*rows.values(), *documents]
         if not documents:
             told = next(filter(None, reasons), "")
@@ -393,26 +394,26 @@ class Chat:
         return documents
 
     def _encoded(
-        self, conversation: Conversation, answers: ResponseSpans, cfg: DataConfig
+        self, conversation: Conversation, responses: ResponseSpans, cfg: DataConfig
     ) -> dict[int, Document]:
-        """The answers of one text, by the turn with which a document ends: all in one document,
-        but for answers whose prompt has other tokens by itself, as a server reads it, than before
-        an answer (by the rules of GPT-2's tokenizer, where it ends with a blank line). Each of
+        """The responses of one text, by the turn with which a document ends: all in one document,
+        but for responses whose prompt has other tokens by itself, as a server reads it, than before
+        a response (by the rules of GPT-2's tokenizer, where it ends with a blank line). Each of
         those has its own."""
         encoding = self.tokenizer(
-            answers.text, add_special_tokens=False, return_offsets_mapping=True
+            responses.text, add_special_tokens=False, return_offsets_mapping=True
         )
         ids, offsets = encoding["input_ids"], encoding["offset_mapping"]
         require_short(ids, cfg)
         mask, together, rows = np.zeros(len(ids), np.bool_), -1, dict[int, Document]()
         weight, short = np.ones(len(ids), np.float32), None
-        for turn, span in answers.spans.items():
+        for turn, span in responses.spans.items():
             try:
                 first, last = _token_places(offsets, span)
             except Unusable as reason:
-                closes = answers.text[span[0] :].lstrip().startswith(CLOSES)
+                closes = responses.text[span[0] :].lstrip().startswith(CLOSES)
                 raise Unusable(OPENED if closes else str(reason)) from reason
-            prompt = self._alone(answers.text[: span[0]], ids[:first], offsets)
+            prompt = self._alone(responses.text[: span[0]], ids[:first], offsets)
             counts = conversation.messages[turn].weight
             if prompt == ids[:first]:
                 mask[first:last], weight[first:last], together = True, counts, turn
@@ -426,7 +427,7 @@ class Chat:
                 rows[turn] = document_of(conversation.id, text, said, cfg, weights)
             except Unusable as reason:
                 short = reason
-                answers.notes[SHORT.format(cfg.min_answer)] = None
+                responses.notes[SHORT.format(cfg.min_response)] = None
         if together < 0 and not rows:
             raise short or Unusable(DISAGREE)
         if together >= 0:
@@ -438,12 +439,12 @@ class Chat:
             except Unusable as reason:
                 if not rows:
                     raise short or reason from reason
-                answers.notes[SHORT.format(cfg.min_answer)] = None
+                responses.notes[SHORT.format(cfg.min_response)] = None
         return dict(sorted(rows.items()))
 
     def _alone(self, prompt: str, ids: list[int], offsets: Sequence[Span]) -> list[int]:
-        """The tokens of a prompt by itself; `ids` are those that it has before an answer. Up to its
-        last special token they are the same."""
+        """The tokens of a prompt by itself; `ids` are those that it has before a response. Up to
+        its last special token they are the same."""
         added = self.writer.added_ids
         kept = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in added), 1) - 1
         tail = prompt[offsets[kept][0] :] if ids else prompt
@@ -454,14 +455,14 @@ class Chat:
             return [*ids[:kept], *alone]
         return [*ids[:kept], *self.tails[tail]]
 
-    def _asked(self, conversation: Conversation, answer: Message | None) -> bool | None:
-        """Whether an answer is asked for with reasoning; None leaves it to the template."""
+    def _asked(self, conversation: Conversation, response: Message | None) -> bool | None:
+        """Whether a response is asked for with reasoning; None leaves it to the template."""
         if self.thinking in ("on", "off"):
             return self.thinking == "on"
         if self.thinking == "mixed":
             return zlib.crc32(conversation.opening.encode()) % 2 == 0
-        if self.thinking == "data" and conversation.thinking is None and answer is not None:
-            return _reasons(answer)
+        if self.thinking == "data" and conversation.thinking is None and response is not None:
+            return _reasons(response)
         return conversation.thinking
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
@@ -474,14 +475,14 @@ class Chat:
         require_no_control(_texts_within(messages, tools, conversation.arguments), writer.control)
         best, last, text, question, asks, longer = None, 0, "", 0, False, False
         for i, message in enumerate(messages, 1):
-            answer = next(iter(messages[i:]), None)
+            response = next(iter(messages[i:]), None)
             if message.role == "user":
                 question = i - 1
             if message.role != "system":
                 asks = message.role != "assistant"
-            if not (asks if answer is None else answer.role == "assistant"):
+            if not (asks if response is None else response.role == "assistant"):
                 continue
-            thinking = self._asked(conversation, answer)
+            thinking = self._asked(conversation, response)
             written, _ = writer.render(messages[:i], tools, True, thinking)
             ids = np.array(self.tokenizer(written, add_special_tokens=False)["input_ids"], np.int32)
             if most is not None and len(ids) > most:
@@ -489,14 +490,14 @@ class Chat:
                 break
             said, turns = messages[question].content, _earlier(messages[:question])
             best = Prompt(conversation.id, ids, said, turns, thinking)
-            if answer is not None and answer.trained:
-                best.weight = answer.weight
+            if response is not None and response.trained:
+                best.weight = response.weight
             last, text = i, written
         if best is None:
             raise Unusable(reason_prompt_too_long(most))
         notes = _unread(writer, tools)
         if tools or any(m.beside or m.role == "tool" for m in messages[:last]) or writer.marks:
-            notes += self._unwritten(writer, messages[:last], tools, text, answers=False)
+            notes += self._unwritten(writer, messages[:last], tools, text, responses=False)
         best.notes, best.shortened = tuple(notes), longer
         return best
 
@@ -506,11 +507,11 @@ class Chat:
         messages: Sequence[Message],
         tools: Sequence[Any],
         text: str,
-        answers: bool,
+        responses: bool,
     ) -> list[str]:
         """Notes on what the chat has besides texts but the template does not write, where the chat
         means the same without it. Raises Unusable where it does not: if tools, a call or the result
-        of one is missing, or the reasoning in `answers` that are trained on."""
+        of one is missing, or the reasoning in `responses` that are trained on."""
         notes = []
         if calls := [call for m in messages for call in m.beside.get("tool_calls", ())]:
             silent = [_less(m, "tool_calls") for m in messages]
@@ -528,9 +529,9 @@ class Chat:
         if thoughts:
             bare = writer.without([_less(m, "reasoning_content") for m in messages], tools)
             lost = [m for m in thoughts if not _written(m.beside["reasoning_content"], text, bare)]
-            if lost and not answers:
-                notes.append("reasoning of earlier answers, which this template leaves out")
-            # whether an answer is written with its reasoning is checked where it is the last one
+            if lost and not responses:
+                notes.append("reasoning of earlier responses, which this template leaves out")
+            # whether a response is written with its reasoning is checked where it is the last one
         if any("name" in m.beside and m.beside["name"] not in text for m in messages):
             notes.append(f"names, {UNWRITTEN}")
         if any(m.role == "system" and m.content not in text for m in messages):
@@ -544,10 +545,10 @@ class Chat:
 # What a chat holds, and what a template writes of it
 
 
-def _probe(answer: Message) -> Message:
-    """An answer that says something else, with reasoning if this one has it."""
-    thought = {"reasoning_content": PROBE} if "reasoning_content" in answer.beside else {}
-    return replace(answer, content=PROBE, beside=thought, as_written=None)
+def _probe(response: Message) -> Message:
+    """A response that says something else, with reasoning if this one has it."""
+    thought = {"reasoning_content": PROBE} if "reasoning_content" in response.beside else {}
+    return replace(response, content=PROBE, beside=thought, as_written=None)
 
 
 def _forms(text: str) -> tuple[str, ...]:
@@ -600,7 +601,7 @@ def _earlier(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
 
 
 def _reasons(message: Message) -> bool:
-    """Whether an answer has reasoning, beside its text or within it."""
+    """Whether a response has reasoning, beside its text or within it."""
     return "reasoning_content" in message.beside or CLOSES in message.content
 
 

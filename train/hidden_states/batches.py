@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.forcing.batch import Batch, OnTrajectory, batch_of, read_drafts, summarise
 from specdec.integrity import Damaged
 from specdec.progress import tell
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class BatchSource(Protocol):
-    """Packed rows, with the target's features for them."""
+    """Packed rows, with the target's hidden states for them."""
 
-    waited: float  # seconds spent so far on waiting for stored features
+    waited: float  # seconds spent so far on waiting for stored hidden states
 
     @property
     def rows(self) -> Sequence[Row]: ...
@@ -46,16 +46,16 @@ class BatchSource(Protocol):
         none: nothing more will be."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Ids, features, final hidden states and the summary of p for the rows at these indices,
-        padded to the longest of them. For rows with a decoder's rounds, also the states and the
-        summary after the tokens that were drafted there."""
+        """Ids, hidden states, final hidden states and the summary of p for the rows at these
+        indices, padded to the longest of them. For rows with a decoder's rounds, also the states
+        and the summary after the tokens that were drafted there."""
 
 
 class OnlineBatches:
     """Rows that the target reads whenever they are requested."""
 
     def __init__(
-        self, target: Target, needs: FeatureSpec, sampler: Sampler, rows: Sequence[Row]
+        self, target: Target, needs: HiddenStateSpec, sampler: Sampler, rows: Sequence[Row]
     ) -> None:
         self.target, self.needs, self.sampler, self.rows = target, needs, sampler, rows
         self.waited = 0.0  # it computes instead
@@ -70,12 +70,12 @@ class OnlineBatches:
         return batch_of(self.target, self.needs, self.sampler, *texts(rows, self.target.device))
 
     def bytes(self, indices: Sequence[int]) -> int:
-        """The size of the features of the rows at these indices."""
+        """The size of the hidden states of the rows at these indices."""
         states = self.target.width * (1 + len(self.needs.layers)) * self.target.dtype.itemsize
         return sum(len(self.rows[i].ids) for i in indices) * states
 
     def document(self, row: Row, x: slice) -> HiddenStateTensors:
-        """The features of one document with rounds, and those after its drafted tokens."""
+        """The hidden states of one document with rounds, and those after its drafted tokens."""
         assert row.rounds is not None
         rounds = row.rounds[x]
         (anchors,) = (rounds[:, 0] >= 0).nonzero()
@@ -88,33 +88,33 @@ class OnlineBatches:
         of_text = parts_of(self.sampler, final_1TD, summary, ctx.layers_BTF)
         of_drafts = summarise(self.target, after_NKD, self.sampler)
         after = parts_of(self.sampler, after_NKD, of_drafts, None)
-        features = {name: part[0] for name, part in of_text.items()}
-        return features | {AFTER + name: part for name, part in after.items()}
+        hidden_states = {name: part[0] for name, part in of_text.items()}
+        return hidden_states | {AFTER + name: part for name, part in after.items()}
 
 
 def assembled(
     rows: Sequence[Row],
     device: torch.device,
-    needs: FeatureSpec,
+    needs: HiddenStateSpec,
     read: Callable[[Row, slice], HiddenStateTensors],
 ) -> Batch:
-    """A batch put together from the features of single documents, which `read` gives."""
+    """A batch put together from the hidden states of single documents, which `read` gives."""
     ctx, mask_BT = texts(rows, device)
     by_row = [[read(row, x) for x in documents(row)] for row in rows]
 
     def of_text(name: str) -> Tensor:
-        """A feature [B, T, …], 0 at padding."""
-        whole = [torch.cat([features[name] for features in of_row]) for of_row in by_row]
+        """A hidden state [B, T, …], 0 at padding."""
+        whole = [torch.cat([hidden_states[name] for hidden_states in of_row]) for of_row in by_row]
         return pad_sequence(whole, batch_first=True).to(device)
 
     def after_drafts(name: str) -> Tensor:
-        """A feature [N, K, …]."""
-        parts = [features[AFTER + name] for of_row in by_row for features in of_row]
+        """A hidden state [N, K, …]."""
+        parts = [hidden_states[AFTER + name] for of_row in by_row for hidden_states in of_row]
         return torch.cat(parts).to(device)
 
-    def states(feature: Callable[[str], Tensor]) -> tuple[Tensor, Summary]:
-        final, log_z, threshold, argmax = map(feature, PARTS[:4])
-        whole_log_z = feature(PARTS[4]) if PARTS[4] in by_row[0][0] else log_z
+    def states(hidden_state: Callable[[str], Tensor]) -> tuple[Tensor, Summary]:
+        final, log_z, threshold, argmax = map(hidden_state, PARTS[:4])
+        whole_log_z = hidden_state(PARTS[4]) if PARTS[4] in by_row[0][0] else log_z
         return final, Summary(log_z, threshold, argmax.long(), whole_log_z)
 
     final, summary = states(of_text)
@@ -132,7 +132,8 @@ def assembled(
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
-    """Rows as tensors [B, T] padded on the right to the longest, without features; their mask."""
+    """Rows as tensors [B, T] padded on the right to the longest, without hidden states; their
+    mask."""
 
     def padded(name: str, fill: int = 0) -> Tensor:
         parts = [torch.from_numpy(getattr(row, name)).long() for row in rows]
@@ -162,7 +163,7 @@ class BatchesReadAhead:
         if not self._count:
             return
         if requests and self._pool is None:
-            self._pool = ThreadPoolExecutor(1, "features")
+            self._pool = ThreadPoolExecutor(1, "hidden_states")
         elif not requests and self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
@@ -184,29 +185,29 @@ class BatchesReadAhead:
 
 
 class StoredBatches:
-    """Rows whose documents are all stored. A document whose features are damaged goes to `again`,
-    in a row of its own, which must store them anew."""
+    """Rows whose documents are all stored. A document whose hidden states are damaged goes to
+    `again`, in a row of its own, which must store them anew."""
 
     def __init__(
         self,
         store: HiddenStateStore,
-        needs: FeatureSpec,
+        needs: HiddenStateSpec,
         rows: Sequence[Row],
         device: torch.device,
         again: Callable[[Row], None] | None = None,
-        ahead: int = 0,
+        prefetch: int = 0,
     ) -> None:
         self.store, self.needs, self.rows, self.device = store, needs, rows, device
         self._again, self.waited = again, 0.0
-        self._ahead = BatchesReadAhead(self._on_host, ahead)
+        self._prefetch = BatchesReadAhead(self._on_host, prefetch)
 
     def expect(self, requests: Sequence[Sequence[int]]) -> None:
-        self._ahead.expect(requests)
+        self._prefetch.expect(requests)
 
     def batch(self, indices: Sequence[int]) -> Batch:
         start = time.perf_counter()
         try:
-            batch = self._ahead.take(indices)
+            batch = self._prefetch.take(indices)
         except Damaged:  # it is mended below: the thread must not run the target
             batch = None
         if batch is None:
@@ -230,7 +231,7 @@ class StoredBatches:
         except Damaged as error:
             if self._again is None:
                 raise
-            tell(f"{error}: the damaged features are computed again")
+            tell(f"{error}: the damaged hidden states are computed again")
         with self.store.lock:
             self.store.discard(row, x)
             self._again(part_of(row, np.r_[x]))

@@ -1,8 +1,8 @@
-"""The target's features for the rows of a run: read from a store, which is filled first, or
+"""The target's hidden states for the rows of a run: read from a store, which is filled first, or
 computed whenever they are requested. Training does not know which.
 
 The target in this process fills a store, either as it reads texts (with `OnlineBatches` as the
-source) or while it answers prompts; or engines do (engine_features.py).
+source) or while it answers prompts; or engines do (engine_hidden_states.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rich.progress import Progress
 from torch import Tensor
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
 from specdec.errors import memory_for, require
@@ -30,12 +30,12 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
 from train.data.sequences import Document, Row, pack_rows
-from train.hidden_states import engine_features
+from train.hidden_states import engine_hidden_states
 from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches
 from train.hidden_states.store import (
     AFTER,
     SHARD,
-    FeaturesConfig,
+    HiddenStatesConfig,
     HiddenStateStore,
     HiddenStateTensors,
     documents,
@@ -47,10 +47,10 @@ from train.shards import Shard
 
 # the least share of a chat's tokens that must be shared: one forward pass reads one text
 WORTH_SHARING = 0.25
-UNWRITTEN = 256 << 20  # bytes of features that are kept before they are written
+UNWRITTEN = 256 << 20  # bytes of hidden states that are kept before they are written
 
 
-def needs_of(config: Any, parts: TargetParts) -> FeatureSpec:
+def needs_of(config: Any, parts: TargetParts) -> HiddenStateSpec:
     """What a drafter of this configuration reads of the target, known before it is built."""
     kind = family(config.name)
     sizes = kind.plan(config, parts)  # not on the meta device, since it may load the target
@@ -60,24 +60,24 @@ def needs_of(config: Any, parts: TargetParts) -> FeatureSpec:
 
 @dataclass
 class RunHiddenStates:
-    """Where the rows of a run get the target's features from. `store` is None if they are computed
-    whenever they are requested."""
+    """Where the rows of a run get the target's hidden states from. `store` is None if they are
+    computed whenever they are requested."""
 
     target: TargetLoader
-    needs: FeatureSpec | None  # what is stored
+    needs: HiddenStateSpec | None  # what is stored
     sampler: Sampler
     length: int  # of a packed row, at most
     store: HiddenStateStore | None
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
     engines: Sequence[str]  # that fill the store; if there are none, the target does
-    ahead: int  # batches that are read before they are needed
+    prefetch: int  # batches that are read before they are needed
     accelerator: Accelerator
     progress: Progress
 
     @classmethod
     def of_run(
         cls,
-        stored: FeaturesConfig | None,
+        stored: HiddenStatesConfig | None,
         drafter: Any,
         sampler: Sampler,
         length: int,
@@ -100,17 +100,18 @@ class RunHiddenStates:
             store=store,
             keeps_layers=keeps_layers,
             engines=stored.engines if stored is not None else [],
-            ahead=stored.ahead if stored is not None else 0,
+            prefetch=stored.prefetch if stored is not None else 0,
             accelerator=accelerator,
             progress=progress,
         )
 
     def sources(self, drafter: Drafter, texts: Sequence[Sequence[Document]]) -> list[BatchSource]:
         """A source of packed rows for each list of documents. If there is a store, the missing
-        features are computed first; then the target's layers are freed, unless they are needed."""
+        hidden states are computed first; then the target's layers are freed, unless they are
+        needed."""
         needs = drafter.needs
         if self.needs not in (None, needs):
-            raise RuntimeError("a drafter reads other features than its plan says: a bug")
+            raise RuntimeError("a drafter reads other hidden states than its plan says: a bug")
         sides = [pack_rows(side, self.length) for side in texts]
         if (store := self.store) is None:
             return [self._online(needs, rows) for rows in sides]
@@ -127,10 +128,11 @@ class RunHiddenStates:
             drafter.attach(self.target.parts)
         device = self.target.parts.device
         again = partial(self._again, needs)
-        return [StoredBatches(store, needs, rows, device, again, self.ahead) for rows in sides]
+        return [StoredBatches(store, needs, rows, device, again, self.prefetch) for rows in sides]
 
     def fill_shard(self, shard: Shard, texts: Sequence[Sequence[Document]]) -> None:
-        """Store the features of a shard of the rows. Each process of a launch does a part of it."""
+        """Store the hidden states of a shard of the rows. Each process of a launch does a part of
+        it."""
         store, needs = self.store, self.needs
         assert store is not None and needs is not None
         rows = [row for side in texts for row in pack_rows(side, self.length)]
@@ -140,10 +142,10 @@ class RunHiddenStates:
         self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
         self._fill_parts(needs, missing)
 
-    def _fill_parts(self, needs: FeatureSpec, missing: Sequence[Row]) -> None:
-        """Store the features of rows; each process does a part of them."""
+    def _fill_parts(self, needs: HiddenStateSpec, missing: Sequence[Row]) -> None:
+        """Store the hidden states of rows; each process does a part of them."""
         with (
-            memory_for("computing the target's features", "lower data.max_length"),
+            memory_for("computing the target's hidden states", "lower data.max_length"),
             self._ranks.part(missing) as mine,
         ):
             if mine:
@@ -154,14 +156,14 @@ class RunHiddenStates:
     def _ranks(self) -> Ranks:
         return ranks_of(self.accelerator, self.target)
 
-    def _online(self, needs: FeatureSpec, rows: Sequence[Row]) -> OnlineBatches:
+    def _online(self, needs: HiddenStateSpec, rows: Sequence[Row]) -> OnlineBatches:
         return OnlineBatches(self.target.whole(), needs, self.sampler, rows)
 
     def _fill_chats(
-        self, needs: FeatureSpec, store: HiddenStateStore, documents: Sequence[Document]
+        self, needs: HiddenStateSpec, store: HiddenStateStore, documents: Sequence[Document]
     ) -> None:
-        """Store the features of chats whose several texts share their beginnings, which are read
-        once; engines do this by themselves."""
+        """Store the hidden states of chats whose several texts share their beginnings, which are
+        read once; engines do this by themselves."""
         if self.engines or not any(document.chat for document in documents):
             return
         groups = chats_to_read(documents, store)
@@ -177,7 +179,7 @@ class RunHiddenStates:
         )
         self.accelerator.wait_for_everyone()  # until all have seen which are missing
         with (
-            memory_for("computing the target's features", "lower data.max_length"),
+            memory_for("computing the target's hidden states", "lower data.max_length"),
             self._ranks.part(groups) as mine,
         ):
             if mine:
@@ -185,24 +187,26 @@ class RunHiddenStates:
         self.accelerator.wait_for_everyone()
         store.refresh()
 
-    def _again(self, needs: FeatureSpec, row: Row) -> None:
-        """Store the features of a row that turned out to be damaged. Raises UserError where one
-        process alone cannot."""
+    def _again(self, needs: HiddenStateSpec, row: Row) -> None:
+        """Store the hidden states of a row that turned out to be damaged. Raises UserError where
+        one process alone cannot."""
         assert self.store is not None
         require(
             self.target.team is None,
-            f"a document's features in {self.store.folder} were damaged, and this process holds "
-            "only a part of the target: run the same command again, which computes them anew",
+            f"a document's hidden states in {self.store.folder} were damaged, and this process "
+            "holds only a part of the target: run the same command again, which computes them anew",
         )
         with bars(console, False) as quiet:
             self._fill(needs, [row], quiet)
         if not self.keeps_layers:
             self.target.release()
 
-    def _fill(self, needs: FeatureSpec, rows: Sequence[Row], progress: Progress) -> None:
+    def _fill(self, needs: HiddenStateSpec, rows: Sequence[Row], progress: Progress) -> None:
         assert self.store is not None
         if self.engines:
-            engine_features.fill_from_engines(self.store, rows, self.engines, self.target, progress)
+            engine_hidden_states.fill_from_engines(
+                self.store, rows, self.engines, self.target, progress
+            )
         else:
             fill_from_batches(self.store, self._online(needs, rows), progress)
 
@@ -213,7 +217,7 @@ def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Pr
     rounds = (row.rounds for row in source.rows if row.rounds is not None)
     drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
     store.prepare(tokens + int(drafted))
-    task = progress.add_task("target features", total=tokens)
+    task = progress.add_task("target hidden states", total=tokens)
     for start in range(0, len(source.rows), SHARD):
         by_name: dict[str, HiddenStateTensors] = {}
         for i in range(start, min(start + SHARD, len(source.rows))):
@@ -275,15 +279,15 @@ def shared_length(one: NDArray[np.int32], two: NDArray[np.int32]) -> int:
 def fill_chats(
     store: HiddenStateStore,
     target: Target,
-    needs: FeatureSpec,
+    needs: HiddenStateSpec,
     groups: Sequence[Sequence[Document]],
     progress: Progress,
 ) -> int:
-    """Store the features of chats; the number of tokens that the target has read. A text continues
-    in the cache of the one before it, from where they differ."""
+    """Store the hidden states of chats; the number of tokens that the target has read. A text
+    continues in the cache of the one before it, from where they differ."""
     total = sum(len(d.ids) for group in groups for d in group)
     store.prepare(total)
-    task = progress.add_task("target features of chats", total=total)
+    task = progress.add_task("target hidden states of chats", total=total)
     read = 0
     for group in groups:
         cache, committed = target.new_cache(), 0
@@ -295,7 +299,7 @@ def fill_chats(
                 cache.commit([start - committed])
                 committed = start
             ids_1T = torch.from_numpy(document.ids[start:]).long()[None].to(target.device)
-            ctx, final_1TD = target.features(ids_1T, needs, cache=cache)
+            ctx, final_1TD = target.hidden_states(ids_1T, needs, cache=cache)
             read += ids_1T.shape[1]
             layers_1TF = ctx.layers_BTF
             if whole is not None:

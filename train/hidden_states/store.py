@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.context import Context, FeatureSpec
-from specdec.decoding.answers import Record
+from specdec.context import Context, HiddenStateSpec
+from specdec.decoding.generation import Record
 from specdec.engines.client import Server
 from specdec.errors import (
     Unreadable,
@@ -67,56 +67,57 @@ SCALE = torch.bfloat16  # in which scales are kept
 SCALES = "scales"  # the name of a tensor beside `layers`, where these are stored in 8 bits
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
-RECORDED = 1 << 30  # bytes of features that are kept while a target answers
+RECORDED = 1 << 30  # bytes of hidden states that are kept while a target answers
 SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
 
 
 @dataclass
-class FeaturesConfig:
-    """`cache`: "disk" computes each document's features once and reads them back in every epoch;
-    "online" runs the target at every step and stores nothing. `path` is the folder; null: one under
-    `root` that is named after what the features are made from. `engines` are servers of the target
-    that compute the features, and write the answers too unless `answers.engines` are others; on the
-    command line, features.from=http://host:8000/v1 sets them, several with commas between them. The
-    target's layers are then never loaded for training. A thread reads `ahead` batches while
-    training computes (0: none). With `shard`, such as 2/8, the run stores that share of the
-    features and ends; when all are done, the same command without it trains. `bits=8` stores the
-    layers that the draft reads in 8 bits, with a scale for each block of numbers; the final states,
-    of which p is made, are stored as they are."""
+class HiddenStatesConfig:
+    """`mode`: "offline" computes each document's hidden states once and reads them back in every
+    epoch; "online" runs the target at every step and stores nothing. `path` is the folder; null:
+    one under `root` that is named after what the hidden states are made from. `engines` are servers
+    of the target that compute the hidden states, and write the responses too unless
+    `responses.engines` are others; on the command line, hidden_states.from=http://host:8000/v1 sets
+    them, several with commas between them. The target's layers are then never loaded for training.
+    A thread reads `prefetch` batches while training computes (0: none). With `shard`, such as 2/8,
+    the run stores that share of the hidden states and ends; when all are done, the same command
+    without it trains. `bits=8` stores the layers that the draft reads in 8 bits, with a scale for
+    each block of numbers; the final states, of which p is made, are stored as they are."""
 
-    cache: str = "disk"
+    mode: str = "offline"
     path: str | None = None
-    root: str = "cache/features"
+    root: str = "cache/hidden_states"
     engines: list[str] = field(default_factory=list)
-    ahead: int = 2
+    prefetch: int = 2
     shard: str | None = None
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        require_known("features", self, cache=("disk", "online"))
+        require_known("hidden_states", self, mode=("offline", "online"))
         for url in self.engines:
-            Server.at_address("features.from", url)
+            Server.at_address("hidden_states.from", url)
         require(
-            not self.engines or self.cache == "disk",
-            "features.from fills a store, and features.cache=online has none: leave one of them "
-            "out",
+            not self.engines or self.mode == "offline",
+            "hidden_states.from fills a store, and hidden_states.mode=online has none: leave one "
+            "of them out",
         )
-        require_within("features", self, ahead=0)
-        shard_of("features.shard", self.shard)
+        require_within("hidden_states", self, prefetch=0)
+        shard_of("hidden_states.shard", self.shard)
         require(
             self.bits in (None, 8),
-            f"features.bits={self.bits}: give 8, or null for the target's own type",
+            f"hidden_states.bits={self.bits}: give 8, or null for the target's own type",
         )
-        require(bool(self.root.strip()), "features.root is empty: give a folder")
+        require(bool(self.root.strip()), "hidden_states.root is empty: give a folder")
         require(
             self.path is None or bool(self.path.strip()),
-            "features.path is empty: give a folder, or null for one under features.root",
+            "hidden_states.path is empty: give a folder, or null for one under hidden_states.root",
         )
 
 
 @dataclass(frozen=True)
 class HiddenStateOrigin:
-    """What the features of a store were made from. Features of another kind are never read."""
+    """What the hidden states of a store were made from. Hidden states of another kind are never
+    read."""
 
     fingerprint: str  # of the target
     dtype: str
@@ -139,7 +140,7 @@ class HiddenStateOrigin:
         return block_size(self.width)
 
     def bytes(self, tokens: int) -> int:
-        """Size on disk of the features of `tokens` tokens."""
+        """Size on disk of the hidden states of `tokens` tokens."""
         itemsize, of_layers = self.stored_as.itemsize, self.width * len(self.layers)
         layers = of_layers * itemsize
         if self.bits is not None:
@@ -148,13 +149,13 @@ class HiddenStateOrigin:
 
 
 class HiddenStateStore:
-    """Features of documents in a folder, in files of a few hundred documents each. A damaged file
-    is put aside, and one of which another user forbids the reading is skipped. Raises UserError if
-    the folder holds features of another kind, and Unreadable if a file cannot be read for another
-    reason, such as too many open files."""
+    """Hidden states of documents in a folder, in files of a few hundred documents each. A damaged
+    file is put aside, and one of which another user forbids the reading is skipped. Raises
+    UserError if the folder holds hidden states of another kind, and Unreadable if a file cannot be
+    read for another reason, such as too many open files."""
 
     def __init__(
-        self, cfg: FeaturesConfig, target: TargetParts, needs: FeatureSpec, sampler: Sampler
+        self, cfg: HiddenStatesConfig, target: TargetParts, needs: HiddenStateSpec, sampler: Sampler
     ) -> None:
         self.kind = HiddenStateOrigin(
             fingerprint=target.fingerprint(),
@@ -228,7 +229,7 @@ class HiddenStateStore:
         return left
 
     def has(self, ids: NDArray[np.int32]) -> bool:
-        """Whether the features of a document's text are stored."""
+        """Whether the hidden states of a document's text are stored."""
         return name_of(ids) in self._files
 
     def _has(self, row: Row, x: slice) -> bool:
@@ -236,11 +237,11 @@ class HiddenStateStore:
         return after and self.has(row.ids[x])
 
     def record(self, target: Target) -> Record:
-        """A record that makes `decode` keep the features that the target computes as it answers, so
-        that it need not read its answers again. Whatever exceeds `RECORDED` bytes is stored at
-        once, and `write` stores the rest. The target never reads the last token of an answer, so
-        that token's features are stored as 0. Nothing uses them: its p is at the position before
-        it, and anchors read only positions before themselves."""
+        """A record that makes `decode` keep the hidden states that the target computes as it
+        answers, so that it need not read its answers again. Whatever exceeds `RECORDED` bytes is
+        stored at once, and `write` stores the rest. The target never reads the last token of a
+        response, so that token's hidden states are stored as 0. Nothing uses them: its p is at the
+        position before it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
             assert ctx.final_BTD is not None
@@ -248,12 +249,12 @@ class HiddenStateStore:
             if self.unwritten > RECORDED:
                 self.write()
 
-        return Record(FeatureSpec(self.kind.layers), keep)
+        return Record(HiddenStateSpec(self.kind.layers), keep)
 
     def hold_document(
         self, text: Sequence[int], final_1TD: Tensor, layers_1TF: Tensor | None, target: TargetParts
     ) -> None:
-        """Keep the features of a text, or of all its tokens but the last, for `write`."""
+        """Keep the hidden states of a text, or of all its tokens but the last, for `write`."""
         summary = summarise(target, final_1TD, self.kind.sampler)
         lacking = len(text) - final_1TD.shape[1]
         kept = {
@@ -262,16 +263,16 @@ class HiddenStateStore:
         }
         self._decoded[name_of(np.array(text, np.int32))] = self.in_bits(kept)
 
-    def in_bits(self, features: HiddenStateTensors) -> HiddenStateTensors:
-        """The features of a document as they are stored."""
+    def in_bits(self, hidden_states: HiddenStateTensors) -> HiddenStateTensors:
+        """The hidden states of a document as they are stored."""
         if self.kind.bits is None:
-            return features
-        codes, scale = rounded_to_8_bits(features["layers"], self.kind.block)
-        return features | {"layers": codes, SCALES: scale}
+            return hidden_states
+        codes, scale = rounded_to_8_bits(hidden_states["layers"], self.kind.block)
+        return hidden_states | {"layers": codes, SCALES: scale}
 
     @property
     def unwritten(self) -> int:
-        """Bytes of features that are kept and not yet written."""
+        """Bytes of hidden states that are kept and not yet written."""
         return sum(x.nbytes for kept in self._decoded.values() for x in kept.values())
 
     def write(self) -> None:
@@ -286,23 +287,23 @@ class HiddenStateStore:
         short = self.kind.bytes(tokens) - shutil.disk_usage(self.folder).free
         require(
             short <= 0,
-            f"the feature cache needs {in_megabytes(self.kind.bytes(tokens))} more, and the disk "
-            f"of {self.folder} is {in_megabytes(short)} short of that: give features.bits=8, "
-            "features.cache=online, or another features.root",
+            f"the hidden-state cache needs {in_megabytes(self.kind.bytes(tokens))} more, and the "
+            f"disk of {self.folder} is {in_megabytes(short)} short of that: give "
+            "hidden_states.bits=8, hidden_states.mode=online, or another hidden_states.root",
         )
         write_json(self.folder / "meta.json", asdict(self.kind))
 
     def announced(self, tokens: int) -> str:
-        """What storing the features of so many tokens will add, and how much room there is."""
+        """What storing the hidden states of so many tokens will add, and how much room there is."""
         folder = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free, size = shutil.disk_usage(folder).free, self.kind.bytes(tokens)
         added = f"{in_megabytes(size)} to be added, {in_megabytes(free)} are free"
-        return f"feature cache {self.folder}: {added}"
+        return f"hidden-state cache {self.folder}: {added}"
 
     def prepare_for_responses(self, prompts: Sequence[Sequence[int]], new: int) -> None:
         """`prepare` for prompts that are answered with up to `new` tokens each: say how much their
-        features may add, and how much room there is. Raises UserError if the disk has no room even
-        for the prompts."""
+        hidden states may add, and how much room there is. Raises UserError if the disk has no room
+        even for the prompts."""
         least = sum(map(len, prompts)) + len(prompts)
         most = least + len(prompts) * (new - 1)
         console.print(f"{self.announced(most)} (if every response has {new} tokens)")
@@ -311,15 +312,15 @@ class HiddenStateStore:
         if short > 0:
             tell(
                 f"the disk of {self.folder} may become full: it is {in_megabytes(short)} short if "
-                "every response is as long as answers.max_new_tokens; give features.bits=8, "
-                "features.cache=online, or another features.root"
+                "every response is as long as responses.max_new_tokens; give hidden_states.bits=8, "
+                "hidden_states.mode=online, or another hidden_states.root"
             )
 
     def add_documents(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
-        """Write the features of documents, which are given by name, as one file: those that are not
-        stored yet. Computed beside other texts they would be rounded otherwise, and a run that has
-        read the stored ones must find the same again."""
-        by_name = {n: features for n, features in by_name.items() if n not in self._files}
+        """Write the hidden states of documents, which are given by name, as one file: those that
+        are not stored yet. Computed beside other texts they would be rounded otherwise, and a run
+        that has read the stored ones must find the same again."""
+        by_name = {n: hidden_states for n, hidden_states in by_name.items() if n not in self._files}
         if not by_name:
             return
         tensors = {f"{n}.{part}": x for n, f in by_name.items() for part, x in f.items()}
@@ -338,16 +339,16 @@ class HiddenStateStore:
             self._sums |= sums
 
     def read_document(self, row: Row, x: slice) -> HiddenStateTensors:
-        """The features of the document at `x` in a row. Raises Damaged if they are not stored, or
-        not as they were written."""
+        """The hidden states of the document at `x` in a row. Raises Damaged if they are not stored,
+        or not as they were written."""
         of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))
         with self.lock:
-            features = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
+            hidden_states = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
             if row.rounds is not None:
                 size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
                 parts = [AFTER + n for n in names_of_parts(self.kind.sampler, False)]
-                features |= self._document(name_of_rounds(row, x), parts, size)
-        return features
+                hidden_states |= self._document(name_of_rounds(row, x), parts, size)
+        return hidden_states
 
     def discard(self, row: Row, x: slice) -> None:
         """Put the file with the damaged document at `x` in a row aside. The sound documents in it
@@ -369,8 +370,8 @@ class HiddenStateStore:
                 self.add_documents(sound)
 
     def remove(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remove the features of texts that this process has stored and that are wrong. Files of
-        other processes stay."""
+        """Remove the hidden states of texts that this process has stored and that are wrong. Files
+        of other processes stay."""
         names = {name_of(np.array(text, np.int32)) for text in texts}
         for name in names:
             self._decoded.pop(name, None)
@@ -390,9 +391,9 @@ class HiddenStateStore:
     ) -> HiddenStateTensors:
         """The parts of a document. Raises Damaged unless their first sizes are these."""
         if name not in self._files:
-            raise Damaged(f"{self.folder} lacks a document's features")
+            raise Damaged(f"{self.folder} lacks a document's hidden states")
         path = self._files[name]
-        features = self._sound(path, name)
+        hidden_states = self._sound(path, name)
         states = {"final": self.kind.width, "layers": self.kind.width * len(self.kind.layers)}
         kinds = dict.fromkeys(states, self.kind.stored_as)
         if self.kind.bits is not None:
@@ -403,10 +404,10 @@ class HiddenStateStore:
             plain = part.removeprefix(AFTER)
             width = [states[plain]] if plain in states else []
             wanted = [*size, *width]
-            fits = part in features and list(features[part].shape) == wanted
-            if not fits or (width and features[part].dtype != kinds[plain]):
+            fits = part in hidden_states and list(hidden_states[part].shape) == wanted
+            if not fits or (width and hidden_states[part].dtype != kinds[plain]):
                 raise Damaged(f"{path} is damaged: {name}.{part} is not as it was written")
-        known = {part: features[part] for part in parts}
+        known = {part: hidden_states[part] for part in parts}
         if SCALES in known:
             scale = known.pop(SCALES)
             known["layers"] = restored_from_8_bits(known["layers"], scale, self.kind.stored_as)
@@ -418,16 +419,16 @@ class HiddenStateStore:
         try:
             with reading(path):
                 file, begins = self._open(path), f"{name}."
-                features = {n: file.get_tensor(begins + n) for n in self._parts[name]}
+                hidden_states = {n: file.get_tensor(begins + n) for n in self._parts[name]}
         except (OSError, SafetensorError) as error:
             raise Damaged(f"{path} cannot be read ({first_line(error)})") from error
-        sound = self._sums[name] == of_tensors(features, self._context(name))
+        sound = self._sums[name] == of_tensors(hidden_states, self._context(name))
         if not sound:
             raise Damaged(f"{path} is damaged (the checksum of a document differs)")
-        return features
+        return hidden_states
 
     def _context(self, name: str) -> str:
-        """What a document's features belong to, for its checksum."""
+        """What a document's hidden states belong to, for its checksum."""
         return f"{self.key} {name}"
 
     def _require_kind(self) -> None:
@@ -441,8 +442,8 @@ class HiddenStateStore:
             was = asdict(theirs)[name]
             require(
                 was == ours,
-                f"the feature cache {self.folder} was made with {name}={was!r}, but this run has "
-                f"{ours!r}: give another features.path, or delete that folder",
+                f"the hidden-state cache {self.folder} was made with {name}={was!r}, but this run "
+                f"has {ours!r}: give another hidden_states.path, or delete that folder",
             )
 
 
@@ -511,7 +512,8 @@ def name_of(ids: NDArray[np.int32]) -> str:
 
 
 def name_of_rounds(row: Row, x: slice) -> str:
-    """The name under which the target's features after a document's drafted tokens are stored."""
+    """The name under which the target's hidden states after a document's drafted tokens are
+    stored."""
     assert row.rounds is not None
     return name_of(np.column_stack([row.ids[x], row.rounds[x]]))
 

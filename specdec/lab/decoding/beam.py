@@ -21,7 +21,7 @@ from dataclasses import InitVar, dataclass
 import torch
 from torch import Tensor
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.decoding.decode import require_room
 from specdec.decoding.rows import Rows, each
 from specdec.drafters.base import Drafter, vocabulary
@@ -152,17 +152,18 @@ class Search:
 class LiveTree:
     """The live beams in one row of the target's cache (see the top of this file)."""
 
-    def __init__(self, target: Target, needs: FeatureSpec, prompt: Sequence[int]) -> None:
+    def __init__(self, target: Target, needs: HiddenStateSpec, prompt: Sequence[int]) -> None:
         self.target, self.needs, self.cache = target, needs, target.new_cache()
         self.reread = 0  # number of nodes in the last pass that reread forgotten tokens
         ids_1T = torch.tensor([list(prompt)], device=target.device)
-        self.features, final_1TD = target.features(ids_1T, needs, cache=self.cache)
+        self.hidden_states, final_1TD = target.hidden_states(ids_1T, needs, cache=self.cache)
         self.cache.commit([len(prompt)])
         self.log_p_GV = self._log_p(final_1TD[0, -1:])
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
         """One pass over the last tokens of the live beams and those drafted after them (parents
-        first), preceded by forgotten live tokens. Sets the `features` and `log_p_GV` of both."""
+        first), preceded by forgotten live tokens. Sets the `hidden_states` and `log_p_GV` of
+        both."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
         for slot, node in enumerate(new, self.cache.scratch):
@@ -172,13 +173,13 @@ class LiveTree:
         if lost:
             self.reread = len(new)
         device = self.target.device
-        features, final_1GD = self.target.features(
+        hidden_states, final_1GD = self.target.hidden_states(
             torch.tensor([[n.token for n in new]], device=device),
             self.needs,
             cache=self.cache,
             parents_BT=torch.tensor([parents], device=device),
         )
-        self.features = each(features, lambda x_1GD: x_1GD[:, len(lost) :])
+        self.hidden_states = each(hidden_states, lambda x_1GD: x_1GD[:, len(lost) :])
         self.log_p_GV = self._log_p(final_1GD[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
@@ -210,9 +211,11 @@ class DraftBeams:
             if self.cache is not None:
                 self.draft_growth(self.rows.context(), self.cache)
 
-    def follow(self, live: list[BeamNode], steps: int, features: Context, place: Places) -> None:
+    def follow(
+        self, live: list[BeamNode], steps: int, hidden_states: Context, place: Places
+    ) -> None:
         """Give every live beam the row of the beam that it continues by `steps` tokens, with the
-        features of the last pass, in which `place` gives the index of each node."""
+        hidden states of the last pass, in which `place` gives the index of each node."""
         row: Places = {node: b for b, node in enumerate(self.live)}
         paths = [node.path()[-steps:] for node in live]
         before = [path[0].parent for path in paths]
@@ -223,7 +226,7 @@ class DraftBeams:
         seen = [[place[n] for n in (a, *path[:-1])] for a, path in zip(before, paths, strict=True)]
         self.rows.extend(
             [[n.token for n in path] for path in paths],
-            each(features, lambda x_1GD: x_1GD.expand(len(live), -1, -1)),
+            each(hidden_states, lambda x_1GD: x_1GD.expand(len(live), -1, -1)),
             [steps] * len(live),
             torch.tensor(seen, device=self.eos_ids.device),
         )
@@ -308,9 +311,9 @@ def beam_search(
 
     root = BeamNode(prompt[-1], None, COMMITTED)
     search = Search(root, beams, max_new_tokens, eos_ids, length_penalty, early_stopping)
-    tree = LiveTree(target, FeatureSpec() if drafter is None else drafter.needs, prompt)
-    draft = DraftBeams(drafter, root, prompt, tree.features, eos_ids) if drafter else None
-    tree.features = each(tree.features, lambda x_1TD: x_1TD[:, -1:])
+    tree = LiveTree(target, HiddenStateSpec() if drafter is None else drafter.needs, prompt)
+    draft = DraftBeams(drafter, root, prompt, tree.hidden_states, eos_ids) if drafter else None
+    tree.hidden_states = each(tree.hidden_states, lambda x_1TD: x_1TD[:, -1:])
     place: Places = {root: 0}  # the index of each node in the target's last pass
     known: Children = {}
     search.step(tree.log_p_GV[[0] * beams], known)
@@ -319,7 +322,7 @@ def beam_search(
     while not search.done:
         known, depth = {}, 0
         if draft is not None:
-            draft.follow(search.live, steps, tree.features, place)
+            draft.follow(search.live, steps, tree.hidden_states, place)
             if depth := min(gamma, max_new_tokens - search.length - 1):
                 depth = draft.grow(search.score_B, width, depth, known)
         drafted = list(known.values())

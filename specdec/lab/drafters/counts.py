@@ -100,8 +100,8 @@ class Bigram(Unigram):
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
         super().fit(texts, masks)
-        answers = zip(texts, masks, strict=True)
-        said = [pair for ids, mask in answers for pair in compress(pairwise(ids), mask[1:])]
+        responses = zip(texts, masks, strict=True)
+        said = [pair for ids, mask in responses for pair in compress(pairwise(ids), mask[1:])]
         if said:
             both = torch.tensor(said, device=self.next_N.device)
             pairs_N2, self.pairs_N = both.unique(dim=0, return_counts=True)

@@ -52,7 +52,7 @@ class FalconConfig:
     """`unroll` is the number of trained depths (null: all `depth` of them); the paper trains one
     block, which is 2 depths. Training shows some blocks the truth: at first `glance` times as many
     as there are wrong forecasts, at the end none. `noise` is the width of the uniform noise that
-    training adds to the features of a text of 512 tokens (the paper: 0.2)."""
+    training adds to the hidden states of a text of 512 tokens (the paper: 0.2)."""
 
     name: str = "falcon"
     depth: int = 4
@@ -97,9 +97,9 @@ class Falcon(Eagle):
             weight_TK[tiles] = valid_TK[tiles] * (len(usable) / len(tiles))
         return weight_TK
 
-    def enter(self, embedding: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+    def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         """`feature` is what `fc` made of the pairs up to each place, their embeddings included."""
-        return feature, feature
+        return hidden_state, hidden_state
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
         """The states [B, …, K, D] of the blocks that are asked for, from `fc` of the pairs up to
@@ -134,8 +134,11 @@ class Falcon(Eagle):
 
     def pairs(self, ctx: Context, at: Tensor) -> Tensor:
         """The pairs [B, …, K, F] of a text at these places [B, …, K]."""
-        ids, features = ctx.ids_BT[:, 1:].gather(1, at.flatten(1)), ctx.features(self.needs)
-        read = self.embed(ids), self.fuse(entries(features, at.flatten(1)))
+        ids, hidden_states = (
+            ctx.ids_BT[:, 1:].gather(1, at.flatten(1)),
+            ctx.hidden_states(self.needs),
+        )
+        read = self.embed(ids), self.fuse(entries(hidden_states, at.flatten(1)))
         return torch.cat(read, -1).view(*at.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,7 +159,7 @@ class Falcon(Eagle):
         """
         noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
         drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
-        share, true_BTD = self.config.glance * (1 - moment.progress), ctx.features(self.needs)
+        share, true_BTD = self.config.glance * (1 - moment.progress), ctx.hidden_states(self.needs)
         if share > 0:
             with torch.no_grad():
                 guess = self.hidden(noisy, anchors_BA, drafted_BAK[..., : BLOCK - 1])
@@ -168,7 +171,7 @@ class Falcon(Eagle):
             if moment.counted_BAK is not None:
                 wrong_BAK &= moment.counted_BAK[..., : guess.shape[2]]
                 able_BA &= moment.counted_BAK[..., 0]
-            ids_BT, final_BTD = ctx.ids_BT.clone(), noisy.features(self.needs).clone()
+            ids_BT, final_BTD = ctx.ids_BT.clone(), noisy.hidden_states(self.needs).clone()
             for b, generator in enumerate(moment.generators(torch.device("cpu"))):
                 able = anchors_BA[b, able_BA[b]]
                 order = torch.randperm(len(able), generator=generator).to(able.device)

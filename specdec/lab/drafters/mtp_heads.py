@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.base import Limits, Sizes, Trainable, reading_no_draft
 from specdec.drafters.layers import copy_last, llama_of
 from specdec.drafters.recurrence import Prefix, Recurrent, RecurrentSizes
@@ -30,12 +30,12 @@ from specdec.targets.parts import TargetParts
 
 @dataclass
 class MTPHeadsConfig:
-    """`depth` heads. `start=target` copies the target's last layer and final norm to each head,
-    which at first predicts what the target does; `random` is the paper's start."""
+    """`depth` heads. `initialisation=target` copies the target's last layer and final norm to each
+    head, which at first predicts what the target does; `random` is the paper's initialisation."""
 
     name: str = "mtp_heads"
     depth: int = 3
-    start: str = "target"
+    initialisation: str = "target"
     intermediate_size: int | None = None  # None: the target's
 
 
@@ -51,7 +51,7 @@ class Head(Prefix):
 
     def __init__(self, sizes: MTPHeadsSizes) -> None:
         super().__init__(sizes.llama, sizes.target_vocab)
-        self.needs = FeatureSpec(layers=(sizes.trunk,))
+        self.needs = HiddenStateSpec(layers=(sizes.trunk,))
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return Recurrent.unembed(self, self.norm(hidden), k)
@@ -77,7 +77,7 @@ class MTPHeads(Trainable):
 
     def __init__(self, config: MTPHeadsConfig, sizes: MTPHeadsSizes) -> None:
         super().__init__(config, sizes)
-        self.needs = FeatureSpec(layers=(sizes.trunk,))
+        self.needs = HiddenStateSpec(layers=(sizes.trunk,))
         self.limits = Limits(depth=config.depth, parallel=True)
         self.heads: Any = nn.ModuleList(Head(sizes) for _ in range(config.depth))
 
@@ -91,7 +91,7 @@ class MTPHeads(Trainable):
     def initialise(self, target: TargetParts) -> None:
         for head in self.heads:
             head.initialise(target)
-            if self.config.start == "target":
+            if self.config.initialisation == "target":
                 head.copy_from(target)
 
     def attach(self, target: TargetParts) -> None:

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import first_tokens, tokens_from
 from specdec.drafters.target_views import View, ViewSizes, count_of_runnable_layers, with_weights
 from specdec.errors import require, require_known, require_within
@@ -189,7 +189,7 @@ class Sparse(View):
     def _forced(self, ids_T: Tensor, ends: list[int], block_AK: Tensor) -> Tensor:
         """Hidden states [A, K, D] of blocks; block i follows the first `ends[i]` tokens."""
         full, text, longest = self.target.new_cache(), ids_T.tolist(), max(1, *ends)
-        self.target.features(ids_T[None, :longest], FeatureSpec(), cache=full)
+        self.target.hidden_states(ids_T[None, :longest], HiddenStateSpec(), cache=full)
         full.commit([longest])
         choice = cache(partial(self._choice, full, [text], 0))
         states = []

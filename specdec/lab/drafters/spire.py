@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from specdec.context import Context, FeatureSpec
+from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import (
     Keys,
     OverSequence,
@@ -62,8 +62,8 @@ HEAD_NORM = "self_attn.q_norm.weight"
 class SpireConfig:
     """The top of this file explains `num_layers`, `window` and `sink`. With `feedback=false`, a
     drafted token's keys and values are made of its own stream at each layer, as in any
-    transformer. `start=random` draws the layers at random; `draft_vocab` null keeps the whole
-    vocabulary."""
+    transformer. `initialisation=random` draws the layers at random; `draft_vocab` null keeps the
+    whole vocabulary."""
 
     bounds: ClassVar = {"num_layers": 1, "window": 1, "sink": 0}
     name: str = "spire"
@@ -73,7 +73,7 @@ class SpireConfig:
     sink: int = 1
     feedback: bool = True
     draft_vocab: int | None = 8192
-    start: str = "target"
+    initialisation: str = "target"
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
 
@@ -127,7 +127,7 @@ class Spire(Trainable):
 
     def __init__(self, config: SpireConfig, sizes: SpireSizes) -> None:
         super().__init__(config, sizes)
-        self.needs = FeatureSpec(layers=tuple(sizes.layers))
+        self.needs = HiddenStateSpec(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
         D, n = self.llama.hidden_size, config.num_layers
         self.layers: Any = nn.ModuleList(
@@ -155,15 +155,15 @@ class Spire(Trainable):
         )
 
     def initialise(self, target: TargetParts) -> None:
-        """The target's last layers, final norm and head, as far as they fit; with `start=random`
-        the layers are drawn from a normal distribution of standard deviation 0.02. Memories begin
-        as means of the streams."""
+        """The target's last layers, final norm and head, as far as they fit; with
+        `initialisation=random` the layers are drawn from a normal distribution of standard
+        deviation 0.02. Memories begin as means of the streams."""
         for module in self.layers.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
         self.lm_head.weight.copy_(target.own_head(self.vocab_S))
         copy_fitting(self.norm.weight, target.norm_weight)
-        if self.config.start == "random":
+        if self.config.initialisation == "random":
             return
         for i, layer in enumerate(self.layers):
             theirs = target.as_llama(i - len(self.layers))
@@ -180,9 +180,9 @@ class Spire(Trainable):
         embeddings: Tensor = self.target.embedding(ids).to(self.lm_head.weight.dtype)
         return embeddings
 
-    def of_text(self, features_BTF: Tensor, i: int) -> Tensor:
+    def of_text(self, hidden_states_BTF: Tensor, i: int) -> Tensor:
         """What layer i reads of the target's streams, of which it makes the text's keys."""
-        streams = features_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
+        streams = hidden_states_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
         normed: Tensor = self.layers[i].input_layernorm(streams[i])
         return normed
 
@@ -201,8 +201,8 @@ class Spire(Trainable):
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         token_BAK = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
-        K, features_BTF = token_BAK.shape[2], ctx.features(self.needs)
-        T = features_BTF.shape[1]
+        K, hidden_states_BTF = token_BAK.shape[2], ctx.hidden_states(self.needs)
+        T = hidden_states_BTF.shape[1]
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
         pair_BA = (anchors_BA - 1).clamp_min(0)  # the last token whose stream is read
         sight = Sight.of_anchors(pair_BA, position_BT, document_BT)
@@ -211,7 +211,7 @@ class Spire(Trainable):
         rope, position_BA = self.rope(position_BT, end), position_BT.gather(1, pair_BA) + 1
 
         def text(i: int) -> tuple[Tensor, Rotation]:
-            return self.of_text(features_BTF, i), rope
+            return self.of_text(hidden_states_BTF, i), rope
 
         outputs = []
         for k in range(K):
@@ -230,7 +230,7 @@ class Spire(Trainable):
             return super().draft_growth(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device
         position_BT, seen_BP = cache.advance(counts, device)
-        features = entries(ctx.features(self.needs), position_BT)
+        hidden_states = entries(ctx.hidden_states(self.needs), position_BT)
         end = max(counts) + 1
         of_text = self.rope(position_BT, end)
         before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'
@@ -238,7 +238,7 @@ class Spire(Trainable):
         above_BMM = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
 
         def text(i: int) -> tuple[Tensor, Rotation]:
-            return self.of_text(features, i), of_text
+            return self.of_text(hidden_states, i), of_text
 
         def read(ids_BT: Tensor, follows_BT: Tensor | None) -> Tensor:
             """The logits [B, T, S] after nodes that follow these; None for the anchor."""

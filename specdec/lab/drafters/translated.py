@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.drafters.attention import first_tokens, last_of, unread
 from specdec.drafters.base import NOTHING, Drafter, Predictor, Sizes
 from specdec.drafters.copying import copied_chains, copied_growth
@@ -142,7 +142,9 @@ class Translated(Predictor):
         self, ids_BT: Tensor, cache: "TranslatedCache", parents_BT: Tensor | None = None
     ) -> Tensor:
         """Hidden states [B, T, D] of uncommitted tokens, given in the draft's own ids."""
-        return self.lm.features(ids_BT, FeatureSpec(), cache=cache, parents_BT=parents_BT)[1]
+        return self.lm.hidden_states(ids_BT, HiddenStateSpec(), cache=cache, parents_BT=parents_BT)[
+            1
+        ]
 
     def _fitting(self, own: list[int]) -> list[int]:
         """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""

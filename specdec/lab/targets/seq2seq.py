@@ -1,8 +1,8 @@
 """An encoder-decoder target (T5, BART), which decodes and trains like a causal one.
 
-A text is the encoder's tokens, the decoder's start token, and the answer. Other code uses the whole
-text; this file cuts it at the start token: the encoder reads the tokens before it once, the decoder
-reads the rest. The encoder's tokens have no decoder state, so features are 0 there.
+A text is the encoder's tokens, the decoder's start token, and the response. Other code uses the
+whole text; this file cuts it at the start token: the encoder reads the tokens before it once, the
+decoder reads the rest. The encoder's tokens have no decoder state, so hidden states are 0 there.
 """
 
 import copy
@@ -17,7 +17,7 @@ from transformers import AutoModelForSeq2SeqLM
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from specdec.compat import relative_position_bucket
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.targets.parts import UNBOUNDED
@@ -29,7 +29,7 @@ NO_START = (
     "the prompt has no decoder start token: give the encoder's tokens and then that token, as "
     "target.prompt(text) does"
 )
-# One turn: the question goes to the encoder, the last answer to the decoder.
+# One turn: the question goes to the encoder, the last response to the decoder.
 TEMPLATE = (
     "{%% for m in messages %%}{%% if loop.last and m['role'] == 'assistant' %%}"
     "%(eos)s%(start)s{{ m['content'] }}%(eos)s"
@@ -255,7 +255,7 @@ class Seq2SeqModel:
             if (table := self._table) is not None and not inputs_of:
                 inputs_of = [(table, {"position_ids": place.position_BT.new_zeros(1)})]
                 # the hook replaces the table's own look-up, which fails beyond its last row: tokens
-                # that will be cut off an answer may lie there, and take that row
+                # that will be cut off a response may lie there, and take that row
                 index_BT = place.position_BT + getattr(table, "offset", 0)
                 weight = table.weight
                 rows_BTD = nn.functional.embedding(index_BT.clamp_max(len(weight) - 1), weight)
@@ -353,7 +353,7 @@ class Seq2SeqTarget(Target):
         some = [i for i in range(self.vocab_size) if i != start][:4]
         text_1T = torch.tensor([[*some, *marks, *some]], device=self.device)
         with understood(self), torch.no_grad():
-            _, final = self.features(text_1T, FeatureSpec())
+            _, final = self.hidden_states(text_1T, HiddenStateSpec())
             theirs = self.own_logits(text_1T)
             ours = self.logits(final[:, -theirs.shape[1] :])
         require(
@@ -428,7 +428,7 @@ class Seq2SeqTarget(Target):
         return self.seq2seq.new_cache()
 
     def _continued(
-        self, ids_BT: Tensor, needs: FeatureSpec, cache: SlotCache, parents_BT: Tensor | None
+        self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache, parents_BT: Tensor | None
     ) -> PassStates:
         assert isinstance(cache, Seq2SeqCache)
         if not cache.starts:
@@ -440,7 +440,7 @@ class Seq2SeqTarget(Target):
     def _read(
         self,
         ids_BT: Tensor,
-        needs: FeatureSpec,
+        needs: HiddenStateSpec,
         position_BT: Tensor | None,
         document_BT: Tensor | None,
         cache: Seq2SeqCache | None = None,

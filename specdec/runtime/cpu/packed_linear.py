@@ -56,7 +56,7 @@ class PackedLinear(nn.Linear):
         return packed_product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is used for this many rows. Answers are kept, since every forward pass
+        """Whether the copy is used for this many rows. Responses are kept, since every forward pass
         asks every layer for one."""
         key = dtype, rows
         if key not in self._faster:
@@ -71,7 +71,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied, and without the
-        answers of `faster`, which hold for this machine only."""
+        responses of `faster`, which hold for this machine only."""
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import generate
 from specdec.drafters import Drafter
 from specdec.drafters.eagle3 import Eagle3Config
@@ -128,12 +128,12 @@ def test_beam_search_is_transformers(kind: str, monkeypatch: pytest.MonkeyPatch)
     assert accepted > 0
     assert (
         ends == {True, False} or kind == "gemma2"
-    )  # answers that eos ends, and that the limit does
+    )  # responses that eos ends, and that the limit does
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("prompt", [(9,), (9, 4)])
-def test_short_prompts_and_answers(new: int, prompt: tuple[int, ...]) -> None:
+def test_short_prompts_and_responses(new: int, prompt: tuple[int, ...]) -> None:
     target = make_target("qwen3")
     reference = theirs("qwen3", 3, new, prompt=prompt)
     for drafter in (None, near(target), make_drafter("eagle3", target)):
@@ -209,7 +209,7 @@ def test_as_many_beams_as_tokens_search_every_pair() -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 def test_one_beam_is_greedy_decoding(early_stopping: bool | str) -> None:
-    """It ends at the first eos, also where a longer answer would score better."""
+    """It ends at the first eos, also where a longer response would score better."""
     target = make_target("qwen3")
     greedy = generate(target, PROMPT, max_new_tokens=20, eos=EOS).ids
     assert greedy == theirs("qwen3", 1, 20)[0][0] and greedy[-1] in EOS
@@ -249,8 +249,8 @@ def test_a_draft_that_is_the_target_makes_gamma_plus_one_steps_a_pass(
 def test_every_family_drafts_and_its_rows_follow_the_beams(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beams die and branch: the caches and the features of their rows must too. A draft without
-    a cache, which reads every row again, makes the same rounds."""
+    """Beams die and branch: the caches and the hidden states of their rows must too. A draft
+    without a cache, which reads every row again, makes the same rounds."""
     target = make_target("mistral")
     for drafter in (make_drafter(name, target), *([near(target)] if name == "lm" else [])):
         options: dict[str, Any] = {"beams": 3, "max_new_tokens": 24, "gamma": 3, "eos": EOS}
@@ -262,17 +262,17 @@ def test_every_family_drafts_and_its_rows_follow_the_beams(
         assert plain.hypotheses == cached.hypotheses
 
 
-def test_rows_hold_the_features_of_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_hold_the_hidden_states_of_their_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a draft that accepts, though it only says that it reads them."""
     target, seen = make_target("qwen3"), []
     drafter, grow = near(target), beam.DraftBeams.grow
-    drafter.needs = FeatureSpec(layers=(1, 3), final_hidden=True)
+    drafter.needs = HiddenStateSpec(layers=(1, 3), final_hidden=True)
 
     def spied(draft: beam.DraftBeams, *args: Any) -> int:
         ctx = draft.rows.context()
         texts = [PROMPT + [n.token for n in node.path()] for node in draft.live]
         assert [ids[:n] for ids, n in zip(ctx.ids_BT.tolist(), ctx.counts(), strict=True)] == texts
-        whole = target.features(torch.tensor(texts), drafter.needs)[0]
+        whole = target.hidden_states(torch.tensor(texts), drafter.needs)[0]
         for field in ("layers_BTF", "final_BTD"):
             if (there := getattr(whole, field)) is not None:
                 here = getattr(ctx, field)

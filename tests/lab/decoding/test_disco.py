@@ -26,7 +26,7 @@ from specdec.lab.decoding.disco import (
 from tests.lengths import likely, rows, stops
 
 
-def test_features_by_hand() -> None:
+def test_hidden_states_by_hand() -> None:
     read = TokenFeatures()
     first = read(0, rows([0.5, 0.25, 0.25], [0, 1, 0]), torch.tensor([1, 0]))
     names = dict(zip(FEATURES, first[0].tolist()))
@@ -67,7 +67,7 @@ def test_fit_recovers_a_separating_line() -> None:
 
 
 def test_fit_is_the_minimum_of_what_it_says() -> None:
-    """At the answer the gradient vanishes: Σ (σ - y) = 0 and Σ (σ - y) x + ridge · w = 0."""
+    """At the response the gradient vanishes: Σ (σ - y) = 0 and Σ (σ - y) x + ridge · w = 0."""
     x_NF = synthetic().float()
     generator = torch.Generator().manual_seed(1)
     accepted_N = torch.rand(len(x_NF), generator=generator) < (x_NF[:, 0] + 1).sigmoid()
@@ -81,7 +81,7 @@ def test_fit_is_the_minimum_of_what_it_says() -> None:
     assert found.records == len(x_NF)
 
 
-def test_fit_bears_a_feature_that_never_changes_and_inference_mode() -> None:
+def test_fit_bears_a_hidden_state_that_never_changes_and_inference_mode() -> None:
     x_NF = synthetic()
     x_NF[:, 3] = 2.0
     with torch.inference_mode():

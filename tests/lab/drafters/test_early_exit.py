@@ -71,7 +71,7 @@ def trained(drafter: EarlyExit, target: Target, steps: int, lr: float = 1e-2) ->
 
 def test_training_raises_alpha_and_leaves_p_alone(target: Target) -> None:
     def p() -> Tensor:
-        return target.logits(target.features(torch.tensor(TEXTS), drafter.needs)[1])
+        return target.logits(target.hidden_states(torch.tensor(TEXTS), drafter.needs)[1])
 
     plain = EarlyExit.build(EarlyExitConfig(depth=2, layers=EXIT), target)
     names, before = [n for n, _ in target.model.named_modules()], target.model(torch.tensor(TEXTS))
@@ -176,8 +176,8 @@ def test_options_that_cannot_be(target: Target, lora: dict[str, object], words: 
 
 
 def test_a_run_learns_and_is_resumed(tiny: Tiny, tmp_path: Path, one_thread: None) -> None:
-    """The run has dropout and features on disk, and is interrupted after the checkpoint of step 4.
-    Then its best draft is trained further."""
+    """The run has dropout and hidden states on disk, and is interrupted after the checkpoint of
+    step 4. Then its best draft is trained further."""
     options = ["drafter.lora.rank=4", "drafter.lora.dropout=0.1", "loop.epochs=4"]
     require_learning_that_resumes(tiny, tmp_path, "early_exit", *options)
 

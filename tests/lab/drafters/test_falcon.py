@@ -43,7 +43,7 @@ def falcon(target: Target, **config: Any) -> Falcon:
 
 
 def read(target: Target, drafter: Falcon) -> Context:
-    ctx, _ = target.features(IDS, drafter.needs)
+    ctx, _ = target.hidden_states(IDS, drafter.needs)
     assert ctx.final_BTD is not None
     return ctx
 
@@ -171,7 +171,7 @@ def test_glancing_in_bfloat16_leaves_every_weight_its_gradient() -> None:
     them (pytorch/pytorch#165068): run with --oldest."""
     small = random_target(architectures(V, 6)["llama"])
     drafter = random_drafter(FalconConfig(depth=2), small, 0.1)
-    ctx, _ = small.features(IDS, drafter.needs)
+    ctx, _ = small.hidden_states(IDS, drafter.needs)
     with torch.autocast("cpu", torch.bfloat16):
         drafter.training_hidden(
             ctx, torch.tensor([[4, 6]]), TrainingMoment(0.0, [3])
@@ -240,9 +240,9 @@ def test_falcon_trains_on_a_tiny_target(tiny: Tiny, tmp_path: Path) -> None:
 def test_the_papers_recipe_is_composed() -> None:
     config = compose(["experiment=falcon_paper"])
     assert config.drafter == FalconConfig(depth=4, unroll=2, glance=0.4, noise=0.2)
-    used = {name: w for name, w in config.objective.terms.items() if w}
+    used = {name: w for name, w in config.loss.terms.items() if w}
     assert used == pytest.approx({"smooth_l1": 1.0, "kl": 0.1 * 0.9, "ce": 0.1 * 0.1})
-    assert (config.objective.depth_decay, config.optim.lr) == (1.0, 3e-5)
+    assert (config.loss.depth_decay, config.optim.lr) == (1.0, 3e-5)
 
 
 @pytest.mark.parametrize("given", ["unroll=5", "glance=1.5", "noise=-1", "depth=0"])

@@ -45,7 +45,7 @@ def spire(target: Target, noise: float = 0.1, **config: Any) -> Spire:
 
 
 def read(target: Target, drafter: Spire, ids: Tensor) -> Context:
-    return target.features(ids, drafter.needs)[0]
+    return target.hidden_states(ids, drafter.needs)[0]
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
@@ -59,7 +59,7 @@ def test_all_layers_of_a_target_over_all_of_the_text_are_the_target(kind: str) -
         first.mlp.down_proj.weight.zero_()
     given: dict[str, Any] = dict(num_layers=L - 1, window=40, feedback=False, draft_vocab=None)
     drafter, ids = spire(target, 0.0, depth=depth, **given), text(16)
-    final = target.features(ids, drafter.needs)[1]
+    final = target.hidden_states(ids, drafter.needs)[1]
     anchors = torch.tensor([[1, 5, 12]])
     hidden = drafter.hidden(read(target, drafter, ids), anchors, None)
     for k in range(depth):
@@ -119,12 +119,12 @@ def test_a_draft_over_a_long_text_keeps_and_reads_a_window(sink: int) -> None:
     drafter = spire(target, depth=3, window=window, sink=sink, draft_vocab=None)
     greedy = Choose(Sampler(0.0), "without", RowDraws([0, 1]), None, V)
     rows = torch.cat([text(40), text(41)[:, :40]])
-    features, cache = read(target, drafter, rows), drafter.new_cache()
+    hidden_states, cache = read(target, drafter, rows), drafter.new_cache()
     wide: list[int] = []
     made = drafter.of_text
     drafter.of_text = lambda x, rope: (wide.append(x.shape[1]), made(x, rope))[1]  # type: ignore
     for ends in ([3, 2], [4, 11], [5, 12], [30, 17], [30, 18], [31, 40]):
-        ctx = Context(rows, features.layers_BTF, lengths=ends)
+        ctx = Context(rows, hidden_states.layers_BTF, lengths=ends)
         for shape in (Chain(3), Dynamic(3, 8, 3)):
             drafted = drafter.draft(ctx, shape, greedy, cache)
             assert max(wide) <= sink + window
@@ -174,7 +174,7 @@ def test_spire_trains_on_a_tiny_target(tiny: Tiny, tmp_path: Path) -> None:
     require_learning(tmp_path / "run")
     config = compose(["experiment=spire_paper"])
     assert config.drafter == SpireConfig(draft_vocab=None)
-    assert config.objective.terms["tv"] == config.objective.terms["soft_ce"] == 0.5
+    assert config.loss.terms["tv"] == config.loss.terms["soft_ce"] == 0.5
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:

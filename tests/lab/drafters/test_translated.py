@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerFast
 from transformers.models.llama import LlamaForCausalLM
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
@@ -246,7 +246,7 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
     for prompt in prompts(target):
         for sampler in (Sampler(3.0), Sampler(3.0, top_k=20)):
             text = torch.tensor([prompt])
-            final = target.features(text, FeatureSpec())[1][0, -1:]
+            final = target.hidden_states(text, HiddenStateSpec())[1][0, -1:]
             p = sampler.probs(target.logits(final))[0].double()
             choose = Choose(sampler, "none", RowDraws([0]), vocabulary(drafter), V)
             proposal = drafter.draft(Context(text), Chain(1), choose, drafter.new_cache())
@@ -345,7 +345,7 @@ def test_forced_alpha_at_depth_one_is_the_decoders_own(folders: dict[str, Path])
         table = TeacherForcing(drafter, target, sampler)(batch, measure=True)
         assert isinstance(table, AcceptanceTable)
         n = table.anchors.position_N.tolist().index(len(prompt) - 1)
-        final = target.features(torch.tensor([ids]), FeatureSpec())[1][0]
+        final = target.hidden_states(torch.tensor([ids]), HiddenStateSpec())[1][0]
         p = sampler.probs(target.logits(final[len(prompt) - 1 : len(prompt) + 1]))
         beta = torch.minimum(p, proposal.q_BGV[0]).sum(-1)
         torch.testing.assert_close(table.alpha.sampled[n, 0], beta[0], atol=1e-5, rtol=1e-4)

@@ -26,7 +26,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 from transformers.models.llama import LlamaForCausalLM
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
 from specdec.decoding.verification_methods import RULES
 from specdec.decoding.way import Way
@@ -228,17 +228,18 @@ def test_the_memory_of_a_generation_is_free_when_it_ends(monkeypatch: pytest.Mon
 
 
 def test_one_pass_over_documents_is_each_alone() -> None:
-    """Teacher forcing's pass: packed documents, padding, features of layers, 0 in the encoder."""
+    """Teacher forcing's pass: packed documents, padding, hidden states of layers, 0 in the
+    encoder."""
     target = make_target("t5")
     one, two = ([*p, 7, 9, 11, 6] for p in prompts(target)[:2])
-    needs = FeatureSpec(layers=(1, 2), final_hidden=True)
+    needs = HiddenStateSpec(layers=(1, 2), final_hidden=True)
     ids = torch.tensor([one + two + [0] * 3])
     position = torch.tensor([[*range(len(one)), *range(len(two)), 0, 1, 2]])
     document = torch.tensor([[0] * len(one) + [1] * len(two) + [-1] * 3])
-    ctx, final = target.features(ids, needs, position_BT=position, document_BT=document)
+    ctx, final = target.hidden_states(ids, needs, position_BT=position, document_BT=document)
     assert ctx.layers_BTF is not None
     for text, first in ((one, 0), (two, len(one))):
-        alone, alone_final = target.features(torch.tensor([text]), needs)
+        alone, alone_final = target.hidden_states(torch.tensor([text]), needs)
         assert alone.layers_BTF is not None
         here = slice(first, first + len(text))
         torch.testing.assert_close(final[:, here], alone_final, atol=1e-4, rtol=1e-4)
@@ -306,7 +307,9 @@ def test_committed_tokens_follow_p() -> None:
     drafter = make_drafter("seq2seq_lm", target)
     text = torch.tensor([prompts(target)[0] + [7]])
     sampler = Sampler(1.0)
-    p = sampler.probs(target.logits(target.features(text, FeatureSpec())[1][0, -2:]))[1].double()
+    p = sampler.probs(target.logits(target.hidden_states(text, HiddenStateSpec())[1][0, -2:]))[
+        1
+    ].double()
     ctx, cache = Context(text), drafter.new_cache()
     choose = Choose(sampler, "none", RowDraws([0]), None, V)
     q = drafter.draft(ctx, Chain(1), choose, cache).q_BGV
@@ -431,7 +434,7 @@ def test_the_whole_job_runs_on_an_encoder_decoder(tmp_path: Path) -> None:
         tmp_path / "run",
         "seq2seq_lm",
         f"target.path={t5}",
-        "data.answers=target",
+        "data.responses=target",
         "drafter.source=random",
         "drafter.depth=2",
         "drafter.overrides={num_layers: 1, num_decoder_layers: 1}",

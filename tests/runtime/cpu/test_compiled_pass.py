@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo import config as dynamo_config
 from torch._inductor import config as inductor_config
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.progress import tell
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu import compiled_pass
@@ -109,7 +109,7 @@ def test_a_compiled_pass_is_the_pass_and_leaves_the_settings_of_torch(
     with torch.inference_mode():
         for ids in ([[5]], [[7]], [[3]]):  # one graph: each takes seconds
             found, expected = (
-                target.step(torch.tensor(ids), FeatureSpec((1,)), cache)
+                target.step(torch.tensor(ids), HiddenStateSpec((1,)), cache)
                 for cache in (fixed, growing)
             )
             torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from specdec.compat import attention_of
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.runtime import cpu
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu import packed_linear
@@ -35,7 +35,7 @@ def test_a_target_without_fast_paths(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     assert cpu.SWITCH in packed_linear.described(plain.model, torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     expected, logits = (
-        target.logits(target.features(ids, FeatureSpec(), cache=target.new_cache())[1])
+        target.logits(target.hidden_states(ids, HiddenStateSpec(), cache=target.new_cache())[1])
         for target in (fast, plain)
     )
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)  # both round in float32

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from specdec.context import FeatureSpec
+from specdec.context import HiddenStateSpec
 from specdec.runtime.cpu import packed_linear as packing
 from specdec.runtime.cpu.machine_probes import ProbeResult
 from specdec.runtime.cpu.packed_linear import obstacle, pack
@@ -70,7 +70,7 @@ def target_of(
 def passes(target: Target, lean: bool) -> list[Tensor]:
     """States of layers, and logits, of a prefill, of chains, of a tree and of single tokens, over
     rows of equal and unequal length."""
-    target.lean_allowed, needs = lean, FeatureSpec(layers=LAYERS, final_hidden=True)
+    target.lean_allowed, needs = lean, HiddenStateSpec(layers=LAYERS, final_hidden=True)
     ids = torch.randint(3, V, (2, 40), generator=torch.Generator().manual_seed(1))
     tree = torch.tensor(2 * [[-1, 0, -1, 1]])
     cache, read = target.new_cache(), list[Tensor]()
@@ -141,7 +141,7 @@ def test_a_target_begins_with_no_packed_copies_in_its_modules(
     assert linear and all(x._copy is None for x in linear)
     assert all(x._copy is not None for x in target.lean.products if x.packs)
     with torch.inference_mode():
-        target.features(torch.arange(3, 9)[None], FeatureSpec())
+        target.hidden_states(torch.arange(3, 9)[None], HiddenStateSpec())
     assert all(x._copy is not None for x in linear)
 
 
@@ -186,15 +186,15 @@ def test_graphs_of_passes_do_not_get_in_its_way() -> None:
     """A graph's hooks stay on the layers, and only read them."""
     target, one = target_of("llama"), torch.tensor([[5]])
     with torch.inference_mode():
-        target.step(one, FeatureSpec(LAYERS), target.new_cache(256))
+        target.step(one, HiddenStateSpec(LAYERS), target.new_cache(256))
         before = passes(target, True)
         target.lean_allowed = True
         with Calls() as calls:
-            target.step(one, FeatureSpec(), target.new_cache())
+            target.step(one, HiddenStateSpec(), target.new_cache())
     target = target_of("llama")
     assert all(map(torch.equal, before, passes(target, True)))
     with Calls() as own, torch.inference_mode():
-        target.step(one, FeatureSpec(), target.new_cache())
+        target.step(one, HiddenStateSpec(), target.new_cache())
     assert calls.count == own.count
 
 
@@ -215,9 +215,9 @@ def test_it_makes_fewer_calls() -> None:
     for lean in (True, False):
         target.lean_allowed, cache = lean, target.new_cache()
         with torch.inference_mode():
-            target.step(torch.tensor([[3, 4, 5]]), FeatureSpec(), cache)
+            target.step(torch.tensor([[3, 4, 5]]), HiddenStateSpec(), cache)
             cache.commit([3])
             with Calls() as calls:
-                target.step(torch.tensor([[6, 7]]), FeatureSpec(), cache)
+                target.step(torch.tensor([[6, 7]]), HiddenStateSpec(), cache)
         counts.append(calls.count)
     assert counts[0] < 0.75 * counts[1], counts

@@ -154,9 +154,9 @@ def test_this_machine_answers_for_itself() -> None:
         reason = packed_linear.obstacle(dtype)
         assert reason is None or len(reason.splitlines()) == 1
         if dtype in packed_linear.DTYPES:
-            answer = packed_linear.probe(512, 256, dtype, 4)
-            assert bool(answer.reason) is not answer.used
-            assert reason is None or not answer.used
+            response = packed_linear.probe(512, 256, dtype, 4)
+            assert bool(response.reason) is not response.used
+            assert reason is None or not response.used
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "nonsense"])
@@ -187,7 +187,7 @@ def test_the_opening_line_says_what_was_chosen_and_why(
 
 
 def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers of the probe are the test's own."""
+    """The responses of the probe are the test's own."""
     monkeypatch.setattr(packed_linear, "LEAST", 1)
     monkeypatch.setattr(packed_linear, "obstacle", lambda _: None)
     monkeypatch.setattr(
@@ -262,9 +262,9 @@ def test_the_default_dtype_works_from_training_to_generation(tiny: Tiny, tmp_pat
 def test_a_job_runs_in_every_dtype_packed_or_not(
     tiny: Tiny, tmp_path: Path, dtype: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers, features, training, decoding and report."""
+    """Responses, hidden states, training, decoding and report."""
     monkeypatch.setattr(packed_linear, "LEAST", 1)
-    settings = ["data.answers=target", "loop.epochs=1", "decode.prompts=1", "export=null"]
+    settings = ["data.responses=target", "loop.epochs=1", "decode.prompts=1", "export=null"]
     settings += [f"target.dtype={dtype}", f"target.packed={str(packs).lower()}"]
     assert tiny.job(tmp_path / "run", "eagle3", *settings) >= 1
     results = json.loads((tmp_path / "run" / "report" / "results.json").read_text())

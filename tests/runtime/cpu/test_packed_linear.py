@@ -102,7 +102,7 @@ def test_each_number_of_rows_is_multiplied_as_its_probe_says(
             assert torch.equal(one(x), plain(one, x)) and one._copy is None
         for rows in (4, 5, 17, 65, 3000):
             one(torch.randn(rows, 300))
-            one(torch.randn(1, 300))  # its answer is remembered
+            one(torch.randn(1, 300))  # its response is remembered
     assert asked == [(500, 300, torch.float32, n) for n in (1, 2, 3, 4, 8, 64, 256, 256)]
     assert used == [4, 5, 17, 65, 3000]
 
@@ -110,7 +110,7 @@ def test_each_number_of_rows_is_multiplied_as_its_probe_says(
 def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each answer a machine may give is put in the place of the packed product."""
+    """Each response a machine may give is put in the place of the packed product."""
     probe = PROBE
     shape = (512, 256, torch.float32, 4)
     right = nn.functional.linear  # of what `probe` draws
@@ -129,8 +129,8 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
     assert not probe(*shape).used
     for wrong in (1.001, float("nan")):
         put("packed_product", lambda x, w, b, by=wrong: right(x, w) * by)
-        answer = probe(*shape)
-        assert not answer.used and "differs" in answer.reason
+        response = probe(*shape)
+        assert not response.used and "differs" in response.reason
     put("packed_product", lambda x, w, b: right(x, w))
     assert probe(*shape) == (True, "")
     monkeypatch.setattr(packed_linear, "pays", lambda *_: False)
@@ -343,7 +343,7 @@ def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatc
     config = DRAFTERS[family].Config()
     drafter = random_drafter(config, target, 0.1)
     monkeypatch.setattr(packed_linear.JointLinear, "__call__", counted)
-    prompt, answers = [5, 6, 7, 8, 9, 10], []
+    prompt, responses = [5, 6, 7, 8, 9, 10], []
     for step in range(3):
         if step == 1:
             packed_linear.pack(drafter)
@@ -354,10 +354,10 @@ def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatc
         proposals = []
         for batch in ([prompt], [prompt, prompt[:4]]):
             proposals += decode(target, batch, Way(drafter), max_new_tokens=12, eos=())
-        answers.append([(g.ids, g.rounds) for g in proposals])
+        responses.append([(g.ids, g.rounds) for g in proposals])
         assert bool(made) == (step > 0)
-    assert answers[0] == answers[1] and {2, 3} <= set(made)
+    assert responses[0] == responses[1] and {2, 3} <= set(made)
     unpacked = random_drafter(config, target, 0.1)
     unpacked.load_state_dict(drafter.state_dict())
     again = generate(target, prompt, Way(unpacked), max_new_tokens=12, eos=())
-    assert (again.ids, again.rounds) == answers[2][0]
+    assert (again.ids, again.rounds) == responses[2][0]

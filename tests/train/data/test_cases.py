@@ -48,7 +48,7 @@ FULL = (
     "{% endfor %}<|im_end|>\n{% endfor %}" + ASK
 )
 USER = {"role": "user", "content": "What is up?"}
-ANSWER = {"role": "assistant", "content": "A lot."}
+RESPONSE = {"role": "assistant", "content": "A lot."}
 BROKEN = {"name": "f", "arguments": "{"}
 WEATHER = {"name": "weather", "arguments": {"city": "Oslo"}}
 TOOL_USE = {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}}
@@ -58,16 +58,16 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
 def documents(path: Path | str, template: str = CHATML) -> DataSplit[Document]:
-    cfg = DataConfig(path=str(path), held_out=0, min_answer=1)
+    cfg = DataConfig(path=str(path), held_out=0, min_response=1)
     return split_documents(cfg, tokenizer_of(template))
 
 
 def prompts(path: Path | str, template: str = CHATML) -> DataSplit[Prompt]:
-    cfg = DataConfig(path=str(path), held_out=0, answers="target")
+    cfg = DataConfig(path=str(path), held_out=0, responses="target")
     return split_prompts(cfg, tokenizer_of(template))
 
 
-def answers(split: DataSplit[Document], template: str = CHATML) -> list[str]:
+def responses(split: DataSplit[Document], template: str = CHATML) -> list[str]:
     tokenizer = tokenizer_of(template)
     return sorted(said(document, tokenizer) for document in split.train)
 
@@ -102,12 +102,12 @@ def test_a_case_is_read_whole(name: str) -> None:
         assert len(split.train) == split.tally.kept == split.tally.read == count
         assert not split.tally.dropped and not split.tally.changed
         assert list(split.tally.unread) == unread
-    assert all(answer.endswith("<|im_end|>") for answer in answers(documents(CASES / name)))
+    assert all(response.endswith("<|im_end|>") for response in responses(documents(CASES / name)))
 
 
 READ: list[tuple[Any, str]] = [  # record → roles and texts
-    ([USER, ANSWER], "user What is up?|assistant A lot."),
-    ({"dialogue": [USER, ANSWER]}, "user What is up?|assistant A lot."),
+    ([USER, RESPONSE], "user What is up?|assistant A lot."),
+    ({"dialogue": [USER, RESPONSE]}, "user What is up?|assistant A lot."),
     ({"conversation": ["a", "b", "c"]}, "user a|assistant b|user c"),
     ({"messages": {"role": ["user", "bot"], "content": ["a", "b"]}}, "user a|assistant b"),
     ({"messages": '{"from": ["human"], "value": ["a"]}'}, "user a"),
@@ -142,7 +142,10 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ({"messages": [USER, {"role": "moderator", "content": "x"}]}, "another role: moderator"),
     ({"messages": [{"role": "user", "from": "gpt", "content": "a"}]}, "two different roles"),
     ({"messages": [{"role": "user", "content": "a", "value": "b"}]}, "two different contents"),
-    ({"messages": [USER], "conversations": [USER, ANSWER]}, "under 'conversations' and 'messages'"),
+    (
+        {"messages": [USER], "conversations": [USER, RESPONSE]},
+        "under 'conversations' and 'messages'",
+    ),
     ({"system": "s", "messages": [{"role": "system", "content": "t"}, USER]}, "two different sys"),
     ({"image": "a.png", "messages": [USER]}, "image, which is not read"),
     ({"messages": [USER | {"images": ["a.png"]}]}, "images, which is not read"),
@@ -155,22 +158,22 @@ NAMED: list[tuple[Any, str]] = [  # record → the reason why it is left out
     ),
     ({"messages": [USER], "tools": "[{"}, "tools or tool calls that are not JSON"),
     ({"messages": [USER], "tools": ["weather"]}, "tools that are not JSON objects"),
-    ({"messages": [USER, ANSWER, ANSWER | {"reasoning": "x"}]}, "in a row with reasoning"),
+    ({"messages": [USER, RESPONSE, RESPONSE | {"reasoning": "x"}]}, "in a row with reasoning"),
     ('{"messages": [{"role": "user", "role": "system", "content": "a"}]}', "occurs twice"),
     ('{"messages": [], "messages": [{"role": "user", "content": "a"}]}', "occurs twice"),
     (
         {"messages": [USER, CALLING | {"tool_calls": [WEATHER | {"arguments": {"\ud800": 1}}]}]},
         "Unic",
     ),
-    ({"messages": [USER | {"name": "\ud800"}, ANSWER]}, "not Unicode"),
-    ({"messages": [USER, ANSWER], "tools": [{"name": "\udc00"}]}, "not Unicode"),
+    ({"messages": [USER | {"name": "\ud800"}, RESPONSE]}, "not Unicode"),
+    ({"messages": [USER, RESPONSE], "tools": [{"name": "\udc00"}]}, "not Unicode"),
     ('{"messages": [{"role": "user", "content": NaN}]}', "a turn without content"),
 ]
 
 
 @pytest.mark.parametrize(("record", "reason"), NAMED)
 def test_a_shape_that_is_left_out_is_named(tmp_path: Path, record: Any, reason: str) -> None:
-    good = {"messages": [USER, ANSWER]}
+    good = {"messages": [USER, RESPONSE]}
     found, tally = read_all(write_lines(tmp_path / "x.jsonl", [good, record, good]))
     assert len(found) == 2 and tally.dropped.total() == 1
     assert reason in str(tally)
@@ -209,7 +212,7 @@ def test_records_of_the_responses_api_are_read(name: str) -> None:
 def test_calls_of_the_responses_api_are_read(tmp_path: Path) -> None:
     called = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": '{"x": 1}'}
     result = {"type": "function_call_output", "call_id": "c", "output": "cold"}
-    record = {"input": [USER, called, result], "output": [{"type": "message", **ANSWER}]}
+    record = {"input": [USER, called, result], "output": [{"type": "message", **RESPONSE}]}
     (one,), _ = read_all(write_lines(tmp_path / "x.jsonl", [record]))
     assert [m.role for m in one.messages] == ["user", "assistant", "tool", "assistant"]
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": {"x": 1}}}
@@ -225,7 +228,7 @@ def test_what_is_not_read_is_counted(tmp_path: Path) -> None:
         "model": "m",
         "tags": [],
         "note": None,
-        "messages": [USER | {"country": "x", "at": None}, ANSWER | {"mood": 0.5, "country": "y"}],
+        "messages": [USER | {"country": "x", "at": None}, RESPONSE | {"mood": 0.5, "country": "y"}],
     }
     _, tally = read_all(write_lines(tmp_path / "x.jsonl", [record, record]))
     turns = {f"the key {key!r} of turns": 2 for key in ("country", "mood")}
@@ -244,7 +247,7 @@ def test_hostile_roles_do_not_flood_the_count(tmp_path: Path) -> None:
 # Files
 
 
-LINES = "".join(json.dumps({"messages": [USER, ANSWER], "id": i}) + "\n" for i in range(40))
+LINES = "".join(json.dumps({"messages": [USER, RESPONSE], "id": i}) + "\n" for i in range(40))
 
 
 def _zstd(data: bytes) -> bytes:
@@ -297,8 +300,8 @@ def test_what_is_no_text_is_named(tmp_path: Path, data: bytes) -> None:
         read_all(str(tmp_path / "x.jsonl"))
 
 
-ONE = json.dumps({"messages": [USER, ANSWER]})
-OVER_LINES = json.dumps({"messages": [USER, ANSWER]}, indent=1)
+ONE = json.dumps({"messages": [USER, RESPONSE]})
+OVER_LINES = json.dumps({"messages": [USER, RESPONSE]}, indent=1)
 FILES: list[tuple[str, int, list[str]]] = [  # text, records read, what is not
     (f"{OVER_LINES}\n{ONE}\n{OVER_LINES}", 3, []),
     (f"{OVER_LINES},\n{OVER_LINES},\n", 2, []),
@@ -308,7 +311,7 @@ FILES: list[tuple[str, int, list[str]]] = [  # text, records read, what is not
     (f"{OVER_LINES}\n{OVER_LINES[:-9]}", 1, ["broken JSON line"]),
     (f"{OVER_LINES}\n}}\n{OVER_LINES}", 2, ["broken JSON line"]),
     (f"[{ONE}]\n{ONE}", 1, ["whatever follows the end of the list"]),
-    (f"[{json.dumps(USER)}, {json.dumps(ANSWER)}]\n" * 2, 2, []),
+    (f"[{json.dumps(USER)}, {json.dumps(RESPONSE)}]\n" * 2, 2, []),
     (f'{{"version": 1, "rows": [{ONE}, {ONE}]}}', 2, []),
     (f'{{"train": [{ONE}], "test": [{ONE}]}}', 1, ["whatever follows the end of the list"]),
     (f'{{"rows": [{ONE}, {ONE[:-9]}', 1, ["record cut off by the end of the file"]),
@@ -327,22 +330,22 @@ def test_values_one_after_another(tmp_path: Path, text: str, count: int, unread:
 # Reasoning, calls, names, weights
 
 
-def test_reasoning_is_a_part_of_the_answer_or_the_record_is_left_out(tmp_path: Path) -> None:
+def test_reasoning_is_a_part_of_the_response_or_the_record_is_left_out(tmp_path: Path) -> None:
     path = CASES / "reasoning_content.jsonl"
     whole = "<think>Two and two: count up, four.</think>It is four.<|im_end|>"
-    assert whole in answers(documents(path, FULL), FULL)
+    assert whole in responses(documents(path, FULL), FULL)
     with pytest.raises(UserError, match="2 reasoning, which this template does not write"):
         documents(path)
     for key in ("reasoning", "thinking"):
-        turn = ANSWER | {key: "Look around."}
+        turn = RESPONSE | {key: "Look around."}
         other = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
-        assert answers(documents(other, FULL), FULL) == [
+        assert responses(documents(other, FULL), FULL) == [
             "<think>Look around.</think>A lot.<|im_end|>"
         ]
     part = [{"type": "thinking", "thinking": "Look."}, {"type": "text", "text": "A lot."}]
-    turn = ANSWER | {"content": part}
+    turn = RESPONSE | {"content": part}
     other = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
-    assert answers(documents(other, FULL), FULL) == ["<think>Look.</think>A lot.<|im_end|>"]
+    assert responses(documents(other, FULL), FULL) == ["<think>Look.</think>A lot.<|im_end|>"]
 
 
 def test_reasoning_that_does_not_follow_the_generation_prompt_is_named(tmp_path: Path) -> None:
@@ -350,22 +353,22 @@ def test_reasoning_that_does_not_follow_the_generation_prompt_is_named(tmp_path:
     prompt = ASK.replace("assistant\n", "assistant\n<think></think>")
     quiet = FULL.replace(ASK, prompt).replace("m.content", "m.content.split('</think>')[-1]")
     for turn in (
-        ANSWER | {"reasoning_content": "Look."},
-        ANSWER | {"content": "<think>Look.</think>A lot."},
+        RESPONSE | {"reasoning_content": "Look."},
+        RESPONSE | {"content": "<think>Look.</think>A lot."},
     ):
         path = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn]}])
         with pytest.raises(UserError, match="1 reasoning, which this template writes in another"):
             documents(path, quiet)
 
 
-def test_reasoning_that_later_turns_leave_out_is_not_cut_from_an_answer(tmp_path: Path) -> None:
-    """As templates do that write only the last answer's thought: each answer is in a text of its
-    own, since the whole text lacks the thought of the first."""
+def test_reasoning_that_later_turns_leave_out_is_not_cut_from_a_response(tmp_path: Path) -> None:
+    """As templates do that write only the last response's thought: each response is in a text of
+    its own, since the whole text lacks the thought of the first."""
     last = FULL.replace("if m.reasoning_content", "if loop.last and m.reasoning_content")
-    turn = ANSWER | {"reasoning_content": "Look."}
+    turn = RESPONSE | {"reasoning_content": "Look."}
     path = write_lines(tmp_path / "x.jsonl", [{"messages": [USER, turn, USER, turn]}])
     split = documents(path, last)
-    assert answers(split, last) == ["<think>Look.</think>A lot.<|im_end|>"] * 2
+    assert responses(split, last) == ["<think>Look.</think>A lot.<|im_end|>"] * 2
     assert split.tally.changed == {SEVERAL: 1}
     assert prompts(path, last).tally.changed == {
         "reasoning of earlier answers, which this template leaves out": 1
@@ -379,14 +382,14 @@ def test_calls_are_written_or_the_record_is_left_out() -> None:
         assert len(split.train) == 1 and set(split.tally.dropped) == unknown
     call = '<call>{"name": "weather", "arguments": {"city": "Oslo"}}</call><|im_end|>'
     said_then = "It rains in Oslo, and it is 4 degrees.<|im_end|>"
-    assert f"{call}|{said_then}" in answers(documents(mixed, FULL), FULL)
+    assert f"{call}|{said_then}" in responses(documents(mixed, FULL), FULL)
     for name in ("tool_calls_only", "tool_calls_with_text"):
         path = CASES / f"{name}.jsonl"
         with pytest.raises(UserError, match="tool calls, which this template does not write"):
             documents(path)
         split = documents(path, FULL)
         assert not split.tally.dropped
-        assert all("<call>" in answer for answer in answers(split, FULL))
+        assert all("<call>" in response for response in responses(split, FULL))
     with pytest.raises(UserError, match="1 tools, which this template does not write"):
         documents(CASES / "tools_record.jsonl")
     (document,) = documents(CASES / "tools_record.jsonl", FULL).train
@@ -401,7 +404,7 @@ def test_a_prompt_may_end_with_the_result_of_a_tool() -> None:
 
 OTHER_CALLS: list[list[Any]] = [
     [USER, {"from": "function_call", "value": json.dumps(WEATHER)}],
-    [USER, ANSWER | {"function_call": WEATHER | {"arguments": '{"city": "Oslo"}'}}],
+    [USER, RESPONSE | {"function_call": WEATHER | {"arguments": '{"city": "Oslo"}'}}],
     [USER, {"role": "assistant", "tool_calls": [WEATHER]}],
     [USER, {"role": "assistant", "content": [TOOL_USE], "tool_calls": None}],
 ]
@@ -412,15 +415,15 @@ def test_other_ways_to_write_a_call(tmp_path: Path, turns: list[Any]) -> None:
     null_filled = json.loads(json.dumps(turns).replace('{"city"', '{"unit": null, "city"'))
     for messages in (turns, null_filled):
         path = write_lines(tmp_path / "x.jsonl", [{"messages": messages}])
-        (answer,) = answers(documents(path, FULL), FULL)
-        assert answer.startswith("A lot." * ("function_call" in turns[1]))
-        assert '"name": "weather", "arguments": {' in answer and '"city": "Oslo"}' in answer
+        (response,) = responses(documents(path, FULL), FULL)
+        assert response.startswith("A lot." * ("function_call" in turns[1]))
+        assert '"name": "weather", "arguments": {' in response and '"city": "Oslo"}' in response
         with pytest.raises(UserError, match="tool calls, which this template does not write"):
             documents(path)
 
 
 def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
-    messages = [USER | {"name": "Ann"}, ANSWER | {"weight": 0}, USER, ANSWER | {"weight": 1}]
+    messages = [USER | {"name": "Ann"}, RESPONSE | {"weight": 0}, USER, RESPONSE | {"weight": 1}]
     messages[3]["content"] = "Nothing else."
     path = write_lines(tmp_path / "x.jsonl", [{"messages": messages}])
     split = documents(path)
@@ -430,7 +433,7 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1 weight 0 for all answers"):
         documents(none)
     for weight in (-1, -0.5, 1e-4, 100.5, math.inf, 10**400, "high", "-1", "nan", [1], {"x": 1}):
-        wrong = [USER, ANSWER | {"weight": weight}]
+        wrong = [USER, RESPONSE | {"weight": weight}]
         with pytest.raises(UserError, match=r"1 an answer whose weight is neither 0 nor a number"):
             documents(write_lines(tmp_path / "z.jsonl", [{"messages": wrong}]))
     # tables write NaN for what is missing
@@ -442,16 +445,16 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
         ("0.5", 0.5),
         (" 2 ", 2),
     ):
-        some = [{"messages": [USER, ANSWER | {"weight": weight}]}]
+        some = [{"messages": [USER, RESPONSE | {"weight": weight}]}]
         path = write_lines(tmp_path / "z.jsonl", some)
         (document,), (prompt,) = documents(path).train, prompts(path).train
         assert prompt.weight == (kept or 1)
         assert (document.weight is None) == (kept is None)
         assert kept is None or set(document.weight[document.mask].tolist()) == {kept}
-    differ = [USER, ANSWER | {"weight": 0.5}, ANSWER | {"weight": 2}]
+    differ = [USER, RESPONSE | {"weight": 0.5}, RESPONSE | {"weight": 2}]
     with pytest.raises(UserError, match="calls, names or weights"):
         documents(write_lines(tmp_path / "z.jsonl", [{"messages": differ}]))
-    assert answers(split) == ["Nothing else.<|im_end|>"]
+    assert responses(split) == ["Nothing else.<|im_end|>"]
     assert split.tally.changed == {
         "answers of weight 0 not trained on": 1,
         "names, which this template does not write": 1,
@@ -465,12 +468,12 @@ SILENT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("beside", SILENT)
-def test_an_answer_that_is_not_to_be_trained_on_is_not(
+def test_a_response_that_is_not_to_be_trained_on_is_not(
     tmp_path: Path, beside: dict[str, Any]
 ) -> None:
-    messages = [USER, ANSWER | beside, USER, {"role": "assistant", "content": "Nothing else."}]
+    messages = [USER, RESPONSE | beside, USER, {"role": "assistant", "content": "Nothing else."}]
     split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": messages}]))
-    assert answers(split) == ["Nothing else.<|im_end|>"]
+    assert responses(split) == ["Nothing else.<|im_end|>"]
     assert not split.tally.ignored and not split.tally.dropped
     assert split.tally.changed == {"answers of weight 0 not trained on": 1}
 
@@ -478,9 +481,9 @@ def test_an_answer_that_is_not_to_be_trained_on_is_not(
 @pytest.mark.parametrize(
     "beside", [{"train": 1.0}, {"train": "yes"}, {"loss": "1"}, {"loss": 0.37}, {"train": "val"}]
 )
-def test_an_answer_with_another_mark_is_trained_on(tmp_path: Path, beside: dict[str, Any]) -> None:
-    split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": [USER, ANSWER | beside]}]))
-    assert answers(split) == ["A lot.<|im_end|>"]
+def test_a_response_with_another_mark_is_trained_on(tmp_path: Path, beside: dict[str, Any]) -> None:
+    split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": [USER, RESPONSE | beside]}]))
+    assert responses(split) == ["A lot.<|im_end|>"]
     known = beside in ({"train": 1.0}, {"train": "yes"}, {"loss": "1"})
     assert bool(split.tally.ignored) != known
 
@@ -525,7 +528,7 @@ AFTER_THE_END = [
 def test_a_response_ends_with_its_first_end_mark(template: str, texts: tuple[str, ...]) -> None:
     """A second mark, a closing sentence, or one in place of a mark is not the target's."""
     tokenizer = tokenizer_of(template if ASK in template else template + ASK)
-    document = encode(talk(*texts), tokenizer, DataConfig(min_answer=1))
+    document = encode(talk(*texts), tokenizer, DataConfig(min_response=1))
     assert isinstance(document, Document) and not document.chat
     assert said(document, tokenizer) == "|".join(f"{x}<|im_end|>" for x in texts[1::2])
     assert AFTERWARDS in document.notes
@@ -535,7 +538,7 @@ def test_each_response_of_harmony_ends_as_the_target_ends_it() -> None:
     tokenizer = tokenizer_of((CASES / "template_message_end_is_not_response_end.jinja").read_text())
     marks = ["<|start|>", "<|end|>", "<|return|>", "<|channel|>", "<|final|>"]
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    documents = Chat(tokenizer).documents(talk("q", "one", "r", "two"), DataConfig(min_answer=1))
+    documents = Chat(tokenizer).documents(talk("q", "one", "r", "two"), DataConfig(min_response=1))
     ends = [said(document, tokenizer) for document in documents]
     assert ends == ["<|final|>one<|return|>", "<|final|>two<|return|>"]
 
@@ -548,8 +551,8 @@ def test_what_follows_a_call_is_not_the_target_s() -> None:
     tokenizer = tokenizer_of(template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    answer = Message("assistant", "", {"tool_calls": [call, call]})
-    chat = Conversation("x", (Message("user", "q"), answer), "q")
+    response = Message("assistant", "", {"tool_calls": [call, call]})
+    chat = Conversation("x", (Message("user", "q"), response), "q")
     written = '<call>{"name": "f", "arguments": {"x": 1}}</call>'
     document = encode(chat, tokenizer, DataConfig())
     assert said(document, tokenizer) == f"{written}{written}<|im_end|>"
@@ -646,7 +649,7 @@ def test_a_tokenizer_with_unused_tokens_beyond_the_embedding_is_fine(
     assert len(generate(target, prompt[:-1], max_new_tokens=2, eos=()).ids) == 2
 
 
-ENDS = {  # template → what is trained on of two answers
+ENDS = {  # template → what is trained on of two responses
     "an end after the last answer alone": (
         CHATML.replace("{{ m.content }}<|im_end|>\n", "{{ m.content }}\n").replace(
             ASK, "{% if not add_generation_prompt %}<|im_end|>{% endif %}" + ASK
@@ -677,7 +680,7 @@ ENDS = {  # template → what is trained on of two answers
 
 
 @pytest.mark.parametrize("name", ENDS)
-def test_an_answer_has_its_end(name: str) -> None:
+def test_a_response_has_its_end(name: str) -> None:
     template, expected = ENDS[name]
     tokenizer = tokenizer_of(template)
     document = encode(talk("q", "one a", "r", "two b"), tokenizer, DataConfig())
@@ -716,8 +719,8 @@ def test_template_arguments_of_records_are_applied() -> None:
     tokenizer = tokenizer_of((CASES / "template_with_an_argument.jinja").read_text())
     path = CASES / "template_arguments.jsonl"
     efforts = ["high", "high", "medium"]
-    for answers_of, into in (("data", split_documents), ("target", split_prompts)):
-        cfg = DataConfig(path=str(path), held_out=0, min_answer=1, answers=answers_of)
+    for responses_of, into in (("data", split_documents), ("target", split_prompts)):
+        cfg = DataConfig(path=str(path), held_out=0, min_response=1, responses=responses_of)
         split: Any = into(cfg, tokenizer)
         texts = sorted(tokenizer.decode(item.ids).split("<|im_end|>")[0] for item in split.train)
         assert texts == [f"<|im_start|>system\nReasoning: {effort}" for effort in efforts]
@@ -726,7 +729,7 @@ def test_template_arguments_of_records_are_applied() -> None:
 
 
 def request(**more: Any) -> dict[str, Any]:
-    return {"messages": [USER, ANSWER], **more}
+    return {"messages": [USER, RESPONSE], **more}
 
 
 @pytest.mark.parametrize(
@@ -788,8 +791,8 @@ def test_an_empty_system_turn_stays_one(tmp_path: Path) -> None:
     for path, chats in (
         (CASES / "empty_system.jsonl", [r["messages"] for r in records]),
         (
-            write_lines(tmp_path / "x.jsonl", [{"messages": [null, USER, ANSWER]}]),
-            [[USER, ANSWER]],
+            write_lines(tmp_path / "x.jsonl", [{"messages": [null, USER, RESPONSE]}]),
+            [[USER, RESPONSE]],
         ),
     ):
         expected = sorted(tokenizer.apply_chat_template(chat)["input_ids"] for chat in chats)

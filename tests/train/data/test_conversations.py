@@ -245,7 +245,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"path": "package:no_such_package"}, "pip install"),
     ({"format": "sharegtp"}, "did you mean 'sharegpt'"),
     ({"too_long": "cut"}, "data.too_long='cut'"),
-    ({"answers": "targets"}, "did you mean 'target'"),
+    ({"responses": "targets"}, "did you mean 'target'"),
     ({"held_out": 1.0}, "data.held_out"),
     ({"held_out": -0.1}, "data.held_out"),
     ({"limit": 0}, "data.limit"),

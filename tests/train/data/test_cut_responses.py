@@ -1,4 +1,4 @@
-"""Responses that end at answers.max_new_tokens instead of where the target ends them.
+"""Responses that end at responses.max_new_tokens instead of where the target ends them.
 
 Run alone: python -m pytest tests/train/data/test_cut_responses.py
 """
@@ -29,7 +29,7 @@ def document(*response: int) -> Document:
 def test_a_response_is_cut_if_it_is_full_and_has_no_end() -> None:
     """Of 5 tokens at most: full without an end; full with the end as its last token; shorter with
     an end; shorter without one, as an engine may stop for a reason of its own; empty, as of a
-    prompt that only later rounds answer."""
+    prompt that only later rounds response."""
     documents = [document(3, 3, 3, 3, 3), document(3, 3, 3, 3, END), document(3, END), document(3)]
     found = cut_responses([*documents, document()], (END,), ResponsesConfig(max_new_tokens=5))
     assert (found.responses, found.cut, found.share) == (4, 1, 0.25)
@@ -41,14 +41,14 @@ def test_a_response_is_cut_if_it_is_full_and_has_no_end() -> None:
 def test_above_five_percent_it_warns(cut: int, warns: bool, advises: bool) -> None:
     said = str(CutResponses(100, cut, 192))
     assert f"{cut} of 100 responses ({cut} %)" in said.replace("%", " %")
-    assert "answers.max_new_tokens=192" in said
+    assert "responses.max_new_tokens=192" in said
     assert said.startswith("Warning: ") == warns
-    assert ("Raise answers.max_new_tokens" in said) == advises
+    assert ("Raise responses.max_new_tokens" in said) == advises
 
 
 def test_above_thirty_percent_it_advises() -> None:
     said = str(CutResponses(100, 31, 192))
-    assert said.startswith("Warning: ") and "Raise answers.max_new_tokens" in said
+    assert said.startswith("Warning: ") and "Raise responses.max_new_tokens" in said
     assert CutResponses(0, 0, 192).share == 0
 
 
@@ -58,25 +58,27 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     """The tiny target rarely ends a response within 3 tokens. The run says so in the terminal and
     in its report; the doctor and the plan find its responses in the cache, and none before."""
     more = [
-        "data.answers=target",
-        "answers.max_new_tokens=3",
-        f"answers.root={tmp_path / 'answers'}",
+        "data.responses=target",
+        "responses.max_new_tokens=3",
+        f"responses.root={tmp_path / 'responses'}",
         "planning.device=here",
     ]
     cfg = tiny.config("medusa", *more)
     parts = TargetLoader(TargetConfig(str(tiny.target), dtype="float32", device="cpu")).parts
     assert plan_of_run(cfg).facts.cut is None
-    assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut is None
+    assert diagnose(cfg.data, parts, None, 0, cfg.response_generation).cut is None
     tiny.job(tmp_path / "run", "medusa", *more)
     split = split_prompts(cfg.data, parts.tokenizer)
-    found = cut_responses_in_cache(parts, [*split.train, *split.validation], cfg.answering)
+    found = cut_responses_in_cache(
+        parts, [*split.train, *split.validation], cfg.response_generation
+    )
     assert found is not None and found.responses == len(split.train) + len(split.validation)
     assert 0.3 * found.responses < found.cut <= found.responses
     assert str(found) in " ".join(capsys.readouterr().out.split())
     assert Results.load(tmp_path / "run" / "report").cut == found
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "were cut at answers.max\\_new\\_tokens=3" in page or str(found) in page
-    assert diagnose(cfg.data, parts, None, 0, cfg.answering).cut == found
+    assert diagnose(cfg.data, parts, None, 0, cfg.response_generation).cut == found
     planned = plan_of_run(cfg)
-    known = cut_responses_in_cache(parts, split.train, cfg.answering)
+    known = cut_responses_in_cache(parts, split.train, cfg.response_generation)
     assert planned.facts.cut == known and f"stored so far: {known}" in str(planned)

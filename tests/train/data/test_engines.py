@@ -1,4 +1,4 @@
-"""Answers by engines: the same as in this process, asked once each, and garbage told in one line.
+"""Responses by engines: the same as in this process, asked once each, and garbage told in one line.
 
 Run alone: python -m pytest tests/train/data/test_engines.py (under 20 s)
 """
@@ -32,7 +32,7 @@ from train.data.sequences import Document, Prompt
 from train.data.split import split_prompts
 
 PROMPTS = 12
-Answer = Callable[..., list[Document]]
+ServedResponse = Callable[..., list[Document]]
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +55,8 @@ def prompts(tiny: Tiny, target: TargetLoader) -> list[Prompt]:
 
 
 @pytest.fixture
-def answer(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> Answer:
-    """Answers to the prompts by these engines, or in this process if there are none."""
+def answer(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> ServedResponse:
+    """Responses to the prompts by these engines, or in this process if there are none."""
 
     def documents(*servers: FakeEngine, count: int = PROMPTS, **settings: Any) -> list[Document]:
         urls = [server.url for server in servers]
@@ -89,7 +89,7 @@ def serve(target: TargetLoader) -> Iterator[Callable[..., FakeEngine]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_engines_write_what_this_process_writes(
-    answer: Answer, serve: Callable[..., FakeEngine], temperature: float
+    response: ServedResponse, serve: Callable[..., FakeEngine], temperature: float
 ) -> None:
     """At T = 0.8 too, since the fake engine draws with our generator from the seeds sent to it."""
     engine = serve()
@@ -117,7 +117,7 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
         for word in ("hot", "cold", "blue")
     ]
     path = write_jsonl(tmp_path / "logs.jsonl", [{"messages": log} for log in logs])
-    asked = split_prompts(DataConfig(str(path), answers="target", held_out=0), tokenizer).train
+    asked = split_prompts(DataConfig(str(path), responses="target", held_out=0), tokenizer).train
     engine, documents = serve(), []
     for urls in ([], [engine.url]):
         cfg = ResponsesConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
@@ -134,9 +134,9 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
 
 
 def test_nothing_is_asked_twice(
-    answer: Answer, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+    response: ServedResponse, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine breaks down after 5 answers: these are kept, and the rest is asked of another."""
+    """An engine breaks down after 5 responses: these are kept, and the rest is asked of another."""
     monkeypatch.setattr(server_pool, "IN_A_ROW", 4)
     broken = serve(lambda number, reply: reply if number < 5 else None)
     with pytest.raises(UserError, match=r"4 requests in a row failed.*received before is kept"):
@@ -154,7 +154,7 @@ def asked_of(documents: Sequence[Document]) -> list[tuple[int, ...]]:
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(
-    answer: Answer, serve: Callable[..., FakeEngine]
+    response: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     engine = serve(lambda number, reply: 503 if number % 3 == 0 else reply)
     assert texts(answer(engine)) == texts(answer())
@@ -162,7 +162,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(
 
 
 def test_several_servers_share_the_prompts_and_one_may_end(
-    answer: Answer, serve: Callable[..., FakeEngine]
+    response: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     first, second = serve(), serve(lambda number, reply: reply if number < 2 else None)
     assert texts(answer(first, second)) == texts(answer())
@@ -170,7 +170,7 @@ def test_several_servers_share_the_prompts_and_one_may_end(
 
 
 def test_refused_prompts_are_counted_and_left_out(
-    answer: Answer,
+    response: ServedResponse,
     serve: Callable[..., FakeEngine],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -192,7 +192,7 @@ def test_refused_prompts_are_counted_and_left_out(
 
 
 def test_what_a_dead_engine_did_not_answer_is_asked_again(
-    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path
+    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     """Its last prompts, too few for `IN_A_ROW`, are not left out: none of them was refused."""
 
@@ -212,7 +212,7 @@ def test_what_a_dead_engine_did_not_answer_is_asked_again(
 
 @pytest.mark.parametrize("in_a_row", [20, 1])
 def test_refused_prompts_that_a_run_left_over_do_not_end_the_next(
-    answer: Answer,
+    response: ServedResponse,
     serve: Callable[..., FakeEngine],
     monkeypatch: pytest.MonkeyPatch,
     in_a_row: int,
@@ -256,7 +256,7 @@ GARBAGE: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_told_in_one_line(
-    answer: Answer, serve: Callable[..., FakeEngine], name: str
+    response: ServedResponse, serve: Callable[..., FakeEngine], name: str
 ) -> None:
     fault, message = GARBAGE[name]
     with pytest.raises(UserError, match=message) as error:
@@ -266,7 +266,7 @@ def test_garbage_is_told_in_one_line(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_model_is_told(
-    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
+    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
 ) -> None:
     """With the same tokenizer, so that only what it says tells it apart."""
     other = TargetLoader(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
@@ -277,10 +277,10 @@ def test_another_model_is_told(
     assert len(sound.asked) == PROMPTS, "none of the other model's answers was kept"
 
 
-def test_each_server_is_compared_and_the_sound_one_s_answers_are_kept(
-    answer: Answer, serve: Callable[..., FakeEngine], tmp_path: Path
+def test_each_server_is_compared_and_the_sound_one_s_responses_are_kept(
+    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
-    """The other model answers more slowly than the first, so that the first eight answers are all
+    """The other model answers more slowly than the first, so that the first eight responses are all
     sound; before, all that it wrote after these was believed."""
     other = TargetLoader(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
     sound, before = serve(), texts(answer())
@@ -320,7 +320,7 @@ def test_a_server_that_changes_its_model_is_found_and_its_last_results_are_dropp
 
 
 def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
-    answer: Answer, serve: Callable[..., FakeEngine]
+    response: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     engine = serve(room=20)
     with pytest.raises(UserError, match="the engine takes 20: serve with --max-model-len"):
@@ -336,7 +336,7 @@ def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
 
 
 def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
-    answer: Answer,
+    response: ServedResponse,
     serve: Callable[..., FakeEngine],
     target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
@@ -355,15 +355,15 @@ def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
 def test_ids_of_texts(target: TargetLoader) -> None:
     parts = target.parts
     tokenizer, (end,) = parts.tokenizer, parts.eos
-    prompt, answer = tokenizer("one cat ")["input_ids"], tokenizer("may run")["input_ids"]
+    prompt, response = tokenizer("one cat ")["input_ids"], tokenizer("may run")["input_ids"]
 
     def ids(text: str, reason: str = "stop", limit: int = 9) -> list[int]:
         choice = {"text": text, "finish_reason": reason}
         return ids_of(Vllm().completion({"choices": [choice]}), prompt, parts, limit)
 
     for text in ("may run", "may run<|im_end|>", "may run<|im_end|> dog"):
-        assert ids(text) == [*answer, end]
-    assert ids("may run", "length") == answer and ids("may run", limit=1) == answer[:1]
+        assert ids(text) == [*response, end]
+    assert ids("may run", "length") == response and ids("may run", limit=1) == response[:1]
     joined = tokenizer("cat")["input_ids"] * 2  # written as one word, which is unknown
     with pytest.raises(client.RequestRejected, match="do not begin with the prompt's"):
         reply = {"choices": [{"text": "t", "finish_reason": "stop"}]}
@@ -371,7 +371,7 @@ def test_ids_of_texts(target: TargetLoader) -> None:
 
 
 def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
-    answer: Answer,
+    response: ServedResponse,
     serve: Callable[..., FakeEngine],
     target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
@@ -381,26 +381,26 @@ def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
     monkeypatch.setattr(engine_responses, "require_same_model", lambda *_: None)
     parts = target.parts
     (end,) = parts.eos
-    answer_of = parts.tokenizer("may run")["input_ids"]
+    response_of = parts.tokenizer("may run")["input_ids"]
 
     def fault(number: int, reply: dict[str, Any]) -> dict[str, Any]:
         reason = "length" if number % 2 else "stop"
-        return {**reply, "choices": [{"token_ids": answer_of, "finish_reason": reason}]}
+        return {**reply, "choices": [{"token_ids": response_of, "finish_reason": reason}]}
 
     written = [d.ids[d.mask].tolist() for d in answer(serve(fault), batch=1)]
-    assert sorted(written) == sorted([answer_of, [*answer_of, end]] * (PROMPTS // 2))
+    assert sorted(written) == sorted([response_of, [*response_of, end]] * (PROMPTS // 2))
 
     def ids(limit: int = 9, **more: Any) -> list[int]:
-        choice = {"token_ids": answer_of, "finish_reason": "stop", **more}
+        choice = {"token_ids": response_of, "finish_reason": "stop", **more}
         return ids_of(Vllm().completion({"choices": [choice]}), [5], parts, limit)
 
-    assert ids() == [*answer_of, end] and ids(len(answer_of)) == answer_of
-    assert ids(token_ids=[*answer_of, end]) == [*answer_of, end] and ids(token_ids=[]) == [end]
+    assert ids() == [*response_of, end] and ids(len(response_of)) == response_of
+    assert ids(token_ids=[*response_of, end]) == [*response_of, end] and ids(token_ids=[]) == [end]
     config, first = parts.model.generation_config, parts.vocab_size - 1
     monkeypatch.setattr(config, "eos_token_id", [first, end])
-    assert ids() == [*answer_of, end]  # with which the template ends a response
-    assert ids(stop_reason=first) == [*answer_of, first]
-    assert ids(stop_reason=7) == ids(stop_reason="x") == [*answer_of, end]
+    assert ids() == [*response_of, end]  # with which the template ends a response
+    assert ids(stop_reason=first) == [*response_of, first]
+    assert ids(stop_reason=7) == ids(stop_reason="x") == [*response_of, end]
     monkeypatch.setattr(config, "eos_token_id", None)
     monkeypatch.setattr(parts, "tokenizer", None)
     with pytest.raises(UserError, match="set eos_token_id in its generation_config"):
@@ -410,25 +410,25 @@ def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
 def test_a_job_reads_the_setting(
     tiny: Tiny, tmp_path: Path, serve: Callable[..., FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """answers.from= of one server or of several, and what cannot be combined with it."""
+    """responses.from= of one server or of several, and what cannot be combined with it."""
     urls = "http://a:8000/v1", "http://[::1]:8001"
     given = compose(
-        tiny.overrides("ngram", "data.answers=target", f"answers.from={','.join(urls)}")
+        tiny.overrides("ngram", "data.responses=target", f"responses.from={','.join(urls)}")
     )
-    assert given.answers.engines == [*urls]
+    assert given.responses.engines == [*urls]
     engine = serve()
-    options = ["data.answers=target", f"answers.from={engine.url}", "loop.epochs=1"]
+    options = ["data.responses=target", f"responses.from={engine.url}", "loop.epochs=1"]
     tiny.job(tmp_path / "run", "ngram", *options)
     assert len(engine.asked) == 29
     mistakes = {
-        "answers.from=ftp://a": "answers.from=ftp://a: give an engine's address",
-        "answers.from=http://a:b/v1": "give an engine's address",
-        "answers.from=localhost": "give an engine's address",
+        "responses.from=ftp://a": "responses.from=ftp://a: give an engine's address",
+        "responses.from=http://a:b/v1": "give an engine's address",
+        "responses.from=localhost": "give an engine's address",
     }
     for override, message in mistakes.items():
         require_one_line(told(capsys, tiny.overrides("ngram", override)), message)
     both = [*options[:2], "budget.minutes=3"]
     require_one_line(told(capsys, tiny.overrides("ngram", *both)), "instead of budget.minutes")
-    require_one_line(told(capsys, tiny.overrides("ngram", options[1])), "data.answers=data")
+    require_one_line(told(capsys, tiny.overrides("ngram", options[1])), "data.responses=data")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert saved["answers"]["engines"] == [engine.url]
+    assert saved["responses"]["engines"] == [engine.url]

@@ -1,5 +1,5 @@
 """The kinds of chat templates that well-known models have, each as a short template of our own:
-what a document has before an answer is what a server reads, and its end is a stop token.
+what a document has before a response is what a server reads, and its end is a stop token.
 
 Run alone: python -m pytest tests/train/data/test_kinds_of_templates.py (about 10 s)
 """
@@ -19,7 +19,7 @@ from train.data.rendering import ChatTemplate
 from train.data.sequences import Document
 from train.data.template import OPENED, SHORT, Chat
 
-# gpt-oss: reasoning is written before calls, unless an answer follows in the text
+# gpt-oss: reasoning is written before calls, unless a response follows in the text
 CHANNELS = """\
 {%- for tool in tools or [] %}{{ '<|start|>' + tool.function.name + '<|end|>' }}{% endfor %}
 {%- for m in messages %}
@@ -55,7 +55,7 @@ HALF_A_THOUGHT = """\
 {{- '<|end|>' if m.role == 'assistant' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|><think></think>' }}{% endif %}"""
-# GLM 4.5: an answer ends with the token that begins the next turn; earlier thoughts are emptied
+# GLM 4.5: a response ends with the token that begins the next turn; earlier thoughts are emptied
 NEXT_TURN = """\
 {%- for m in messages %}
 {%- if m.role != 'assistant' %}{{ '<|' + m.role + '|>\\n' + m.content }}
@@ -155,8 +155,8 @@ def tokenizer_for(template: str) -> Any:
 
 def thoughtful(*turns: tuple[str, str]) -> Conversation:
     messages = []
-    for question, answer in turns:
-        thought, _, said = answer.rpartition("|")
+    for question, response in turns:
+        thought, _, said = response.rpartition("|")
         beside = {"reasoning_content": thought} if thought else {}
         messages += [Message("user", question), Message("assistant", said, beside)]
     return Conversation("x", tuple(messages), turns[0][0])
@@ -216,8 +216,8 @@ def served(tokenizer: Any, chat: Conversation, turn: int, thinking: bool | None)
     )
 
 
-def answers(document: Document) -> list[tuple[list[int], list[int]]]:
-    """The tokens before each answer of a document, and those of the answer."""
+def responses(document: Document) -> list[tuple[list[int], list[int]]]:
+    """The tokens before each response of a document, and those of the response."""
     mask = document.mask.tolist()
     edges = [i for i, said in enumerate(mask) if said != (i > 0 and mask[i - 1])] + [len(mask)]
     starts = [(i, edges[n + 1]) for n, i in enumerate(edges[:-1]) if mask[i]]
@@ -226,13 +226,13 @@ def answers(document: Document) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize(("name", "thinking", "chat"), CASES)
-def test_a_row_is_what_a_server_reads_and_then_the_answer(
+def test_a_row_is_what_a_server_reads_and_then_the_response(
     name: str, thinking: str, chat: Conversation
 ) -> None:
-    """Each answer is trained on once, after exactly the tokens of the server's prompt for it. It
+    """Each response is trained on once, after exactly the tokens of the server's prompt for it. It
     ends with its stop token, unless the text has the beginning of a system turn in its place."""
     tokenizer = tokenizer_for(KINDS[name])
-    documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_answer=1))
+    documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_response=1))
     expected = {}
     for turn, m in enumerate(chat.messages):
         if m.role == "assistant":
@@ -242,7 +242,7 @@ def test_a_row_is_what_a_server_reads_and_then_the_answer(
             next_role = next((x.role for x in chat.messages[turn + 1 :]), "user")
             stops = name != "NEXT_TURN" or next_role != "system"
             expected[tuple(tokenizer(prompt, add_special_tokens=False).input_ids)] = m, stops
-    found = [pair for document in documents for pair in answers(document)]
+    found = [pair for document in documents for pair in responses(document)]
     assert {tuple(before) for before, _ in found} == set(expected)
     assert len(found) == len(expected)
     for before, ids in found:
@@ -251,11 +251,11 @@ def test_a_row_is_what_a_server_reads_and_then_the_answer(
         assert tokenizer.decode(ids[-1:]) in STOPS if stops else said.endswith(message.content)
 
 
-def test_a_call_and_the_answer_after_it_share_a_row() -> None:
+def test_a_call_and_the_response_after_it_share_a_row() -> None:
     """The reasoning of calls is in the prompts of the same question, and in no later one."""
     chat = Chat(tokenizer_for(CHANNELS))
-    one, two = chat.documents(calling(), DataConfig(min_answer=1))
-    assert len(answers(one)) == len(answers(two)) == 2
+    one, two = chat.documents(calling(), DataConfig(min_response=1))
+    assert len(responses(one)) == len(responses(two)) == 2
     assert chat.tokenizer.decode(two.ids).count("Ask.") == 1
 
 
@@ -269,7 +269,7 @@ def agent(*contents: tuple[str, str]) -> Conversation:
     return Conversation("x", tuple(turns), "q", tools=tools)
 
 
-USER, CALL, RESULT, ANSWER = (
+USER, CALL, RESULT, RESPONSE = (
     *(("user", "Cold?"), ("assistant", "call"), ("tool", "four")),
     ("assistant", "Rather."),
 )
@@ -282,18 +282,18 @@ RULE = ("system", "Be brief.")
     [
         ([USER, CALL, RESULT], 3),
         ([USER, PARALLEL, RESULT, OTHER], 4),
-        ([USER, PARALLEL, RESULT, OTHER, ANSWER], 4),
+        ([USER, PARALLEL, RESULT, OTHER, RESPONSE], 4),
         ([USER, CALL, RESULT, PARALLEL, OTHER, RESULT], 6),
-        ([USER, ANSWER, USER, CALL, ("tool", "")], 5),
-        ([USER, CALL, RESULT, ANSWER, USER], 5),
+        ([USER, RESPONSE, USER, CALL, ("tool", "")], 5),
+        ([USER, CALL, RESULT, RESPONSE, USER], 5),
         ([USER, CALL, RESULT, USER], 4),  # as Anthropic's turns with results and a question
         ([USER, CALL], 1),
         ([USER, RULE], 2),
-        ([USER, RULE, RULE, ANSWER], 3),
-        ([USER, ANSWER, RULE], 1),  # nobody asked after that
-        ([USER, ANSWER, RULE, ANSWER], 3),
+        ([USER, RULE, RULE, RESPONSE], 3),
+        ([USER, RESPONSE, RULE], 1),  # nobody asked after that
+        ([USER, RESPONSE, RULE, RESPONSE], 3),
         ([USER, CALL, RESULT, RULE], 4),
-        ([USER, RULE, USER, ANSWER, RULE, USER], 6),
+        ([USER, RULE, USER, RESPONSE, RULE, USER], 6),
     ],
 )
 def test_a_prompt_is_what_an_agent_s_server_is_asked(
@@ -348,8 +348,8 @@ def test_results_of_tools_are_read_to_the_letter(name: str, result: str) -> None
     messages = [turn | {"content": turn["content"] or ""} for turn in turns[:3]]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert Chat(tokenizer).prompt(chat).ids.tolist() == expected
-    documents = Chat(tokenizer).documents(chat, DataConfig(min_answer=1))
-    found = [pair for document in documents for pair in answers(document)]
+    documents = Chat(tokenizer).documents(chat, DataConfig(min_response=1))
+    found = [pair for document in documents for pair in responses(document)]
     assert [before for before, _ in found][-1] == expected and len(found) == 2
     parts = [{"type": "tool_result", "tool_use_id": "c", "content": result}]
     anthropic = [*turns[:2], {"role": "user", "content": parts}]
@@ -357,7 +357,7 @@ def test_results_of_tools_are_read_to_the_letter(name: str, result: str) -> None
     assert conversation.messages[2].content == result
 
 
-def test_an_answer_without_reasoning_does_not_follow_a_prompt_that_opens_a_thought() -> None:
+def test_a_response_without_reasoning_does_not_follow_a_prompt_that_opens_a_thought() -> None:
     tokenizer = tokenizer_for(OPENS_A_THOUGHT)
     with pytest.raises(Unusable, match=OPENED):
         Chat(tokenizer).documents(PLAIN, DataConfig())
@@ -375,9 +375,9 @@ def test_a_template_that_writes_texts_is_given_texts() -> None:
 
 
 def test_one_short_answer_is_skipped_by_itself() -> None:
-    """Where each answer has a document of its own, as its prompt has other tokens alone."""
+    """Where each response has a document of its own, as its prompt has other tokens alone."""
     chat = thoughtful(("Is it far?", "No"), ("How far?", "It is nine miles to the harbour."))
-    cfg = DataConfig(min_answer=4)
+    cfg = DataConfig(min_response=4)
     tokenizer = tokenizer_for(BLANK_LINES)
     (document,) = Chat(tokenizer).documents(chat, cfg)
     assert said(document, tokenizer) == "It is nine miles to the harbour.<|end|>"

@@ -1,4 +1,4 @@
-"""Pairs of a source and its answer, and plain texts: what is read, dropped, and trained on.
+"""Pairs of a source and its response, and plain texts: what is read, dropped, and trained on.
 
 Run alone: python -m pytest tests/train/data/test_pairs.py
 """
@@ -87,7 +87,7 @@ def test_a_bad_pair_is_dropped_for_its_reason(tmp_path: Path, record: Any, reaso
 
 def test_a_source_alone_is_a_prompt_where_the_target_answers(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "x.jsonl", [{"source": "a"}, {"source": "b", "target": " "}])
-    assert contents(of_file(path, "pairs", answers="target")[0]) == [["a"], ["b"]]
+    assert contents(of_file(path, "pairs", responses="target")[0]) == [["a"], ["b"]]
 
 
 def test_what_cannot_be_parsed_is_counted(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_what_cannot_be_parsed_is_counted(tmp_path: Path) -> None:
 def test_mistakes_with_pairs(tmp_path: Path, text: str, options: dict[str, Any], part: str) -> None:
     (tmp_path / "x.tsv").write_text(text)
     with pytest.raises(UserError, match=part) as error:
-        of_file(tmp_path / "x.tsv", **({"format": "pairs", "answers": "data"} | options))
+        of_file(tmp_path / "x.tsv", **({"format": "pairs", "responses": "data"} | options))
     assert "\n" not in str(error.value)
 
 
@@ -170,7 +170,7 @@ def test_a_text_without_end_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_prompt_of_a_text_is_its_beginning_in_whole_words(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("one two three\nonetwothree\none two")
-    found, _ = of_file(tmp_path / "x.txt", "lines", beginning=9)
+    found, _ = of_file(tmp_path / "x.txt", "lines", prompt_characters=9)
     assert contents(found) == [["one two", " three"], ["onetwothr", "ee"], ["one two", ""]]
     assert [c.opening for c in found] == ["one two", "onetwothr", "one two"]
     assert is_held_out(found[0].opening, 0.5) == is_held_out(found[2].opening, 0.5)
@@ -179,7 +179,7 @@ def test_the_prompt_of_a_text_is_its_beginning_in_whole_words(tmp_path: Path) ->
 def test_a_text_is_trained_on_whole(tmp_path: Path) -> None:
     texts = ["one two three", "x" * 30, "a<|im_end|>b", "abcd"]
     (tmp_path / "x.txt").write_text("\n".join(texts))
-    cfg = DataConfig(path=str(tmp_path / "x.txt"), format="lines", beginning=9, held_out=0)
+    cfg = DataConfig(path=str(tmp_path / "x.txt"), format="lines", prompt_characters=9, held_out=0)
     for bos in (False, True):
         tokenizer, dropped = tokenizer_of(None, bos=bos), {"a control token in its text": 1}
         if not bos:  # of 4 tokens, all but the first follow another
@@ -206,12 +206,12 @@ def pairs(count: int) -> list[dict[str, str]]:
     return [{"source": a, "target": b} for a, b in said]
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, answers: str) -> None:
-    """α is reported, and greedy answers are the target's, token for token."""
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, responses: str) -> None:
+    """α is reported, and greedy responses are the target's, token for token."""
     job, t5 = make_tiny(tmp_path), save_t5(tmp_path / "t5")
     data = write_lines(tmp_path / "pairs.jsonl", pairs(29))
-    given = [f"target.path={t5}", "data=pairs", f"data.path={data}", f"data.answers={answers}"]
+    given = [f"target.path={t5}", "data=pairs", f"data.path={data}", f"data.responses={responses}"]
     given += ["data.prefix='we go '", "drafter.source=random", "drafter.depth=2"]
     given += ["drafter.overrides={num_layers: 1, num_decoder_layers: 1}"]
     job.job(tmp_path / "run", "seq2seq_lm", *given)
@@ -227,15 +227,15 @@ def test_a_job_on_pairs_with_an_encoder_decoder(tmp_path: Path, answers: str) ->
         job.job(tmp_path / "other", "seq2seq_lm", *text)
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_a_job_on_text_with_a_target_without_a_template(tmp_path: Path, answers: str) -> None:
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_a_job_on_text_with_a_target_without_a_template(tmp_path: Path, responses: str) -> None:
     """The whole text is trained on; the prompts of the evaluation are beginnings of texts."""
     tiny = make_tiny(tmp_path)
     target = save_target(tmp_path / "base", template=None)
     texts = [f"{c['source']} {c['target']}" for c in pairs(29)]
     (tmp_path / "x.txt").write_text("\n\n".join(texts))
     more = [f"target.path={target}", "data=text", f"data.path={tmp_path / 'x.txt'}"]
-    more += ["data.beginning=20", f"data.answers={answers}"]
+    more += ["data.prompt_characters=20", f"data.responses={responses}"]
     for _ in range(2):  # the second time, it is finished
         tiny.job(tmp_path / "run", "eagle3", *more)
     results = Results.load(tmp_path / "run" / "report")
@@ -246,7 +246,7 @@ def test_a_job_on_text_with_a_target_without_a_template(tmp_path: Path, answers:
         any(text.startswith(p.words) and len(p.words) <= 20 for text in texts) for p in asked
     )
     assert {s.prompt for s in results.asked[0].samples} <= {p.words for p in asked}
-    if answers == "data":
+    if responses == "data":
         done = process(["scripts/generate", str(tmp_path / "run" / "best"), "we go"])
         assert done.returncode == 0, done.stderr
         assert "τ" in done.stdout

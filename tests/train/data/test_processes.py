@@ -31,9 +31,9 @@ def chats(count: int, seed: int, shared_ids: bool = False) -> list[Any]:
     draw, records = random.Random(seed), list[Any]()
     for n in range(count):
         question = " ".join(draw.choices(WORDS, k=8))
-        answer = draw.choices(["fine", "x", "long " * 60, "forged <|im_end|>"], [6, 1, 1, 1])[0]
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        turns += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": answer}]
+        response = draw.choices(["fine", "x", "long " * 60, "forged <|im_end|>"], [6, 1, 1, 1])[0]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+        turns += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": response}]
         id = n % 7 if shared_ids else f"{seed}-{n}"
         records.append(draw.choices([{"id": id, "messages": turns}, {"a": n}, "{"], [12, 1, 1])[0])
     return records
@@ -67,7 +67,7 @@ def read_by(
 ) -> Any:
     """What each process has in the end: the split, in the first, or what it raises."""
     tokenizer = tokenizer_of(CHATML)
-    make = split_prompts if cfg.answers == "target" else split_documents
+    make = split_prompts if cfg.responses == "target" else split_documents
 
     def work(us: Ranks) -> DataSplit[Any] | None:
         of_rank = ReaderWork(cfg, tokenizer)
@@ -95,8 +95,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"shuffle": 500, "records": 31},
     {"held_out": 0.3},
     {"held_out": 0.0, "too_long": "truncate"},
-    {"answers": "target"},
-    {"answers": "target", "limit": 13, "held_out": 0.3},
+    {"responses": "target"},
+    {"responses": "target", "limit": 13, "held_out": 0.3},
 ]
 MIXED: list[tuple[float | None, ...]] = [(None, None), (3, 1), (1, 1), (1, 5)]
 
@@ -109,7 +109,7 @@ def test_the_same_for_any_number_of_processes(
     for module in (reader, split):
         monkeypatch.setattr(module, "AT_ONCE", 8)
     for options in SETTINGS:
-        cfg = DataConfig(files[0], max_length=200, min_answer=6, **options)
+        cfg = DataConfig(files[0], max_length=200, min_response=6, **options)
         if several:
             pairs = zip(files, several, strict=False)
             sources = [SourceConfig(path, weight=weight) for path, weight in pairs]
@@ -131,7 +131,7 @@ def test_no_more_is_read_than_may_be_needed(
     """Nor an error met that one process would not meet."""
     records = [{"prompt": f"question number {n}", "completion": "fine"} for n in range(40)]
     path, taken = str(write_lines(tmp_path / "x.jsonl", records)), list[int]()
-    cfg = DataConfig(path, min_answer=1, limit=20, held_out=0)
+    cfg = DataConfig(path, min_response=1, limit=20, held_out=0)
 
     def endless(*_: Any) -> Any:
         for n in range(20):
@@ -154,7 +154,7 @@ Broken = Callable[[DataConfig], DataConfig]
     ("change", "said"),
     [
         (lambda cfg: replace(cfg, path="nowhere.jsonl"), "nowhere.jsonl: no such file"),
-        (lambda cfg: replace(cfg, min_answer=10_000), "no usable conversation"),
+        (lambda cfg: replace(cfg, min_response=10_000), "no usable conversation"),
     ],
 )
 def test_mistakes_end_all(

@@ -22,7 +22,7 @@ from train.data.response_files import (
 )
 
 pytestmark = pytest.mark.usefixtures("training_alone")
-OPTIONS = ("data.answers=target", "loop.epochs=1", "loop.eval_every=0")
+OPTIONS = ("data.responses=target", "loop.epochs=1", "loop.eval_every=0")
 
 
 def lines(key: str, responses: dict[str, list[int]]) -> str:
@@ -54,10 +54,13 @@ def test_a_finished_run_is_not_ended_by_another_run_s_responses(
 ) -> None:
     """Another run wrote other responses to the same prompts. The finished run's own command, which
     said that the training data changed, reads the files that it recorded."""
-    roots = [f"answers.root={tmp_path / 'answers'}", f"features.root={tmp_path / 'features'}"]
+    roots = [
+        f"responses.root={tmp_path / 'responses'}",
+        f"hidden_states.root={tmp_path / 'hidden_states'}",
+    ]
     tiny.job(tmp_path / "run", "medusa", *OPTIONS, *roots)
     before = losses(tmp_path / "run"), (tmp_path / "run" / "responses.json").read_text()
-    beside(tiny, tmp_path / "answers", changed, name)
+    beside(tiny, tmp_path / "responses", changed, name)
     tiny.job(tmp_path / "run", "medusa", *OPTIONS, *roots)
     after = losses(tmp_path / "run"), (tmp_path / "run" / "responses.json").read_text()
     assert after == before
@@ -67,17 +70,20 @@ def test_a_run_that_shares_the_folder_reads_one_response_to_each_prompt(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     """A second run reads what the first wrote, and writes none of its own."""
-    roots = [f"answers.root={tmp_path / 'answers'}", f"features.root={tmp_path / 'features'}"]
+    roots = [
+        f"responses.root={tmp_path / 'responses'}",
+        f"hidden_states.root={tmp_path / 'hidden_states'}",
+    ]
     for name in ("one", "two"):
         tiny.job(tmp_path / name, "medusa", *OPTIONS, *roots)
     described = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("one", "two")]
     assert described[0]["of"] == described[1]["of"]
     files = [{*ResponsesRead(tmp_path / n).files(*_key(tmp_path)).values()} for n in ("one", "two")]
-    assert files[0] == files[1] == {p.name for p in (tmp_path / "answers").rglob("*.jsonl")}
+    assert files[0] == files[1] == {p.name for p in (tmp_path / "responses").rglob("*.jsonl")}
 
 
 def _key(root: Path) -> list[str]:
-    return [path.name for path in (root / "answers").iterdir()]
+    return [path.name for path in (root / "responses").iterdir()]
 
 
 def test_which_response_is_read(tmp_path: Path) -> None:

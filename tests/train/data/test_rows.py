@@ -1,5 +1,5 @@
-"""One document for each answer whose history the template writes otherwise later on, and reasoning
-as a server asks for it.
+"""One document for each response whose history the template writes otherwise later on, and
+reasoning as a server asks for it.
 
 Run alone: python -m pytest tests/train/data/test_rows.py (about 10 s)
 """
@@ -19,8 +19,8 @@ from train.data.sequences import Document, pack_rows
 from train.data.split import split_documents, split_prompts
 from train.data.template import LOST, OPENED, SEVERAL, WEIGHTED, Chat
 
-# The parts of Qwen3's template that are about reasoning: that of answers before the last prompt is
-# left out, an answer after it always has a thought, and a prompt for none closes an empty one.
+# The parts of Qwen3's template that are about reasoning: that of responses before the last prompt
+# is left out, a response after it always has a thought, and a prompt for none closes an empty one.
 QWEN3 = """\
 {%- set ns = namespace(last=-1) %}
 {%- for m in messages %}
@@ -47,7 +47,7 @@ QWEN3 = """\
 {{- '<think>\\n\\n</think>\\n\\n' }}
 {%- endif %}
 {%- endif %}"""
-# as DeepSeek-R1's: the prompt opens a thought, and no text has one, not even in its last answer
+# as DeepSeek-R1's: the prompt opens a thought, and no text has one, not even in its last response
 R1 = """\
 {%- for m in messages %}
 {%- if m.role == 'user' %}{{ '<|im_start|>user\\n' + m.content }}{% endif %}
@@ -60,23 +60,23 @@ EMPTY = "<think>\n\n</think>\n\n"
 
 
 def thoughtful(*texts: str, within: bool = False, **options: Any) -> Conversation:
-    """User and assistant in turn; an answer "t|a" has the reasoning t."""
+    """User and assistant in turn; a response "t|a" has the reasoning t."""
     messages = []
     for n, text in enumerate(texts):
-        thought, _, answer = text.rpartition("|")
+        thought, _, response = text.rpartition("|")
         if n % 2 == 0 or not thought:
-            messages.append(Message(("user", "assistant")[n % 2], answer))
+            messages.append(Message(("user", "assistant")[n % 2], response))
         else:
-            raw = f"<think>\n{thought}\n</think>\n\n{answer}" if within else None
+            raw = f"<think>\n{thought}\n</think>\n\n{response}" if within else None
             beside = {"reasoning_content": thought}
-            messages.append(Message("assistant", answer, beside, as_written=raw))
+            messages.append(Message("assistant", response, beside, as_written=raw))
     return Conversation("x", tuple(messages), texts[0], **options)
 
 
 def rows(template: str, chat: Conversation, thinking: str = "template") -> list[tuple[str, str]]:
-    """What comes before the first answer that is trained on, and all that is."""
+    """What comes before the first response that is trained on, and all that is."""
     tokenizer = tokenizer_of(template)
-    documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_answer=1))
+    documents = Chat(tokenizer, thinking=thinking).documents(chat, DataConfig(min_response=1))
     return [(tokenizer.decode(d.ids[: d.mask.argmax()]), said(d, tokenizer)) for d in documents]
 
 
@@ -94,18 +94,18 @@ def test_reasoning_of_earlier_turns_is_left_out_as_the_template_does() -> None:
     chat = thoughtful("q", "t|a", "r", "u|b", "s", "v|c")
     found = rows(QWEN3, chat)
     assert [before for before, _ in found] == [served(QWEN3, chat, turn) for turn in (1, 3, 5)]
-    assert [answer for _, answer in found] == [
+    assert [response for _, response in found] == [
         f"<think>\n{t}\n</think>\n\n{a}<|im_end|>" for t, a in ("ta", "ub", "vc")
     ]
 
 
-def test_answers_after_one_prompt_share_a_row() -> None:
+def test_responses_after_one_prompt_share_a_row() -> None:
     """Between calls and their results, earlier reasoning stays: one row has all of a prompt's."""
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     calling = Message("assistant", "", {"reasoning_content": "u", "tool_calls": [call]})
-    result, answer = Message("tool", "r"), Message("assistant", "b", {"reasoning_content": "v"})
+    result, response = Message("tool", "r"), Message("assistant", "b", {"reasoning_content": "v"})
     first = thoughtful("q", "t|a").messages
-    chat = Conversation("x", (*first, Message("user", "p"), calling, result, answer), "q")
+    chat = Conversation("x", (*first, Message("user", "p"), calling, result, response), "q")
     (_, one), (before, two) = rows(QWEN3, chat)
     assert one == "<think>\nt\n</think>\n\na<|im_end|>" and before == served(QWEN3, chat, 3)
     thinks = "<think>\n{}\n</think>\n\n{}<|im_end|>"
@@ -126,31 +126,31 @@ def test_reasoning_that_no_text_has_is_trained_on_as_the_target_writes_it(within
         (served(R1, chat, 3), "u\n</think>\n\nb<|im_end|>"),
     ]
     assert found[0][0].endswith("<think>\n")
-    # an answer without reasoning cannot follow a prompt that opens a thought
+    # a response without reasoning cannot follow a prompt that opens a thought
     mixed = Chat(tokenizer_of(R1)).documents(thoughtful("q", "a", "r", "u|b"), DataConfig())
     assert len(mixed) == 1 and LOST in mixed[0].notes
     with pytest.raises(Unusable, match=OPENED):
         rows(R1, talk("q", "a"))
 
 
-def test_reasoning_within_an_answer_stays_there_if_the_template_knows_none(tmp_path: Path) -> None:
+def test_reasoning_within_a_response_stays_there_if_the_template_knows_none(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]
     for text in ("<think>\nt\n</think>\n\na", "t\n</think>\n\na"):
         turns[1]["content"] = text
         path = write_lines(tmp_path / "x.jsonl", [{"messages": turns}])
         for template, expected in ((CHATML, text), (QWEN3, "<think>\nt\n</think>\n\na")):
             tokenizer = tokenizer_of(template)
-            cfg = DataConfig(path, held_out=0, min_answer=1)
+            cfg = DataConfig(path, held_out=0, min_response=1)
             (document,) = split_documents(cfg, tokenizer).train
             assert said(document, tokenizer) == expected + "<|im_end|>"
 
 
 def test_four_names_of_reasoning_give_one_document(tmp_path: Path) -> None:
-    user, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    ways = [answer | {name: "t"} for name in ("reasoning_content", "reasoning", "thinking")]
-    ways += [answer | {"content": "<think>\nt\n</think>\n\na"}]
+    user, response = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    ways = [response | {name: "t"} for name in ("reasoning_content", "reasoning", "thinking")]
+    ways += [response | {"content": "<think>\nt\n</think>\n\na"}]
     records = [{"messages": [user, way]} for way in ways]
-    cfg = DataConfig(write_lines(tmp_path / "x.jsonl", records), held_out=0, min_answer=1)
+    cfg = DataConfig(write_lines(tmp_path / "x.jsonl", records), held_out=0, min_response=1)
     split = split_documents(cfg, tokenizer_of(QWEN3))
     assert len({d.ids.tobytes() + d.mask.tobytes() for d in split.train}) == 1
     assert len(split.train) == 4 and not split.tally.changed
@@ -159,7 +159,7 @@ def test_four_names_of_reasoning_give_one_document(tmp_path: Path) -> None:
 # Whether reasoning is asked for
 
 
-def test_an_answer_without_reasoning_follows_the_prompt_that_asks_for_none() -> None:
+def test_a_response_without_reasoning_follows_the_prompt_that_asks_for_none() -> None:
     chat = thoughtful("q", "a", "r", "u|b")
     for thinking, first, second in (
         ("template", (None, EMPTY + "a"), (None, "<think>\nu\n</think>\n\nb")),
@@ -167,12 +167,14 @@ def test_an_answer_without_reasoning_follows_the_prompt_that_asks_for_none() -> 
         ("data", (False, "a"), (None, "<think>\nu\n</think>\n\nb")),
     ):
         expected = [
-            (served(QWEN3, chat, turn, asked), answer + "<|im_end|>")
-            for turn, (asked, answer) in ((1, first), (3, second))
+            (served(QWEN3, chat, turn, asked), response + "<|im_end|>")
+            for turn, (asked, response) in ((1, first), (3, second))
         ]
         assert rows(QWEN3, chat, thinking) == expected
-    # an answer with reasoning cannot follow the prompt that asks for none
-    documents = Chat(tokenizer_of(QWEN3), thinking="off").documents(chat, DataConfig(min_answer=1))
+    # a response with reasoning cannot follow the prompt that asks for none
+    documents = Chat(tokenizer_of(QWEN3), thinking="off").documents(
+        chat, DataConfig(min_response=1)
+    )
     assert len(documents) == 1 and LOST in documents[0].notes
 
 
@@ -196,7 +198,7 @@ def test_prompts_ask_for_reasoning_as_the_settings_or_the_records_say(tmp_path: 
         ("data", 2, 2),
         ("mixed", 11, 13),
     ):
-        cfg = DataConfig(path, held_out=0, answers="target", thinking=thinking)
+        cfg = DataConfig(path, held_out=0, responses="target", thinking=thinking)
         split = split_prompts(cfg, tokenizer)
         texts = [tokenizer.decode(p.ids) for p in split.train]
         assert sum(text.endswith(EMPTY) for text in texts) == off, thinking
@@ -210,7 +212,7 @@ def test_the_two_names_of_the_variable_are_both_given() -> None:
     prompt = "{% if thinking is true %}<think>{% elif thinking is false %}</think>{% endif %}"
     template = CHATML.replace(ASK, ASK.replace("{% endif %}", prompt + "{% endif %}"))
     for thinking, end in (("on", "<think>"), ("off", "</think>"), ("template", "\n")):
-        cfg = DataConfig("", answers="target", thinking=thinking)
+        cfg = DataConfig("", responses="target", thinking=thinking)
         tokenizer = tokenizer_of(template)
         ids = Reader(cfg, tokenizer).prompt(talk("q")).ids
         assert tokenizer.decode(ids).endswith(end)
@@ -224,7 +226,7 @@ def test_histories_that_diverge_are_counted(tmp_path: Path) -> None:
     header = "{% if add_generation_prompt and messages | length > 1 %}<note>{% endif %}"
     chat = [{"role": r, "content": c} for r, c in zip(["user", "assistant"] * 2, "qarb")]
     path = write_lines(tmp_path / "x.jsonl", [{"messages": chat}] * 3)
-    cfg = DataConfig(path, held_out=0, min_answer=1)
+    cfg = DataConfig(path, held_out=0, min_response=1)
     split = split_documents(cfg, tokenizer_of(header + CHATML))
     assert split.tally.changed == {LOST: 3} and len(split.train) == 3
     assert {said(d, tokenizer_of(CHATML)) for d in split.train} == {"a<|im_end|>"}
@@ -254,22 +256,22 @@ def test_rows_have_lengths_and_weights_of_their_own(tmp_path: Path) -> None:
     assert WEIGHTED in each[-1].notes and WEIGHTED not in some[-1].notes
 
 
-def test_answers_of_one_row_have_weights_of_their_own() -> None:
+def test_responses_of_one_row_have_weights_of_their_own() -> None:
     tokenizer, chat = tokenizer_of(CHATML), talk("q", "a", "r", "bb", "s", "ccc")
     turns = list(chat.messages)
     for n, weight in ((1, 0.25), (3, 0), (5, 3.0)):
         turns[n] = replace(turns[n], weight=weight)
     (row,) = Chat(tokenizer).documents(
-        replace(chat, messages=tuple(turns)), DataConfig(min_answer=1)
+        replace(chat, messages=tuple(turns)), DataConfig(min_response=1)
     )
     assert said(row, tokenizer) == "a<|im_end|>|ccc<|im_end|>"
     assert row.weight is not None
     assert row.weight[row.mask].tolist() == [0.25] * 2 + [3] * 4
-    (packed,) = pack_rows([row, *Chat(tokenizer).documents(chat, DataConfig(min_answer=1))], 1000)
+    (packed,) = pack_rows([row, *Chat(tokenizer).documents(chat, DataConfig(min_response=1))], 1000)
     assert packed.weight is not None and sorted(packed.weight[packed.mask].tolist()) == (
         [0.25] * 2 + [1] * 9 + [3] * 4
     )
-    short = DataConfig(min_answer=1, max_length=int(row.mask.argmax()) + 3, too_long="truncate")
+    short = DataConfig(min_response=1, max_length=int(row.mask.argmax()) + 3, too_long="truncate")
     (cut,) = Chat(tokenizer).documents(replace(chat, messages=tuple(turns)), short)
     assert cut.weight is not None and len(cut.weight) == len(cut.ids)
 
@@ -287,7 +289,9 @@ def test_limits_count_conversations_not_rows(tmp_path: Path) -> None:
         {"role": "assistant", "content": "a", "reasoning": "t"},
     ]
     records = [{"messages": think * 3, "id": str(n)} for n in range(5)]
-    cfg = DataConfig(write_lines(tmp_path / "x.jsonl", records), held_out=0, limit=3, min_answer=1)
+    cfg = DataConfig(
+        write_lines(tmp_path / "x.jsonl", records), held_out=0, limit=3, min_response=1
+    )
     split = split_documents(cfg, tokenizer_of(QWEN3))
     assert len(split.train) == 9 and split.tally.kept == 3
     assert split.tally.changed[SEVERAL] == 3

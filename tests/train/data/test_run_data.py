@@ -69,7 +69,7 @@ def test_prompts_of_a_file_are_those_that_the_data_reader_makes() -> None:
     path, tokenizer, tally = CASES / "prompts_with_tools.jsonl", tokenizer_of(ASKS), Tally()
     found = read_prompts_file(path, tally)
     (prompt,) = whole_prompts(found, tokenizer, None)
-    cfg = DataConfig(path=str(path), answers="target", held_out=0)
+    cfg = DataConfig(path=str(path), responses="target", held_out=0)
     (read,) = split_prompts(cfg, tokenizer).train
     record = json.loads(path.read_text())
     expected = tokenizer.apply_chat_template(
@@ -103,7 +103,7 @@ def test_training_and_generation_give_a_chat_the_same_ids(
 
         def before_the_response(record: dict[str, Any], tokenizer: Any = tokenizer) -> list[int]:
             path = write_jsonl(tmp_path / "trained.jsonl", [record])
-            cfg = DataConfig(path=str(path), held_out=0, min_answer=1, thinking=thinking)
+            cfg = DataConfig(path=str(path), held_out=0, min_response=1, thinking=thinking)
             *_, document = split_documents(cfg, tokenizer).train
             start = [i for i, m in enumerate(document.mask) if m and not document.mask[i - 1]][-1]
             assert tokenizer.decode(document.ids[start:]).startswith(said["content"])
@@ -179,7 +179,7 @@ def test_the_doctor_asks_the_prompts_that_a_run_asks(tmp_path: Path) -> None:
     spaces between them and 5 tokens around them, and the generation prompt has 3."""
     parts = parts_of(tmp_path / "target")
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n, turns=4) for n in range(45)])
-    cfg = DataConfig(str(path), answers="target", max_prompt=24, max_length=100)
+    cfg = DataConfig(str(path), responses="target", max_prompt=24, max_length=100)
     split = read_run_data(cfg, parts)
     diagnosis = diagnose(cfg, parts, None, 3, ResponsesConfig(max_new_tokens=9))
     assert diagnosis.counts == DataCounts.of_split(split)
@@ -197,7 +197,7 @@ def test_the_doctor_counts_the_tokens_that_a_run_keeps(tmp_path: Path) -> None:
     parts = parts_of(tmp_path / "target")
     records = [chat(n, words=30) for n in range(40)] + [chat(n) for n in range(40, 50)]
     path = write_jsonl(tmp_path / "x.jsonl", records)
-    cut = DataConfig(str(path), max_length=12, too_long="truncate", held_out=0.2, min_answer=1)
+    cut = DataConfig(str(path), max_length=12, too_long="truncate", held_out=0.2, min_response=1)
     for cfg in (
         replace(cut, max_length=80),
         replace(cut, max_length=80, too_long="drop"),
@@ -220,17 +220,17 @@ def test_a_template_that_opens_a_thought_is_no_fault_where_the_target_answers(
     template = (CASES / "template_prompt_opens_a_thought.jinja").read_text()
     parts = parts_of(tmp_path / "target", template)
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n) for n in range(40)])
-    cfg = DataConfig(str(path), answers="target")
+    cfg = DataConfig(str(path), responses="target")
     assert not diagnose(cfg, parts, None, 1, ResponsesConfig()).faults
 
 
 def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) -> None:
-    settings = ["data.answers=target", f"answers.root={tmp_path / 'answers'}"]
-    settings += ["decode.prompts=0", "answers.max_new_tokens=5"]
+    settings = ["data.responses=target", f"responses.root={tmp_path / 'responses'}"]
+    settings += ["decode.prompts=0", "responses.max_new_tokens=5"]
     cfg = tiny.config("ngram", *settings)
     train.run(cfg, tmp_path / "run")
     parts = TargetLoader(cfg.target).parts
-    for sample in diagnose(cfg.data, parts, None, 4, cfg.answering).samples:
+    for sample in diagnose(cfg.data, parts, None, 4, cfg.response_generation).samples:
         shown = sum(kind in (TRAINED, STOP) for kind, _ in sample.pieces)
         assert shown >= 1 and 1 <= sample.trained <= 5 and "[the" not in sample.pieces[-1][1]
 
@@ -269,7 +269,7 @@ def test_an_evaluation_measures_the_prompts_of_the_run(tiny: Tiny, tmp_path: Pat
         for k, some in enumerate((long, [chat(n) for n in range(100, 200)]))
     ]
     sources = f"data.sources=[{{path:{files[0]},weight:2}},{{path:{files[1]},weight:1}}]"
-    settings = ["data.path=''", sources, "data.answers=data", "decode.prompts=0"]
+    settings = ["data.path=''", sources, "data.responses=data", "decode.prompts=0"]
     cfg = tiny.config("ngram", *settings, "data.held_out=0.3", "data.max_length=64")
     folder = tmp_path / "run"
     train.run(cfg, folder)
@@ -293,8 +293,8 @@ def test_other_thinking_asks_the_same_conversations(tmp_path: Path) -> None:
     template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n" + THINKS + "{% endif %}")
     tokenizer = make_tokenizer(template)
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n) for n in range(60)])
-    for answers in ("data", "target"):
-        cfg = DataConfig(str(path), held_out=0.3, answers=answers)
+    for responses in ("data", "target"):
+        cfg = DataConfig(str(path), held_out=0.3, responses=responses)
         asked, _ = measured_prompts(cfg, tokenizer, 100, 0)
         other, _ = measured_prompts(cfg, tokenizer, 100, 0, "off")
         assert [p.id for p in asked] == [p.id for p in other] and len(asked) > 8

@@ -72,7 +72,7 @@ def test_a_shape_of_the_table_is_read_as_it_says(tmp_path: Path, row: list[str])
     _, record, expected = row
     path = tmp_path / "x.jsonl"
     path.write_text(f"{record.strip('`')}\n" * 2)
-    for conversation in read_all(str(path), answers="target")[0]:
+    for conversation in read_all(str(path), responses="target")[0]:
         assert described(conversation) == expected
 
 
@@ -146,7 +146,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_a_kind_of_file_is_read(tmp_path: Path, kind: str) -> None:
-    found, tally = read_all(str(WRITERS[kind](tmp_path)), answers="target")
+    found, tally = read_all(str(WRITERS[kind](tmp_path)), responses="target")
     texts = [tuple(m.content for m in c.messages) for c in found]
     assert texts == [EXPECTED[:1] if kind == ".txt" else EXPECTED] * 2
     assert not tally.dropped and not tally.unread and not tally.ignored
@@ -257,7 +257,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize(("text", "said", "count"), CALLS)
-def test_calls_are_taken_out_of_answers(text: str, said: str, count: int) -> None:
+def test_calls_are_taken_out_of_responses(text: str, said: str, count: int) -> None:
     content, calls = calls_within(text)
     assert content.startswith(said) and len(calls) == count
     assert "call>" not in content
@@ -286,7 +286,7 @@ def test_hermes_and_messages_give_the_same_document(tmp_path: Path) -> None:
         if "chat" in record:
             record["tools"] = TOOLS
         path = write_lines(tmp_path / "x.jsonl", [record])
-        cfg = DataConfig(path, held_out=0, min_answer=1)
+        cfg = DataConfig(path, held_out=0, min_response=1)
         (document,) = split_documents(cfg, tokenizer).train
         ids.add((document.ids.tobytes(), document.mask.tobytes()))
     assert len(ids) == 1
@@ -297,7 +297,7 @@ def test_hermes_and_messages_give_the_same_document(tmp_path: Path) -> None:
 
 def tokens(tmp_path: Path, *records: Any, **options: Any) -> DataConfig:
     path = write_lines(tmp_path / "t.jsonl", records)
-    return DataConfig(path, held_out=0, min_answer=1, **options)
+    return DataConfig(path, held_out=0, min_response=1, **options)
 
 
 def test_rows_of_token_ids(tmp_path: Path) -> None:
@@ -307,13 +307,13 @@ def test_rows_of_token_ids(tmp_path: Path) -> None:
         (document,) = split_documents(cfg, tokenizer_of(template)).train
         assert document.ids.tolist() == [5, 6, 7, 8] and document.id == "r"
         assert document.mask.tolist() == [False, True, False, True]
-        asks = tokens(tmp_path, labelled, format=format, answers="target")
+        asks = tokens(tmp_path, labelled, format=format, responses="target")
         (prompt,) = split_prompts(asks, tokenizer_of(template)).train
         assert prompt.ids.tolist() == [5, 6, 7] and prompt.ids.dtype == np.int32
         asks.max_prompt = 2
         (prompt,) = split_prompts(asks, tokenizer_of(template)).train
         assert prompt.ids.tolist() == [5]
-    alone = tokens(tmp_path, {"input_ids": [5, 6, 7]}, answers="target")
+    alone = tokens(tmp_path, {"input_ids": [5, 6, 7]}, responses="target")
     (prompt,) = split_prompts(alone, tokenizer_of(CHATML)).train
     assert prompt.ids.tolist() == [5, 6, 7]
     text = tokens(tmp_path, {"input_ids": [5, 6, 7]}, format="paragraphs")
@@ -461,9 +461,9 @@ def test_records_of_these_shapes_that_are_damaged(tmp_path: Path, template: str)
         path = tmp_path / f"{n}.jsonl"
         records = [changed(draw.choice(shapes), draw) for _ in range(4)]
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        for answers, split_into in (("data", split_documents), ("target", split_prompts)):
+        for responses, split_into in (("data", split_documents), ("target", split_prompts)):
             thinking = draw.choice(["template", "on", "data", "mixed"])
-            options = {"min_answer": 1, "answers": answers, "thinking": thinking}
+            options = {"min_answer": 1, "answers": responses, "thinking": thinking}
             try:
                 cfg = DataConfig(str(path), held_out=0, **options)  # type: ignore[arg-type]
                 tally = split_into(cfg, tokenizer).tally

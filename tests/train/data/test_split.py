@@ -63,7 +63,7 @@ def test_held_out_fraction_grows_by_adding() -> None:
     assert not any(is_held_out(c.opening, 0) for c in talks)
 
 
-def test_side_ignores_case_punctuation_space_answers_and_system() -> None:
+def test_side_ignores_case_punctuation_space_responses_and_system() -> None:
     for c in random_talks(100):
         text = c.messages[0].content
         odd = "  " + text.upper().replace(" ", ",\n ") + "?!"
@@ -153,10 +153,10 @@ def test_one_question_under_many_system_prompts_is_held_out_by_them() -> None:
     assert not sides[0] & sides[1]
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
+@pytest.mark.parametrize("responses", ["data", "target"])
 @pytest.mark.parametrize("opening", ["hi", "please", "translate", "q", "how are you", "go on"])
 def test_a_popular_opening_does_not_decide_how_much_is_held_out(
-    tmp_path: Path, opening: str, answers: str
+    tmp_path: Path, opening: str, responses: str
 ) -> None:
     """Chats that begin alike are told apart by what follows; the same chats over and over are not,
     and are trained on. 300 conversations, of which 60 are to be held out."""
@@ -171,8 +171,8 @@ def test_a_popular_opening_does_not_decide_how_much_is_held_out(
         rng.shuffle(chats)
         talks = [talk(*(m.content for m in chat), id=f"c{i}") for i, chat in enumerate(chats)]
         path = write_lines(tmp_path / "x.jsonl", as_records(talks))
-        cfg = DataConfig(path=path, answers=answers)
-        read = split_prompts if answers == "target" else split_documents
+        cfg = DataConfig(path=path, responses=responses)
+        read = split_prompts if responses == "target" else split_documents
         split: DataSplit[Any] = read(cfg, tokenizer_of(CHATML))
         assert len(split.held_out) == 60 and len(split.train) == 240
         fixed = replace(cfg, held_out=0.1)
@@ -183,13 +183,13 @@ def test_a_popular_opening_does_not_decide_how_much_is_held_out(
 
 
 def test_one_first_turn_in_all_chats_leaves_both_sides_some_or_says_why(tmp_path: Path) -> None:
-    for n, answers in ((20, ["a", "b"]), (40, ["same"])):
-        talks = [talk("hi", f"{answers[i % len(answers)]} {i}", id=f"c{i}") for i in range(n)]
+    for n, responses in ((20, ["a", "b"]), (40, ["same"])):
+        talks = [talk("hi", f"{responses[i % len(responses)]} {i}", id=f"c{i}") for i in range(n)]
         path = write_lines(tmp_path / "x.jsonl", as_records(talks))
-        split = split_of(path=path)  # by their answers alone
+        split = split_of(path=path)  # by their responses alone
         assert len(split.held_out) == n // 5 and len(split.train) == n - n // 5
         with pytest.raises(UserError, match=f"all {n} conversations ask the same.*other prompts"):
-            split_of(path=path, answers="target")
+            split_of(path=path, responses="target")
     same = [talk("hi", "a", id=f"c{i}") for i in range(20)]
     with pytest.raises(UserError, match="all 20 conversations ask the same"):
         split_of(path=write_lines(tmp_path / "x.jsonl", as_records(same)))
@@ -247,11 +247,11 @@ def test_limit_reads_no_further(tmp_path: Path) -> None:
 def test_limit_counts_prompts_where_the_target_answers(tmp_path: Path) -> None:
     records = [sharegpt(("human", "q" * n), id=f"i{n}") for n in (5, 900, 6, 7)]
     path = write_lines(tmp_path / "x.jsonl", records)
-    cfg = DataConfig(path=path, limit=3, max_prompt=100, answers="target", held_out=0)
+    cfg = DataConfig(path=path, limit=3, max_prompt=100, responses="target", held_out=0)
     split = split_prompts(cfg, tokenizer_of(CHATML))
     assert sorted(c.id for c in split.train) == ["i5", "i6", "i7"]
     with pytest.raises(UserError, match="4 no assistant turn"):
-        split_documents(replace(cfg, answers="data"), tokenizer_of(CHATML))
+        split_documents(replace(cfg, responses="data"), tokenizer_of(CHATML))
 
 
 class Counting:
@@ -310,8 +310,8 @@ def test_every_conversation_is_tokenised_once(tmp_path: Path, limit: int | None)
         assert len(set(counting.texts)) == len(counting.texts)
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -> None:
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, responses: str) -> None:
     """With a limit, without one, and as a run notes them (the records that it read and both
     shares)."""
     records = as_records(random_talks(60))
@@ -319,8 +319,8 @@ def test_held_out_prompts_are_those_of_the_split(tmp_path: Path, answers: str) -
     path = write_lines(tmp_path / "x.jsonl", records)
     tokenizer = tokenizer_of(CHATML)
     for limit in (30, None):
-        cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, answers=answers)
-        split: DataSplit[Any] = (split_prompts if answers == "target" else split_documents)(
+        cfg = DataConfig(path=path, limit=limit, max_prompt=400, held_out=0.3, responses=responses)
+        split: DataSplit[Any] = (split_prompts if responses == "target" else split_documents)(
             cfg, tokenizer
         )
         expected, read = split.prompts, split.tally.read
@@ -366,13 +366,13 @@ def test_a_popular_held_out_opening_leaves_something_to_measure_on() -> None:
         assert 12 <= selecting <= len(many) - 12
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_the_three_parts_have_no_prompt_in_common(tmp_path: Path, answers: str) -> None:
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_the_three_parts_have_no_prompt_in_common(tmp_path: Path, responses: str) -> None:
     """The training side is what it is without a validation part, in the same order."""
     path = write_lines(tmp_path / "x.jsonl", as_records(random_talks(300)))
-    make: Any = split_prompts if answers == "target" else split_documents
+    make: Any = split_prompts if responses == "target" else split_documents
     tokenizer = tokenizer_of(CHATML)
-    cfg = DataConfig(path=path, answers=answers)
+    cfg = DataConfig(path=path, responses=responses)
     split, two = make(cfg, tokenizer), make(replace(cfg, validation=0.0), tokenizer)
     ids = {name: [x.id for x in getattr(split, name)] for name in ("train", "validation", "test")}
     assert ids["train"] == [x.id for x in two.train]

@@ -48,12 +48,12 @@ def test_mask_on_real_conversations(smollm2: Any) -> None:
     chat_template = Chat(smollm2)
     split = split_conversations(cfg, lambda c: (c, chat_template.documents(c, cfg)[0]))
     for c, document in split.train:
-        answers = [m.content for m in c.messages if m.role == "assistant"]
-        assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in answers)
+        responses = [m.content for m in c.messages if m.role == "assistant"]
+        assert said(document, smollm2) == "|".join(a + "<|im_end|>" for a in responses)
         last = max(i for i, m in enumerate(c.messages) if m.role == "assistant")
         chat = [{"role": m.role, "content": m.content} for m in c.messages[: last + 1]]
         assert document.ids.tolist() == smollm2.apply_chat_template(chat)["input_ids"]
-        # what a server sends to be answered is, token for token, what precedes each answer
+        # what a server sends to be answered is, token for token, what precedes each response
         starts = [i for i, m in enumerate(document.mask) if m and not document.mask[i - 1]]
         turns = [i for i, m in enumerate(chat) if m["role"] == "assistant"]
         for start, turn in zip(starts, turns, strict=True):
@@ -102,7 +102,7 @@ def test_one_beginning_of_text() -> None:
 
 
 def test_lead_that_only_the_last_answer_has() -> None:
-    """Templates of thinking models write an empty thought before the last answer."""
+    """Templates of thinking models write an empty thought before the last response."""
     last = "{% if loop.last and m.role == 'assistant' %}<think>\n</think>\n{% endif %}"
     body = "<|im_start|>{{ m.role }}\n" + last + "{{ m.content }}<|im_end|>\n"
     tokenizer = tokenizer_of("{% for m in messages %}" + body + "{% endfor %}" + ASK)
@@ -136,9 +136,9 @@ def test_fails_closed_where_template_and_mask_disagree(template: str, tmp_path: 
         split_documents(written(tmp_path, *[c] * 3), tokenizer)
 
 
-def test_an_answer_that_the_template_changes_later_is_in_a_text_of_its_own() -> None:
+def test_a_response_that_the_template_changes_later_is_in_a_text_of_its_own() -> None:
     """A server that answers the second prompt reads another header than one that answers the first,
-    so in the whole text only the second answer is what it would be there."""
+    so in the whole text only the second response is what it would be there."""
     tokenizer = tokenizer_of("{{ 'a' if messages | length > 2 else 'b' }}" + CHATML)
     chat = talk("q", "first answer", "r", "second")
     one, two = Chat(tokenizer).documents(chat, DataConfig())
@@ -163,7 +163,8 @@ def test_template_at_fault_is_found_early(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", ["plain", "generation"])
 def test_fails_closed_where_a_token_lies_across_the_edge(template: str, tmp_path: Path) -> None:
-    """With a line break as one token with the answer's first letter, only some answers split."""
+    """With a line break as one token with the response's first letter, only some responses
+    split."""
     text = CHATML if template == "plain" else GENERATION
     tokenizer = tokenizer_of(text, merges=[("Ċ", "x")])
     assert encode(talk("q", "xylophone"), tokenizer, DataConfig()) == DISAGREE
@@ -219,13 +220,13 @@ def test_lengths(tmp_path: Path) -> None:
     assert same(encode(c, tokenizer, DataConfig(max_length=n)), whole)
     assert encode(c, tokenizer, DataConfig(max_length=n - 1)) == f"longer than max_length={n - 1}"
     # 9 assistant tokens: 8 letters and the end of turn
-    assert same(encode(c, tokenizer, DataConfig(min_answer=9)), whole)
-    assert encode(c, tokenizer, DataConfig(min_answer=10)) == "answers shorter than min_answer=10"
+    assert same(encode(c, tokenizer, DataConfig(min_response=9)), whole)
+    assert encode(c, tokenizer, DataConfig(min_response=10)) == "answers shorter than min_answer=10"
     cut = encode(c, tokenizer, DataConfig(max_length=n - 5, too_long="truncate"))
     assert isinstance(cut, Document) and cut.truncated
     assert (cut.ids == whole.ids[: n - 5]).all() and (cut.mask == whole.mask[: n - 5]).all()
     assert said(cut, tokenizer) == "abcde"
-    # cut down to less than the shortest answer
+    # cut down to less than the shortest response
     short = DataConfig(max_length=n - 8, too_long="truncate")
     assert encode(c, tokenizer, short) == "answers shorter than min_answer=4"
     cfg = written(tmp_path, c, c, max_length=n - 5, too_long="truncate")

@@ -110,7 +110,7 @@ def test_a_stage_measures_nothing_that_an_earlier_one_was_trained_on(
     first = trained_on(tmp_path / "one" / "best")
     assert first is not None and 50 < len(first.keys_N) <= 70 and first.complete
     capsys.readouterr()
-    stage = f"stage.draft={tmp_path / 'one' / 'best'}"
+    stage = f"initialisation.draft={tmp_path / 'one' / 'best'}"
     tiny.job(tmp_path / "two", "medusa", *more, "data.held_out=0.5", stage)
     said = " ".join(capsys.readouterr().out.split())
     assert "held-out texts were trained on by" in said
@@ -148,9 +148,9 @@ def read_alike(cfg: Config, run: Path, noted: tuple[list[Prompt], list[Prompt]])
         asked, rest = measured_prompts(data_of_run(run), parts.tokenizer, limit, others, draft=best)
         assert [p.id for p in asked] == test[:limit]
         assert [p.id for p in rest] == [*validation, *test[limit:]][:others]
-    earlier = earlier_drafts(cfg.stage, cfg.drafter)
-    assert [str(draft) for draft in earlier] == [cfg.stage.draft]
-    found = diagnose(cfg.data, parts, None, 0, cfg.answering, cfg.drafter.depth, earlier)
+    earlier = earlier_drafts(cfg.initialisation, cfg.drafter)
+    assert [str(draft) for draft in earlier] == [cfg.initialisation.draft]
+    found = diagnose(cfg.data, parts, None, 0, cfg.response_generation, cfg.drafter.depth, earlier)
     assert [p.id for p in found.prompts] == [*test, *validation]
     elsewhere = replace(cfg, planning=replace(cfg.planning, device="l4"))
     planned = plan_of_run(elsewhere).facts.data.split
@@ -194,17 +194,17 @@ def popular_chats() -> list[dict]:  # type: ignore[type-arg]
     chats = conversations(160)
     for n, chat in enumerate(chats[:40]):
         later = {"role": "user", "content": f"now tell me of thing{n}, which thing{n + 1} made"}
-        first, answer = {"role": "user", "content": "Hello"}, chat["messages"][1]
-        chats[n] = {"messages": [first, answer, later, answer]}
+        first, response = {"role": "user", "content": "Hello"}, chat["messages"][1]
+        chats[n] = {"messages": [first, response, later, response]}
     return chats
 
 
-@pytest.mark.parametrize("answers", ["data", "target"])
-def test_a_popular_opening_is_known_as_it_was_asked(tmp_path: Path, answers: str) -> None:
+@pytest.mark.parametrize("responses", ["data", "target"])
+def test_a_popular_opening_is_known_as_it_was_asked(tmp_path: Path, responses: str) -> None:
     """Of 40 chats that begin alike, some are held out; all of them are known by what was asked."""
     path = write_jsonl(tmp_path / "chats.jsonl", popular_chats())
-    cfg = DataConfig(str(path), answers=answers, held_out=0.3)
-    split: DataSplit[Any] = (split_documents if answers == "data" else split_prompts)(
+    cfg = DataConfig(str(path), responses=responses, held_out=0.3)
+    split: DataSplit[Any] = (split_documents if responses == "data" else split_prompts)(
         cfg, make_tokenizer()
     )
     for side in (split.train, split.held_out, [*split.prompts, *split.validation_prompts]):

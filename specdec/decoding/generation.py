@@ -1,4 +1,4 @@
-"""The growing answers of a batch: where each answer ends, and the record of its rounds."""
+"""The growing responses of a batch: where each response ends, and the record of its rounds."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from specdec.context import Context, FeatureSpec, Proposal
+from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops, Stream
 from specdec.decoding.verification_methods import Verdict
@@ -35,7 +35,7 @@ class SpeculationStep:
         return self.tested == self.accepted
 
 
-# called for each prompt and round: the prompt's number, the tokens its answer gained, the round;
+# called for each prompt and round: the prompt's number, the tokens its response gained, the round;
 # for the first token, from prefill, the round is None
 OnTokens = Callable[[int, list[int], SpeculationStep | None], None]
 
@@ -59,28 +59,29 @@ class Generation:
         return max(0, len(self.ids) - 1)
 
 
-# a text, and what its tokens are: "accepted" drafts, "rejected" ones that are not in the answer, or
-# the target's own, which "corrected" a draft, followed it as a "bonus", or came without ("plain")
+# a text, and what its tokens are: "accepted" drafts, "rejected" ones that are not in the response,
+# or the target's own, which "corrected" a draft, followed it as a "bonus", or came without
+# ("plain")
 Piece = tuple[str, str]
 
 
 def pieces(stream: Stream, ids: Sequence[int], last: SpeculationStep | None) -> list[Piece]:
-    """What a round adds to an answer, as `OnTokens` gets it, in the order in which it is read: a
+    """What a round adds to a response, as `OnTokens` gets it, in the order in which it is read: a
     rejected draft comes right before its correction."""
     if last is None:
         parts = [("plain", stream.add(ids))]
     else:
         parts = [("accepted", stream.add(ids[: last.accepted]))]
-        if own := ids[last.accepted :]:  # the answer may have ended within the draft
+        if own := ids[last.accepted :]:  # the response may have ended within the draft
             parts.append(("rejected", stream.preview(last.rejected)))
             parts.append(("bonus" if last.bonus else "corrected", stream.add(own)))
     return [(kind, text) for kind, text in parts if text]
 
 
-def pieces_of(tokenizer: Any, answer: Generation) -> list[Piece]:
-    """All `pieces` of an answer."""
-    stream, parts, ids = Stream(tokenizer), list[Piece](), answer.ids
-    for last in (None, *answer.rounds):
+def pieces_of(tokenizer: Any, response: Generation) -> list[Piece]:
+    """All `pieces` of a response."""
+    stream, parts, ids = Stream(tokenizer), list[Piece](), response.ids
+    for last in (None, *response.rounds):
         count = 1 if last is None else last.accepted + 1
         parts += pieces(stream, ids[:count], last)
         ids = ids[count:]
@@ -116,16 +117,17 @@ class Clock:
 
 @dataclass(frozen=True)
 class Record:
-    """Which of the target's features to keep from plain answers. When an answer ends,
-    `keep(text, ctx)` gets its prompt and answer and the features of all but the last token."""
+    """Which of the target's hidden states to keep from plain responses. When a response ends,
+    `keep(text, ctx)` gets its prompt and answer and the hidden states of all but the last token."""
 
-    needs: FeatureSpec  # and the final hidden state, always
+    needs: HiddenStateSpec  # and the final hidden state, always
     keep: Callable[[list[int], Context], None]
 
 
 @dataclass
-class Answers:
-    """The answers to all prompts, which of them have ended, and the prompts still in the batch."""
+class GrowingResponses:
+    """The responses to all prompts, which of them have ended, and the prompts still in the
+    batch."""
 
     prompts: Sequence[Sequence[int]]
     openings: Sequence[Sequence[int]]  # the parts of the prompts in which a stop string may begin
@@ -141,7 +143,8 @@ class Answers:
         numbers = list(range(len(self.prompts)))
         size = self.at_once or len(numbers)
         self.in_batch = numbers[:size]  # the prompt of each row of the batch
-        self._waiting = numbers[size:]  # the prompts that get a row when another's answer has ended
+        # the prompts that get a row when another's response has ended
+        self._waiting = numbers[size:]
         self.clock = Clock(self.device)
         self._rounds: list[list[SpeculationStep]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
@@ -161,7 +164,7 @@ class Answers:
         rounds None: prefill."""
         for n, b in enumerate(range(len(self.in_batch)) if only is None else only):
             i = self.in_batch[b]
-            if i in self._done:  # the answer has ended, but its row is still in the batch
+            if i in self._done:  # the response has ended, but its row is still in the batch
                 continue
             ids = rows.texts[b][len(self.prompts[i]) :]
             before = len(ids) - len(new[n])
@@ -196,7 +199,7 @@ class Answers:
         return rows
 
     def refilled(self) -> list[int]:
-        """Rows whose answers have ended, each of which now belongs to a prompt that waited; none
+        """Rows whose responses have ended, each of which now belongs to a prompt that waited; none
         until more than a tenth of the rows have ended, since prompts are read faster together."""
         if not self._waiting:
             return []
@@ -217,7 +220,7 @@ class Answers:
         return [self._done[i] for i in range(len(self.prompts))]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """How many tokens the answer keeps, if it ends after its first `before`; else None."""
+        """How many tokens the response keeps, if it ends after its first `before`; else None."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
                 return n

@@ -5,10 +5,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from specdec.context import FeatureSpec
-from specdec.decoding.answers import Generation, SpeculationStep
+from specdec.context import HiddenStateSpec
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.fitting import rows_that_fit
+from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.errors import is_out_of_memory
 from specdec.measure.setup import Setup
@@ -16,10 +16,10 @@ from specdec.runtime.device import release
 
 
 @dataclass
-class Answered:
+class DecodedPrompts:
     """All prompts answered plainly and in one way, the timed ones first. Seconds and the counts
     beside them have one entry for each batch that was timed; they are about the tokens after the
-    first of each answer, which prefill emits."""
+    first of each response, which prefill emits."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Answered:
         return [r for g in self.drafted for r in g.rounds]
 
     def add(self, plain: Sequence[Generation], drafted: Sequence[Generation]) -> None:
-        """Add the answers to a batch of prompts."""
+        """Add the responses to a batch of prompts."""
         self.plain += plain
         self.drafted += drafted
 
@@ -55,14 +55,14 @@ class Answered:
         self.timed += len(plain[0])
 
 
-def answers_in_turn(
+def decoded_in_turn(
     setup: Setup,
     cfg: DecodeConfig,
     ways: Sequence[Way],
     prompts: list[list[int]],
     together: int,
     tell: Callable[..., None],
-) -> list[Answered]:
+) -> list[DecodedPrompts]:
     """Answer all prompts plainly and in each way: the first `cfg.timed_prompts` in batches of
     `cfg.batch`, in turn and `cfg.repeats` times, the others `together` at a time, without compiled
     passes. `tell` is called with the progress after each batch."""
@@ -71,11 +71,11 @@ def answers_in_turn(
     def turns(batch: range, ways: Sequence[Way], repeat: int = 0) -> list[list[Generation]]:
         """The prompts with these numbers, plainly and in each way."""
         some, seeds = [prompts[i] for i in batch], [cfg.seed + i * 1009 + repeat for i in batch]
-        return [setup.answers(some, way, seeds=seeds) for way in ways]
+        return [setup.responses(some, way, seeds=seeds) for way in ways]
 
-    def in_time() -> list[Answered]:
+    def in_time() -> list[DecodedPrompts]:
         """The prompts that are timed."""
-        many, warming = [Answered() for _ in ways], [plain, *(way.fresh() for way in ways)]
+        many, warming = [DecodedPrompts() for _ in ways], [plain, *(way.fresh() for way in ways)]
         for first in range(0, timed, cfg.batch):
             batch = range(first, min(first + cfg.batch, timed))
             # warm-up; if compiled, each number of rows and tokens has its own graph
@@ -83,13 +83,13 @@ def answers_in_turn(
                 turns(batch, warming)
             repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
             plainly, *drafted = map(list, zip(*repeats, strict=True))
-            for answered, of_way in zip(many, drafted, strict=True):
-                answered.add(plainly[0], of_way[0])
-                answered.time(plainly, of_way)
+            for decodings, of_way in zip(many, drafted, strict=True):
+                decodings.add(plainly[0], of_way[0])
+                decodings.time(plainly, of_way)
             said(many, len(batch))
         return many
 
-    def said(many: Sequence[Answered], count: int) -> None:
+    def said(many: Sequence[DecodedPrompts], count: int) -> None:
         taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
         by_way = " and ".join(f"{tau:.2f}" for tau in taus)
         at = f"decoding  T={plain.sampler.temperature:g}"
@@ -105,9 +105,9 @@ def answers_in_turn(
     def counted(batch: range) -> list[list[Generation]]:
         """The prompts with these numbers, in smaller batches if memory runs out."""
         try:
-            answers = turns(batch, eager)
+            responses = turns(batch, eager)
             tell(advance=len(batch))
-            return answers
+            return responses
         except Exception as error:
             if not is_out_of_memory(error) or len(batch) == 1:
                 raise
@@ -117,13 +117,13 @@ def answers_in_turn(
         return [first + second for first, second in zip(*parts, strict=True)]
 
     for plainly, *drafts in ranks.shared(batches, counted):
-        for answered, drafted in zip(many, drafts, strict=True):
-            answered.add(plainly, drafted)
+        for decodings, drafted in zip(many, drafts, strict=True):
+            decodings.add(plainly, drafted)
     return many
 
 
 def _tokens(batch: Sequence[Generation]) -> int:
-    """How many tokens of these answers the rounds made, since prefill emits the first of each; at
+    """How many tokens of these responses the rounds made, since prefill emits the first of each; at
     least 1, because callers divide by it."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
 
@@ -139,7 +139,7 @@ def _a_round(batch: Sequence[Generation]) -> float:
 
 
 def counting(
-    setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]], needs: FeatureSpec
+    setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]], needs: HiddenStateSpec
 ) -> int:
     """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
     many as fit into the memory that is free in every process, with the hidden states that the draft

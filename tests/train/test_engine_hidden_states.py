@@ -1,6 +1,6 @@
-"""Features from engines: the same as in this process, without the target's layers.
+"""Hidden states from engines: the same as in this process, without the target's layers.
 
-Run alone: python -m pytest tests/train/test_engine_features.py (under 40 s)
+Run alone: python -m pytest tests/train/test_engine_hidden_states.py (under 40 s)
 """
 
 import copy
@@ -27,7 +27,7 @@ from tests.told import require_one_line, told
 from train import loop
 
 pytestmark = pytest.mark.usefixtures("training_alone")
-BY_TARGET = ["data.answers=target", "decode.prompts=0", "export=null"]
+BY_TARGET = ["data.responses=target", "decode.prompts=0", "export=null"]
 Serve = Callable[..., FakeEngine]
 
 
@@ -77,26 +77,30 @@ def layers_go_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def roots(folder: Path) -> list[str]:
     """Caches of their own, with no note of the target's fingerprint."""
-    return [f"{name}={folder}/{name}" for name in ("answers.root", "features.root", "target.cache")]
+    return [
+        f"{name}={folder}/{name}"
+        for name in ("responses.root", "hidden_states.root", "target.cache")
+    ]
 
 
-@pytest.mark.parametrize("answers", ["target", "data"])
-def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
+@pytest.mark.parametrize("responses", ["target", "data"])
+def test_a_job_trains_on_an_engines_hidden_states_without_the_targets_layers(
     tiny: Tiny,
     tmp_path: Path,
     serve: Serve,
     layers_go_early: list[int],
-    answers: str,
+    responses: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Answers and features come in one request each; the features of texts in one that writes a
-    single token. Every step then has the loss that it has with features of this process, up to the
-    rounding of batches. The layers are loaded once, to compare the first hidden states."""
-    engine, options = serve(), [*BY_TARGET[1:], f"data.answers={answers}"]
-    served = [*options, f"features.from={engine.url}", *roots(tmp_path / "served")]
+    """Responses and hidden states come in one request each; the hidden states of texts in one that
+    writes a single token. Every step then has the loss that it has with hidden states of this
+    process, up to the rounding of batches. The layers are loaded once, to compare the first hidden
+    states."""
+    engine, options = serve(), [*BY_TARGET[1:], f"data.responses={responses}"]
+    served = [*options, f"hidden_states.from={engine.url}", *roots(tmp_path / "served")]
     tiny.job(tmp_path / "run", "eagle3", *served)
     assert len(engine.asked) == 29
-    assert {body["max_tokens"] for body in engine.asked} == {12 if answers == "target" else 1}
+    assert {body["max_tokens"] for body in engine.asked} == {12 if responses == "target" else 1}
     left = [path.name for path in (tmp_path / "states").iterdir()]
     assert left == [FOLDER_MARK], "files are deleted once they were read"
     tiny.job(tmp_path / "again", "eagle3", *served)
@@ -114,8 +118,8 @@ def test_a_job_trains_on_an_engines_features_without_the_targets_layers(
 
 def test_two_processes_share_the_requests(tiny: Tiny, tmp_path: Path, serve: Serve) -> None:
     """Each asks for its share, once, and both train on what one process would."""
-    engine, options = serve(), ["data.answers=target", *BY_TARGET[1:], "loop.epochs=1"]
-    more = [*options, f"features.from={engine.url}", *roots(tmp_path / "two")]
+    engine, options = serve(), ["data.responses=target", *BY_TARGET[1:], "loop.epochs=1"]
+    more = [*options, f"hidden_states.from={engine.url}", *roots(tmp_path / "two")]
     Lives(tiny).run(tmp_path / "two", "eagle3", [Life(processes=2)], *more)
     assert len(engine.prompts) == len({*engine.prompts}) == 29
     tiny.job(tmp_path / "one", "eagle3", *options, *roots(tmp_path / "one"))
@@ -177,7 +181,7 @@ GARBAGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("answers", ["target", "data"])
+@pytest.mark.parametrize("responses", ["target", "data"])
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_told_in_one_line(
     tiny: Tiny,
@@ -185,15 +189,15 @@ def test_garbage_is_told_in_one_line(
     serve: Serve,
     capsys: pytest.CaptureFixture[str],
     name: str,
-    answers: str,
+    responses: str,
 ) -> None:
     """Nothing of it is stored: the run then goes on with a sound engine."""
     faults, message = GARBAGE[name]
-    options = [f"data.answers={answers}", *BY_TARGET[1:], *roots(tmp_path)]
-    broken = f"features.from={serve(**faults).url}"
+    options = [f"data.responses={responses}", *BY_TARGET[1:], *roots(tmp_path)]
+    broken = f"hidden_states.from={serve(**faults).url}"
     said = told(capsys, tiny.overrides("eagle3", *options, broken), tmp_path / "run")
     require_one_line(said, message)
-    assert not list((tmp_path / "features.root").rglob("*.safetensors"))
+    assert not list((tmp_path / "hidden_states.root").rglob("*.safetensors"))
 
 
 def test_another_model_is_told(
@@ -204,8 +208,8 @@ def test_another_model_is_told(
     other = load_target(
         TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32", "cpu")
     )
-    options = ["data.answers=data", *BY_TARGET[1:], *roots(tmp_path)]
-    engine = f"features.from={serve(of=other).url}"
+    options = ["data.responses=data", *BY_TARGET[1:], *roots(tmp_path)]
+    engine = f"hidden_states.from={serve(of=other).url}"
     said = told(capsys, tiny.overrides("eagle3", *options, engine), tmp_path / "run")
     require_one_line(said, "the engine's next token is only . times .* another model")
 
@@ -219,29 +223,29 @@ def half_of_another(target: Target) -> Target:
     return other
 
 
-@pytest.mark.parametrize("answers", ["target", "data"])
+@pytest.mark.parametrize("responses", ["target", "data"])
 def test_another_model_with_the_same_head_is_told(
     tiny: Tiny,
     tmp_path: Path,
     serve: Serve,
     target: Target,
     capsys: pytest.CaptureFixture[str],
-    answers: str,
+    responses: str,
 ) -> None:
     """Its tokens follow from its states in our head, so only the states tell it apart."""
-    options = [f"data.answers={answers}", *BY_TARGET[1:], *roots(tmp_path)]
-    engine = f"features.from={serve(of=half_of_another(target)).url}"
+    options = [f"data.responses={responses}", *BY_TARGET[1:], *roots(tmp_path)]
+    engine = f"hidden_states.from={serve(of=half_of_another(target)).url}"
     said = told(capsys, tiny.overrides("eagle3", *options, engine), tmp_path / "run")
     require_one_line(said, "hidden states after layer . differ from those of .* another model")
-    assert not list((tmp_path / "features.root").rglob("*.safetensors"))
-    assert not list((tmp_path / "answers.root").rglob("*.jsonl"))
+    assert not list((tmp_path / "hidden_states.root").rglob("*.safetensors"))
+    assert not list((tmp_path / "responses.root").rglob("*.jsonl"))
 
 
 MISTAKES = [
-    (["features.cache=online"], "features.from fills a store"),
+    (["hidden_states.mode=online"], "hidden_states.from fills a store"),
     (["drafter=ngram"], "drafter=ngram does not read"),
     (["drafter=early_exit"], "drafter=early_exit does not read"),
-    (["rounds.data=on_policy", "data.answers=target"], "tokens that were drafted and rejected"),
+    (["rounds.data=on_policy", "data.responses=target"], "tokens that were drafted and rejected"),
     (["budget.minutes=5"], "give data.limit instead"),
 ]
 
@@ -250,7 +254,7 @@ MISTAKES = [
 def test_what_does_not_go_together(
     tiny: Tiny, capsys: pytest.CaptureFixture[str], more: Sequence[str], message: str
 ) -> None:
-    options = ["features.from=http://a:8000/v1", *more]
+    options = ["hidden_states.from=http://a:8000/v1", *more]
     drafter = next((x.removeprefix("drafter=") for x in more if x.startswith("drafter=")), "eagle3")
     require_one_line(told(capsys, tiny.overrides(drafter, *options)), message)
 

@@ -1,6 +1,6 @@
-"""The terms of an objective against formulas written out by hand, and their gradients.
+"""The terms of a loss against formulas written out by hand, and their gradients.
 
-Run alone: python -m pytest tests/objectives/test_losses.py
+Run alone: python -m pytest tests/losses/test_loss_terms.py
 
 p is a distribution over the full target vocabulary cut to the draft's, so that Σ_S p <= 1;
 z are the draft's logits and q = softmax(z). Values and gradients are checked in float64, where
@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UserError
-from specdec.objectives.losses import COMPARING, COUPLED, LOG_FLOOR, TERMS, LossInputs, confidence
+from specdec.losses.loss_terms import (
+    COMPARING,
+    COUPLED,
+    LOG_FLOOR,
+    LOSS_TERMS,
+    LossInputs,
+    confidence,
+)
 
 S = 7
 # those of one position that read p and q alone; the others have tests of their own
-LOSSES = [n for n in TERMS if n not in (*COUPLED, *COMPARING, "smooth_l1", "confidence")]
+LOSSES = [n for n in LOSS_TERMS if n not in (*COUPLED, *COMPARING, "smooth_l1", "confidence")]
 
 
 @dataclass
@@ -48,7 +55,7 @@ def term(name: str, piece: LossInputs, cfg: Constants) -> Tensor:
         "lk_hybrid": {"eta": cfg.eta},
         "top_k": {"k": cfg.k},
     }
-    return TERMS[name](piece, **of_term.get(name, {}))
+    return LOSS_TERMS[name](piece, **of_term.get(name, {}))
 
 
 def loss_of(name: str, p: Any, q: Any, cfg: Constants = CFG) -> float:

@@ -1,6 +1,6 @@
-"""A start in closed form: least squares, and what drafts make of it.
+"""A closed-form initialisation: least squares, and what drafts make of it.
 
-Run alone: python -m pytest tests/drafters/test_regression.py
+Run alone: python -m pytest tests/drafters/test_closed_form.py
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 import train.initialisation
 from specdec.context import Context, KnownAnchors
 from specdec.drafters import DRAFTERS
-from specdec.drafters.base import starts_of
+from specdec.drafters.base import initialisations_of
 from specdec.drafters.eagle import EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.hydra import Hydra, HydraHeadsConfig
@@ -32,7 +32,7 @@ from specdec.targets.target import Target
 from tests.tiny import Tiny, architectures, random_target
 from train.data.sequences import Document
 from train.hidden_states.batches import OnlineBatches
-from train.initialisation import StageConfig, initial_drafter
+from train.initialisation import InitialisationConfig, initial_drafter
 
 V, ROWS, LENGTH = 61, 24, 96
 
@@ -122,16 +122,17 @@ def anchors() -> tuple[Tensor, Tensor]:
 
 
 def read(drafter: Eagle3, seed: int) -> KnownAnchors:
-    """Random features and tokens, and final states that are linear in the features of the token
-    before, 0.7 times, and in the embedding of the token, 0.7 times, in half of its directions."""
+    """Random hidden states and tokens, and final states that are linear in the hidden states of the
+    token before, 0.7 times, and in the embedding of the token, 0.7 times, in half of its
+    directions."""
     generator, made = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(7)
     ids_BT = read_tokens(seed).ids_BT
-    features_BTF = torch.randn(ROWS, LENGTH, 3 * 64, generator=generator) * 5
+    hidden_states_BTF = torch.randn(ROWS, LENGTH, 3 * 64, generator=generator) * 5
     maps = torch.randn(3 * 64, 64, generator=made), torch.randn(64, 64, generator=made)
     maps[1][:, 32:] = 0
-    parts = features_BTF.roll(1, 1) @ maps[0], drafter.embed(ids_BT) @ maps[1]
+    parts = hidden_states_BTF.roll(1, 1) @ maps[0], drafter.embed(ids_BT) @ maps[1]
     final_BTD = sum((0.7 * x / x.square().mean().sqrt() for x in parts), torch.zeros(()))
-    return KnownAnchors(Context(ids_BT, layers_BTF=features_BTF), final_BTD, *anchors())
+    return KnownAnchors(Context(ids_BT, layers_BTF=hidden_states_BTF), final_BTD, *anchors())
 
 
 @pytest.mark.parametrize(
@@ -143,16 +144,20 @@ def test_a_head_starts_as_the_linear_draft_of_what_it_reads(options: dict[str, A
     """Depth 0 can know its state whole, depth 1 only the half that the token tells."""
     target = random_target(WIDE)
     found = {}
-    for start in ("target", "regression"):
-        config = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start=start, depth=2, **options)
+    for start in ("target", "closed_form"):
+        config = Eagle3Config(
+            layers=[1, 2, 3], draft_vocab=None, initialisation=start, depth=2, **options
+        )
         torch.manual_seed(0)
         drafter = Eagle3.build(config, target).float()
-        if drafter.closed_form_start:
+        if drafter.closed_form_initialisation:
             with torch.no_grad():
-                drafter.regress(lambda drafter=drafter: [read(drafter, seed) for seed in range(6)])
+                drafter.solve_closed_form(
+                    lambda drafter=drafter: [read(drafter, seed) for seed in range(6)]
+                )
         found[start] = agreement(drafter, read(drafter, 99))
-    assert found["regression"][0] > 0.8 and found["target"][0] < 0.3, found
-    assert found["regression"][1] > 0.45 and found["target"][1] < 0.3, found
+    assert found["closed_form"][0] > 0.8 and found["target"][0] < 0.3, found
+    assert found["closed_form"][1] > 0.45 and found["target"][1] < 0.3, found
 
 
 def read_states(target: Target, seed: int) -> KnownAnchors:
@@ -188,12 +193,12 @@ def test_a_draft_starts_as_the_linear_recurrence_of_the_states(config: Any, leas
     """The likeliest token is the target's, at every depth, more often than with the other start."""
     target, found = random_target(WIDE), {}
     family = DRAFTERS[config.name]
-    for start in starts_of(config)[:2]:
+    for start in initialisations_of(config)[:2]:
         torch.manual_seed(0)
-        drafter = family.build(replace(config, start=start), target).float()
-        if drafter.closed_form_start:
+        drafter = family.build(replace(config, initialisation=start), target).float()
+        if drafter.closed_form_initialisation:
             with torch.no_grad():
-                drafter.regress(lambda: [read_states(target, seed) for seed in range(6)])
+                drafter.solve_closed_form(lambda: [read_states(target, seed) for seed in range(6)])
         known = read_states(target, 99)
         hidden_BAKD = drafter.hidden(known.ctx, known.position_N.view(ROWS, -1), None)
         found[start] = []
@@ -201,14 +206,16 @@ def test_a_draft_starts_as_the_linear_recurrence_of_the_states(config: Any, leas
             ours = drafter.unembed(hidden_BAKD[:, :, k].flatten(0, 1), k).argmax(-1)
             theirs = target.logits(known.wanted(k).to(target.dtype)).argmax(-1)
             found[start].append(float((ours == theirs).float().mean()))
-    assert min(found["regression"]) > least and max(found[starts_of(config)[1]]) < 0.3, found
+    assert min(found["closed_form"]) > least and max(found[initialisations_of(config)[1]]) < 0.3, (
+        found
+    )
 
 
 def test_hydras_start_is_read_where_all_its_depths_have_tokens(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[KnownAnchors] = []
-    monkeypatch.setattr(Hydra, "regress", lambda _, known: seen.extend(known()))
+    monkeypatch.setattr(Hydra, "solve_closed_form", lambda _, known: seen.extend(known()))
     tiny.job(tmp_path / "run", "hydra", "drafter.depth=4")
     assert seen
     for some in seen:
@@ -225,8 +232,8 @@ def test_a_norm_that_adds_one_to_its_weight_starts_with_finite_weights() -> None
     drafter.attach(target)
     ids_BT = read_tokens(0).ids_BT
     with torch.no_grad():
-        ctx, final_BTD = target.features(ids_BT, drafter.needs)
-        drafter.regress(lambda: [KnownAnchors(ctx, final_BTD, *anchors())])
+        ctx, final_BTD = target.hidden_states(ids_BT, drafter.needs)
+        drafter.solve_closed_form(lambda: [KnownAnchors(ctx, final_BTD, *anchors())])
         at_BA = anchors()[1].view(ROWS, -1)
         out_NKD = drafter.norm(drafter.hidden(ctx, at_BA, None)).flatten(0, 1)
     size = final_BTD.square().mean().sqrt()
@@ -234,11 +241,11 @@ def test_a_norm_that_adds_one_to_its_weight_starts_with_finite_weights() -> None
     assert all(x.isfinite().all() for x in drafter.parameters())
 
 
-def test_answers_too_short_for_least_squares_are_no_error(tiny: Tiny, tmp_path: Path) -> None:
-    """One token of each answer counts: there is no pair of known states."""
+def test_responses_too_short_for_least_squares_are_no_error(tiny: Tiny, tmp_path: Path) -> None:
+    """One token of each response counts: there is no pair of known states."""
     made: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Eagle3, "regress", lambda *_: made.append(1))
+        patch.setattr(Eagle3, "solve_closed_form", lambda *_: made.append(1))
         patch.setattr(train.initialisation, "anchors_of", lambda *args: anchors_of(*args[:3], 500))
         tiny.job(tmp_path / "run", "eagle3")
     assert not made
@@ -248,13 +255,18 @@ def test_a_draft_that_is_trained_further_keeps_the_rates_of_its_start(
     tiny: Tiny, tmp_path: Path
 ) -> None:
     config, target = tiny.config("eagle3"), random_target(WIDE)
-    earlier = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, start="target")
+    earlier = Eagle3Config(layers=[1, 2, 3], draft_vocab=None, initialisation="target")
     draft_checkpoint.write_draft(tmp_path, Eagle3.build(earlier, target), target)
-    config = replace(earlier, start="regression")
+    config = replace(earlier, initialisation="closed_form")
     documents = [Document("a", np.arange(9, dtype=np.int32), np.ones(9, bool))]
-    state_for_next_depth = initial_drafter(StageConfig(str(tmp_path)), config, target, documents, 0)
-    assert state_for_next_depth.config.start == "target" and not state_for_next_depth.learning_rates
-    fresh = initial_drafter(StageConfig(), config, target, documents, 0)
+    state_for_next_depth = initial_drafter(
+        InitialisationConfig(str(tmp_path)), config, target, documents, 0
+    )
+    assert (
+        state_for_next_depth.config.initialisation == "target"
+        and not state_for_next_depth.learning_rates
+    )
+    fresh = initial_drafter(InitialisationConfig(), config, target, documents, 0)
     assert fresh.learning_rates == {"fc.*": 0.03}
 
 
@@ -267,30 +279,30 @@ def test_the_same_texts_give_the_same_start() -> None:
         drafter = Eagle3.build(config, target).float()
         torch.rand(seed + 5)  # numbers drawn elsewhere
         with torch.no_grad():
-            drafter.regress(lambda drafter=drafter: [read(drafter, 1)])
+            drafter.solve_closed_form(lambda drafter=drafter: [read(drafter, 1)])
         states.append(drafter.state_dict())
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
-def test_a_run_starts_by_regression_and_not_again(
+def test_a_run_starts_in_closed_form_and_not_again(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The default of eagle3. With a learning rate that moves nothing, the draft is the start."""
     made = []
-    plain = Eagle3.regress
+    plain = Eagle3.solve_closed_form
 
     def counted(self: Eagle3, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         plain(self, known)
         made.append(sum(len(x.row_N) for x in known()))
 
-    monkeypatch.setattr(Eagle3, "regress", counted)
+    monkeypatch.setattr(Eagle3, "solve_closed_form", counted)
     tiny.job(tmp_path / "run", "eagle3", "optim.lr=1e-30")
     assert len(made) == 1 and made[0] > 100
     weights = load_file(tmp_path / "run" / "best" / "draft.safetensors")
     D = weights["norm.weight"].shape[0]
     assert weights["midlayer.self_attn.q_proj.weight"][:, D:].abs().max() < 1e-20  # 0 at the start
     tiny.job(tmp_path / "run", "eagle3", "optim.lr=1e-30")  # it is finished, and not trained again
-    tiny.job(tmp_path / "other", "eagle3", "drafter.start=target")
+    tiny.job(tmp_path / "other", "eagle3", "drafter.initialisation=target")
     tiny.job(tmp_path / "state_for_next_depth", "eagle3", f"drafter.from={tmp_path}/run/best")
     assert len(made) == 1
 
@@ -302,16 +314,16 @@ def test_without_a_cache_the_target_reads_the_texts_of_the_start_once(
     """Unless there is no room to remember them. Then the first rows are also read to see if they
     have any anchors."""
     read: list[int] = []
-    batch, plain = OnlineBatches.batch, Eagle3.regress
+    batch, plain = OnlineBatches.batch, Eagle3.solve_closed_form
     monkeypatch.setattr(train.initialisation, "REMEMBERED", bytes_kept)
     monkeypatch.setattr(OnlineBatches, "batch", lambda self, x: (read.extend(x), batch(self, x))[1])
 
-    def regressed(self: Eagle3, known: Callable[[], Iterable[KnownAnchors]]) -> None:
+    def closed_form_depths(self: Eagle3, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         plain(self, known)
         assert max(read.count(row) for row in set(read)) == reads
 
-    monkeypatch.setattr(Eagle3, "regress", regressed)
-    tiny.job(tmp_path / "run", "eagle3", "features.cache=online")
+    monkeypatch.setattr(Eagle3, "solve_closed_form", closed_form_depths)
+    tiny.job(tmp_path / "run", "eagle3", "hidden_states.mode=online")
     assert read
 
 
@@ -334,7 +346,7 @@ def test_the_factors_of_the_start_reach_the_optimiser(
 def test_the_learning_rate_is_the_familys_own_unless_it_is_given(tiny: Tiny) -> None:
     for drafter, given, expected in (
         ("eagle3", ["optim.lr=null"], 3e-4),
-        ("eagle3", ["optim.lr=null", "drafter.start=target"], 1e-3),
+        ("eagle3", ["optim.lr=null", "drafter.initialisation=target"], 1e-3),
         ("medusa", ["optim.lr=null"], 1e-3),
         ("eagle3", ["optim.lr=7e-4"], 7e-4),
     ):

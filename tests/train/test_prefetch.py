@@ -1,6 +1,6 @@
-"""Features that are read ahead: the same batches in the same order, whatever happens.
+"""Hidden states that are read ahead: the same batches in the same order, whatever happens.
 
-Run alone: python -m pytest tests/train/test_ahead.py (about 15 s)
+Run alone: python -m pytest tests/train/test_prefetch.py (about 15 s)
 """
 
 import threading
@@ -15,11 +15,11 @@ from specdec.integrity import Damaged
 from tests.runs import require_same_run
 from tests.tiny import Tiny, losses, records
 from train.hidden_states.batches import BatchesReadAhead, StoredBatches
-from train.hidden_states.store import FeaturesConfig
+from train.hidden_states.store import HiddenStatesConfig
 
 
 def readers() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("features")]
+    return [t for t in threading.enumerate() if t.name.startswith("hidden_states")]
 
 
 def test_batches_come_in_order_and_no_more_than_asked_are_held() -> None:
@@ -30,57 +30,57 @@ def test_batches_come_in_order_and_no_more_than_asked_are_held() -> None:
         read.append(indices)
         return f"batch {list(indices)}"
 
-    ahead, requests = BatchesReadAhead(batch, 2), [[0, 1], [2], [3, 4], [5]]
-    ahead.expect(requests)
+    prefetch, requests = BatchesReadAhead(batch, 2), [[0, 1], [2], [3, 4], [5]]
+    prefetch.expect(requests)
     for n, request in enumerate(requests):
         for _ in range(2):
             allowed.release()
-        assert ahead.take(request) == f"batch {request}"
+        assert prefetch.take(request) == f"batch {request}"
         assert len(read) <= n + 3, "the one that is taken, and two more"
-    assert ahead.take([6]) is None, "it was not expected"
-    ahead.expect([])
+    assert prefetch.take([6]) is None, "it was not expected"
+    prefetch.expect([])
     assert not readers()
 
 
 def test_batches_out_of_order_are_not_taken_from_those_read_ahead() -> None:
-    ahead = BatchesReadAhead(lambda indices: list(indices), 1)  # type: ignore[arg-type, return-value]
-    ahead.expect([[1], [2]])
-    assert ahead.take([2]) is None
-    assert ahead.take([1]) == [1] and ahead.take([2]) == [2]
-    ahead.expect([])
+    prefetch = BatchesReadAhead(lambda indices: list(indices), 1)  # type: ignore[arg-type, return-value]
+    prefetch.expect([[1], [2]])
+    assert prefetch.take([2]) is None
+    assert prefetch.take([1]) == [1] and prefetch.take([2]) == [2]
+    prefetch.expect([])
 
 
 def test_nothing_is_read_ahead_by_default_of_a_source() -> None:
-    ahead = BatchesReadAhead(lambda indices: pytest.fail("read"), 0)
-    ahead.expect([[1]])
-    assert ahead.take([1]) is None and not readers()
+    prefetch = BatchesReadAhead(lambda indices: pytest.fail("read"), 0)
+    prefetch.expect([[1]])
+    assert prefetch.take([1]) is None and not readers()
 
 
 def test_what_reading_raised_is_raised_where_the_batch_is_taken() -> None:
     def damaged(indices: Sequence[int]) -> Any:
         raise Damaged(f"batch {indices}")
 
-    ahead = BatchesReadAhead(damaged, 2)
-    ahead.expect([[7]])
+    prefetch = BatchesReadAhead(damaged, 2)
+    prefetch.expect([[7]])
     with pytest.raises(Damaged, match="7"):
-        ahead.take([7])
-    ahead.expect([])
+        prefetch.take([7])
+    prefetch.expect([])
 
 
 @pytest.mark.parametrize("more", [[], ["loop.rows=2", "loop.accumulate=1"]])
 def test_a_run_is_bit_for_bit_the_same_without_reading_ahead(
     tiny: Tiny, tmp_path: Path, more: list[str]
 ) -> None:
-    tiny.job(tmp_path / "ahead", "eagle3", "features.ahead=3", *more)
-    tiny.job(tmp_path / "plain", "eagle3", "features.ahead=0", *more)
+    tiny.job(tmp_path / "ahead", "eagle3", "hidden_states.prefetch=3", *more)
+    tiny.job(tmp_path / "plain", "eagle3", "hidden_states.prefetch=0", *more)
     require_same_run(tmp_path / "ahead", tmp_path / "plain")
     assert not readers(), "the thread has ended"
     waiting = [r["train"]["waiting"] for r in records(tmp_path / "plain") if "train" in r]
     assert len(waiting) == 12 and all(0 < share < 1 for share in waiting)
 
 
-def test_a_run_that_computes_features_does_not_wait(tiny: Tiny, tmp_path: Path) -> None:
-    tiny.job(tmp_path / "run", "eagle3", "features.cache=online")
+def test_a_run_that_computes_hidden_states_does_not_wait(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.job(tmp_path / "run", "eagle3", "hidden_states.mode=online")
     assert all(r["train"]["waiting"] == 0 for r in records(tmp_path / "run") if "train" in r)
 
 
@@ -88,7 +88,7 @@ def test_damage_that_the_thread_meets_is_mended(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A bit of the store is flipped after the store is filled, before training reads it."""
-    sound = [f"features.root={tmp_path / 'sound'}"]
+    sound = [f"hidden_states.root={tmp_path / 'sound'}"]
     tiny.job(tmp_path / "whole", "eagle3", *sound)
     expect, damaged = StoredBatches.expect, list[Path]()
 
@@ -102,7 +102,7 @@ def test_damage_that_the_thread_meets_is_mended(
         expect(self, requests)
 
     monkeypatch.setattr(StoredBatches, "expect", damage)
-    tiny.job(tmp_path / "again", "eagle3", f"features.root={tmp_path / 'damaged'}")
+    tiny.job(tmp_path / "again", "eagle3", f"hidden_states.root={tmp_path / 'damaged'}")
     said = capsys.readouterr()
     assert damaged and "computed again" in said.out + said.err
     assert losses(tmp_path / "again") == losses(tmp_path / "whole")
@@ -131,5 +131,5 @@ def test_an_interrupted_run_leaves_no_thread_that_reads_on(
 
 
 def test_a_negative_number_of_batches_is_refused() -> None:
-    with pytest.raises(UserError, match=r"features\.ahead"):
-        FeaturesConfig(ahead=-1)
+    with pytest.raises(UserError, match=r"hidden_states\.prefetch"):
+        HiddenStatesConfig(prefetch=-1)

@@ -1,6 +1,6 @@
 """Terms that read more of a piece than p and q of one position: all depths, or hidden states.
 
-Run alone: python -m pytest tests/objectives/test_coupled.py
+Run alone: python -m pytest tests/losses/test_coupled.py
 """
 
 import math
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from specdec.decoding.verification_methods import RULES
 from specdec.errors import UserError
-from specdec.objectives.losses import (
-    TERMS,
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import (
+    LOSS_TERMS,
     LossInputs,
     adaspec,
     d_pace,
@@ -24,10 +25,9 @@ from specdec.objectives.losses import (
     nla,
     smooth_l1,
 )
-from specdec.objectives.objective import ObjectiveConfig
 from tests.decoding.tree_laws import expected_accepted
 from tests.laws import Tables
-from tests.objectives.test_losses import S, piece_of
+from tests.losses.test_loss_terms import S, piece_of
 
 N, K = 5, 4
 EXACT = 1.0  # a run's end, where the weights are no longer smoothed
@@ -98,7 +98,7 @@ def test_dropped_depths_leave_the_expected_gradient_as_it_is(name: str, progress
             valid=weight > 0,
             weight=weight / weight.amax(-1, keepdim=True),
         )
-        (found,) = torch.autograd.grad((TERMS[name](at, **more) * weight).sum(), z)
+        (found,) = torch.autograd.grad((LOSS_TERMS[name](at, **more) * weight).sum(), z)
         return found
 
     means = []
@@ -146,8 +146,8 @@ def test_early_a_draft_that_is_poor_at_depth_0_learns_the_others() -> None:
 def test_expected_length_weighs_depths_itself() -> None:
     from tests.tiny import compose
 
-    assert compose(["objective=expected_length"]).objective.depth_decay == 1.0
-    assert compose(["objective=kl"]).objective.depth_decay == ObjectiveConfig.depth_decay
+    assert compose(["loss=expected_length"]).loss.depth_decay == 1.0
+    assert compose(["loss=kl"]).loss.depth_decay == LossConfig.depth_decay
 
 
 # Trees
@@ -311,20 +311,20 @@ def test_on_policy_is_forward_where_accepted_and_reverse_after() -> None:
     p, z = draws()
     accepted = torch.arange(K) < torch.tensor([[0], [1], [2], [4], [3]])
     at = replace(piece_of(p, z.log_softmax(-1)), accepted=accepted)
-    (got,) = torch.autograd.grad(TERMS["on_policy"](at, decay=0.7).sum(), z)
+    (got,) = torch.autograd.grad(LOSS_TERMS["on_policy"](at, decay=0.7).sum(), z)
     for n in range(N):
         for k in range(K):
             name, scale = ("kl", 1.0) if accepted[n, k] else ("reverse_kl", 0.7**k)
-            (wanted,) = torch.autograd.grad(TERMS[name](piece(p, z, 0.0))[n, k], z)
+            (wanted,) = torch.autograd.grad(LOSS_TERMS[name](piece(p, z, 0.0))[n, k], z)
             torch.testing.assert_close(got[n, k], scale * wanted[n, k], atol=1e-12, rtol=0)
 
 
-# Features
+# Hidden states
 
 
-def of_states(hidden: Tensor, features: Tensor) -> LossInputs:
+def of_states(hidden: Tensor, target_hidden: Tensor) -> LossInputs:
     p = torch.full((*hidden.shape[:-1], S), 1 / S)
-    return replace(piece_of(p, p.log()), hidden=hidden, features=features)
+    return replace(piece_of(p, p.log()), hidden=hidden, target_hidden=target_hidden)
 
 
 def test_smooth_l1_by_hand() -> None:
@@ -353,18 +353,18 @@ def test_smooth_l1_needs_states_of_the_target_s_width() -> None:
 
 def test_terms_are_weighed_and_left_out() -> None:
     p, z = draws()
-    cfg = ObjectiveConfig({"nla": 2.0, "kl": 0.0, "jsd": 1.0}, {"jsd": {"beta": 0.1}})
+    cfg = LossConfig({"nla": 2.0, "kl": 0.0, "jsd": 1.0}, {"jsd": {"beta": 0.1}})
     one = piece(p, z, 0.0)
-    assert torch.equal(cfg.loss(one), 2 * TERMS["nla"](one) + TERMS["jsd"](one, beta=0.1))
+    assert torch.equal(cfg.loss(one), 2 * LOSS_TERMS["nla"](one) + LOSS_TERMS["jsd"](one, beta=0.1))
     assert str(cfg) == "2 nla + 1 jsd, depth k weighs 0.8^k, per token"
 
 
 def test_weights_change_over_a_run() -> None:
     p, z = draws()
-    cfg = ObjectiveConfig({"kl": [1, 0, 0.5], "nla": [0.0, 2.0, 1.0], "tv": [0, 0, 1]})
+    cfg = LossConfig({"kl": [1, 0, 0.5], "nla": [0.0, 2.0, 1.0], "tv": [0, 0, 1]})
     for progress, of_kl, of_nla in ((0.0, 1.0, 0.0), (0.25, 0.5, 0.5), (0.75, 0.0, 1.5)):
         at = piece(p, z, progress)
-        wanted = of_kl * TERMS["kl"](at) + of_nla * TERMS["nla"](at)
+        wanted = of_kl * LOSS_TERMS["kl"](at) + of_nla * LOSS_TERMS["nla"](at)
         torch.testing.assert_close(cfg.loss(at), wanted, atol=1e-12, rtol=0)
     said = "(1 to 0 over 50% of the run) kl + (0 to 2 over 100% of the run) nla, depth k"
     assert str(cfg).startswith(said)

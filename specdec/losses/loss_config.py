@@ -1,4 +1,4 @@
-"""The objective: which terms a draft is trained on, and how they are combined into one number."""
+"""The loss: which terms a draft is trained on, and how they are combined into one number."""
 
 import inspect
 import math
@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from specdec.errors import nearest, require, require_between, require_known, require_within
-from specdec.objectives.losses import COMPARING, COUPLED, OF_TREES, TERMS, LossInputs
+from specdec.losses.loss_terms import COMPARING, COUPLED, LOSS_TERMS, OF_TREES, LossInputs
 from specdec.sampling.trees import Static
 
 SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
 
 
 @dataclass
-class ObjectiveConfig:
+class LossConfig:
     """A weighted sum of terms (see losses.py), summed over the depths of each anchor with weights
     `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
 
@@ -25,7 +25,7 @@ class ObjectiveConfig:
     and then stays there, as in {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its
     acceptance is trained beside them with weight 1, and its gradient reaches nothing else, unless
     `confidence` is among the terms. `constants`: values for a term's own constants, such as
-    `objective.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
+    `loss.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
     compares with. `paths`: those of the tree that expected_tree is for; null takes decode.paths.
     `per`: token averages over all anchors of a step equally; sequence averages over each text
     first, so long texts do not dominate. `chunk`: the number of anchors whose logits, at all
@@ -42,25 +42,28 @@ class ObjectiveConfig:
     chunk: int = 256
 
     def __post_init__(self) -> None:
-        require_within("objective", self, chunk=1, depth_decay=0, least_weight=0)
-        require_known("objective", self, per=("token", "sequence"))
+        require_within("loss", self, chunk=1, depth_decay=0, least_weight=0)
+        require_known("loss", self, per=("token", "sequence"))
         for kind in ("terms", "constants"):
             for name in getattr(self, kind):
-                require(name in TERMS, f"objective.{kind}.{name} is unknown{nearest(name, TERMS)}")
+                require(
+                    name in LOSS_TERMS,
+                    f"objective.{kind}.{name} is unknown{nearest(name, LOSS_TERMS)}",
+                )
         for name, constants in self.constants.items():
-            known = set(inspect.signature(TERMS[name]).parameters) - {"inputs", "paths"}
+            known = set(inspect.signature(LOSS_TERMS[name]).parameters) - {"inputs", "paths"}
             for key, value in constants.items():
-                where = f"objective.constants.{name}.{key}"
+                where = f"loss.constants.{name}.{key}"
                 require(key in known, f"{where} is unknown{nearest(key, known)}")
                 if key in SHARES:
                     require_between(where, value, 0, 1)
                 whole = float(value).is_integer() and value >= 1
                 require(key != "k" or whole, f"{where}={value}: give a whole number >= 1")
-        require(bool(self._used()), "objective.terms is empty: give one, such as {nla: 1}")
+        require(bool(self._used()), "loss.terms is empty: give one, such as {nla: 1}")
 
-    def for_tree(self, drafted: list[list[int]] | None) -> "ObjectiveConfig":
-        """The objective for a tree of these paths, if a term reads the paths of a tree and none are
-        given; else the objective as it is."""
+    def for_tree(self, drafted: list[list[int]] | None) -> "LossConfig":
+        """The loss for a tree of these paths, if a term reads the paths of a tree and none are
+        given; else the loss as it is."""
         reads = any(name in OF_TREES for name in self._used())
         return replace(self, paths=drafted) if reads and self.paths is None else self
 
@@ -70,22 +73,22 @@ class ObjectiveConfig:
         comparing, of_trees = ([name for name in used if name in x] for x in (COMPARING, OF_TREES))
         require(
             not comparing or self.reference is not None,
-            f"objective.terms.{', '.join(comparing)} compares with a draft trained before: "
-            "give objective.reference=runs/NAME/best",
+            f"loss.terms.{', '.join(comparing)} compares with a draft trained before: "
+            "give loss.reference=runs/NAME/best",
         )
         require(
             bool(comparing) or self.reference is None,
-            f"objective.reference={self.reference} is read by {', '.join(COMPARING)} alone: omit "
+            f"loss.reference={self.reference} is read by {', '.join(COMPARING)} alone: omit "
             "it, or add that term",
         )
         require(
             not of_trees or self.paths is not None,
-            f"objective.terms.{', '.join(of_trees)} is for the tree that will be drafted: "
+            f"loss.terms.{', '.join(of_trees)} is for the tree that will be drafted: "
             "give its paths, such as decode.tree=static decode.paths=[[0],[1],[0,0]]",
         )
         require(
             bool(of_trees) or self.paths is None,
-            f"objective.paths is read by {', '.join(OF_TREES)} alone: omit it, or add that term",
+            f"loss.paths is read by {', '.join(OF_TREES)} alone: omit it, or add that term",
         )
         if self.paths is not None:
             Static(self.paths)  # raises if they do not form a tree
@@ -100,7 +103,7 @@ class ObjectiveConfig:
             if name in OF_TREES:
                 constants["paths"] = self.paths
             weight = first + (last - first) * min(1.0, inputs.progress / until)
-            terms.append(weight * TERMS[name](inputs, **constants))
+            terms.append(weight * LOSS_TERMS[name](inputs, **constants))
         return reduce(Tensor.add, terms)
 
     @property
@@ -135,7 +138,7 @@ class ObjectiveConfig:
             finite = all(type(x) in (int, float) and math.isfinite(x) for x in ramp)
             require(
                 finite and len(ramp) == 3 and 0 < ramp[2] <= 1,
-                f"objective.terms.{name}={weight}: give a finite weight, or [FROM, TO, UNTIL] such "
+                f"loss.terms.{name}={weight}: give a finite weight, or [FROM, TO, UNTIL] such "
                 "as [0, 1, 0.5], where UNTIL is a share of the run above 0, up to 1",
             )
             if any(ramp[:2]):

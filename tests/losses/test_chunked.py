@@ -1,6 +1,6 @@
 """A loss in chunks equals the plain sum, finds its parameters, and keeps little in memory.
 
-Run alone: python -m pytest tests/objectives/test_chunked.py
+Run alone: python -m pytest tests/losses/test_chunked.py
 """
 
 import weakref
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec.objectives.chunked import Part, chunked
+from specdec.losses.chunked import Part, chunked
 from tests.device import DEVICE
-from tests.objectives.test_losses import CFG, S, piece_of, pruned, term, truncated
+from tests.losses.test_loss_terms import CFG, S, piece_of, pruned, term, truncated
 
 WIDTH, DEPTH = 5, 2
 

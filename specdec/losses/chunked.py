@@ -2,7 +2,7 @@
 vocabulary never exists.
 
 Training uses it twice: a chunk of anchors' hidden states is multiplied by the two unembeddings, and
-the objective reads the chunk's logits a few rows at a time, so that its intermediate tensors stay
+the loss reads the chunk's logits a few rows at a time, so that its intermediate tensors stay
 in a processor's cache. No product is computed twice. (Blocks of the vocabulary would need p and q
 again for the gradient, as β is known only after the last block.)
 """
@@ -98,7 +98,7 @@ def slices(x: Tensor, chunk: int) -> list[slice]:
 
 
 def at_once(logits: Tensor) -> int:
-    """How many rows of a chunk's logits an objective reads at a time: on a CPU what fits in its
+    """How many rows of a chunk's logits a loss reads at a time: on a CPU what fits in its
     cache, on a GPU what keeps it busy."""
     most = AT_ONCE if logits.device.type == "cpu" else AT_ONCE_ON_GPU
     return max(1, most // max(1, logits[0].numel()))

@@ -22,7 +22,7 @@ from train.data.engine_responses import (
     AT_ONCE,
     SECONDS,
     ComparedServers,
-    features_of,
+    hidden_states_of,
     require_room_in,
     require_same_states,
     servers_of,
@@ -50,7 +50,7 @@ def fill_from_engines(
     on_demand: TargetLoader,
     bars: Progress,
 ) -> None:
-    """Store the features of all documents of rows, which engines read. Raises UserError if a
+    """Store the hidden states of all documents of rows, which engines read. Raises UserError if a
     document cannot be read, and if the states are not those of this target: the first ones of each
     server, and some later ones, are compared with the target's own."""
     target = on_demand.parts
@@ -58,16 +58,16 @@ def fill_from_engines(
         i: x for i, x in enumerate(row.ids[at].tolist() for row in rows for at in documents(row))
     }
     store.prepare(sum(map(len, texts.values())))
-    engines = servers_of("features.from", urls, target)
+    engines = servers_of("hidden_states.from", urls, target)
     require_room_in(engines, max(map(len, texts.values())) + 1)
-    console.print(f"features from {engines.title}")
-    task = bars.add_task("engine's features", total=sum(map(len, texts.values())))
+    console.print(f"hidden states from {engines.title}")
+    task = bars.add_task("engine's hidden states", total=sum(map(len, texts.values())))
     written, whole = time.monotonic(), list[Target]()
 
     def compare(_: Server, read: Mapping[int, DocumentStates]) -> None:
         with torch.no_grad():
             said = [
-                int(target.logits(features_of(x.states, target)[0][0, -1]).argmax()) == x.after
+                int(target.logits(hidden_states_of(x.states, target)[0][0, -1]).argmax()) == x.after
                 for x in read.values()
             ]
         _require_own(said, target)
@@ -78,7 +78,7 @@ def fill_from_engines(
 
     def store_states(_: Server, i: int, read: DocumentStates) -> None:
         nonlocal written
-        store.hold_document(texts[i], *features_of(read.states, target), target)
+        store.hold_document(texts[i], *hidden_states_of(read.states, target), target)
         if time.monotonic() - written > SECONDS or store.unwritten > AT_ONCE:
             store.write()
             written = time.monotonic()
@@ -93,7 +93,7 @@ def fill_from_engines(
         ):
             if isinstance(result, Failed):
                 raise UserError(
-                    f"the features of a text of {len(texts[i])} tokens are missing because of "
+                    f"the hidden states of a text of {len(texts[i])} tokens are missing because of "
                     f"{result.reason}: mend that and run the same command again; what was stored "
                     "before is kept"
                 )

@@ -1,7 +1,7 @@
-"""The terms of an objective: functions from a `LossInputs` to a loss [N, K].
+"""The terms of a loss: functions from a `LossInputs` to a loss [N, K].
 
 A term does not reduce, mask or weight: `objective.py` does that once for all. Its constants are
-keyword arguments, set by `objective.constants.TERM.NAME=`. With z the draft's logits,
+keyword arguments, set by `loss.constants.TERM.NAME=`. With z the draft's logits,
 q = softmax(z), P = Σ_S p <= 1 and β = Σ min(p, q) at one position, the docstrings give ∂L/∂z,
 which the tests check in float64.
 """
@@ -37,7 +37,7 @@ class LossInputs(DistributionPair):
     valid: Tensor
     logits: Tensor  # [N, K, S] the draft's, before the sampler
     hidden: Tensor  # [N, K, D] the draft's hidden states, which `unembed` reads
-    features: Tensor  # [N, K, D] the target's final hidden states, from which p is computed
+    target_hidden: Tensor  # [N, K, D] the target's final hidden states, from which p is computed
     progress: float = 0.0  # share of the run's steps that are done, from 0 to 1
     confidence: Tensor | None = None  # [N, K] the family's own estimate of α, if it makes one
     accepted: Tensor | None = None  # [N, K] bool, at a decoder's anchors: which drafts it accepted
@@ -91,7 +91,7 @@ def adaspec(inputs: LossInputs, keep: float = 0.4) -> Tensor:
     draft by the most; 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p
     on the tokens kept.
 
-    The quantile is taken at each depth over the valid tokens of a chunk (`objective.chunk`), as the
+    The quantile is taken at each depth over the valid tokens of a chunk (`loss.chunk`), as the
     authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
     divided by the number of all tokens.
     """
@@ -136,7 +136,7 @@ def d_pace(inputs: LossInputs, smooth: float = 0.5) -> Tensor:
 
     The weights are those of Lucas-TY/D-PACE (specforge/core), which divides the sum over a batch's
     blocks by the number of rows, not of anchors; that changes the loss by a factor only.
-    The setting `objective=d_pace` also sets `objective.depth_decay` to 1.
+    The setting `loss=d_pace` also sets `loss.depth_decay` to 1.
     """
     loss_NK = ce(inputs)
     known_NK = (-loss_NK.detach()).exp() * (inputs.label >= 0)
@@ -153,8 +153,8 @@ def expected_length(inputs: LossInputs, smooth: float = 0.5, until: float = 0.5)
     factors, so a draft that is poor at depth 0 would learn nothing at deeper ones and little at 0.
     So early in a run w_i is computed from β̃ = s + (1 - s) β, as in D-PACE (arXiv 2605.18810,
     s = ½): s falls from `smooth` at the start to 0 when the share `until` of the run is done
-    (`until=0`: s stays). Depths after an answer's end do not count. The setting
-    `objective=expected_length` also sets `objective.depth_decay` to 1.
+    (`until=0`: s stays). Depths after a response's end do not count. The setting
+    `loss=expected_length` also sets `loss.depth_decay` to 1.
     """
     smooth *= _left(inputs, until)
     loss_NK = nla(inputs)
@@ -187,7 +187,7 @@ def expected_tree(
     on the text's own branch alone. The product of its a_j is exact if acceptance at a depth does
     not depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
     assume; on toys where it does, its mean over texts is -2 to +6 % off
-    (tests/objectives/test_coupled.py). Children that are the likeliest tokens (T = 0) are accepted
+    (tests/losses/test_coupled.py). Children that are the likeliest tokens (T = 0) are accepted
     with probability p(x), which has no gradient in q.
 
     Gradient: with B_r = {x: p > M_r q}, dG_r/dz = M_r q (1_B - Q_B) + Q_B dM_r/dz, Q_B = Σ_B q, and
@@ -200,7 +200,7 @@ def expected_tree(
     levels, K = Static(paths).levels, inputs.log_p.shape[1]
     require(
         len(levels) <= K,
-        f"objective.paths: the tree is {len(levels)} tokens deep, but the draft is trained on {K}: "
+        f"loss.paths: the tree is {len(levels)} tokens deep, but the draft is trained on {K}: "
         f"give drafter.depth={len(levels)}, or a flatter tree",
     )
     width = 1 + max(rank for level in levels for _, rank in level)
@@ -238,15 +238,15 @@ def smooth_l1(inputs: LossInputs, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
     width D as in EAGLE-1's code: with d their difference and b = `beta`, d²/2b where |d| < b, else
     |d| - b/2. Its gradient is d/(bD) or sign(d)/D. Raises UserError if the widths differ."""
-    hidden, features = inputs.hidden, inputs.features
-    if hidden.shape != features.shape:
+    hidden, target_hidden = inputs.hidden, inputs.target_hidden
+    if hidden.shape != target_hidden.shape:
         raise UserError(
-            f"objective.terms.smooth_l1 compares hidden states, but the draft's are "
-            f"{hidden.shape[-1]} wide and the target's {features.shape[-1]}: leave this term out, "
-            "or train a family that drafts features"
+            f"loss.terms.smooth_l1 compares hidden states, but the draft's are "
+            f"{hidden.shape[-1]} wide and the target's {target_hidden.shape[-1]}: leave this term "
+            "out, or train a family that drafts hidden states"
         )
     difference = nn.functional.smooth_l1_loss(
-        hidden.float(), features.float(), beta=beta, reduction="none"
+        hidden.float(), target_hidden.float(), beta=beta, reduction="none"
     )
     return difference.mean(-1)
 
@@ -273,7 +273,7 @@ def confidence(inputs: LossInputs) -> Tensor:
     no such estimate."""
     if inputs.confidence is None:
         raise UserError(
-            "objective.terms.confidence trains a family's own estimate of its acceptance, and this "
+            "loss.terms.confidence trains a family's own estimate of its acceptance, and this "
             "family makes none: leave the term out"
         )
     c, beta = inputs.confidence, inputs.as_served.beta.detach().clamp(0, 1)
@@ -286,8 +286,8 @@ def confidence(inputs: LossInputs) -> Tensor:
     return loss.masked_fill(diverged, math.nan)
 
 
-Term = Callable[..., Tensor]
-TERMS: dict[str, Term] = {
+LossTerm = Callable[..., Tensor]
+LOSS_TERMS: dict[str, LossTerm] = {
     term.__name__: term
     for term in (
         *(kl, soft_ce, reverse_kl, jsd, top_k, adaspec, ce, tv, nla, lk_hybrid),
