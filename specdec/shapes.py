@@ -9,7 +9,7 @@ LETTERS = {
     "B": "rows of a batch: sequences, or the live beams of a search",
     "C": "children of a node, or candidates for a token",
     "D": "width of a vector: a hidden state, an attention head, a rotary embedding",
-    "F": "features: what a network or a regression reads, such as several layers of the target",
+    "F": "inputs of a network or a fit, such as the hidden states of several layers of the target",
     "G": "drafted nodes of a proposal; in a chain, γ of them",
     "H": "attention heads: query heads, key heads, or the query heads that share a key head",
     "K": "depths, or the nodes of a path, one for each depth",

@@ -24,7 +24,7 @@ from train.hidden_states.store import HiddenStateStore
 from train.tracking import Tracker
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "answer": (responses, "decode"),
+    "response": (responses, "decode"),
     "response_file": (responses, "write_whole"),
     "hidden_states": (filling, "fill_from_batches"),
     "hidden_state_row": (OnlineBatches, "batch"),

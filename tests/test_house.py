@@ -418,7 +418,7 @@ ABILITIES = (  # the attribute that declares what only some drafters can do, and
     ("adapts_target", "adapted", "with_adapters_merged"),
     ("estimates_acceptance", "confidence"),
     ("separate_heads", "read_by_heads", "heads_of"),
-    ("closed_form_start", "regressed", "regress"),
+    ("closed_form_initialisation", "closed_form_depths", "solve_closed_form"),
 )
 
 

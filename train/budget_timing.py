@@ -131,8 +131,8 @@ def work_of(
     closed_form_initialisation: bool,
 ) -> Work:
     """The work of a run with so many held-out `prompts`, of the test part and of the validation
-    part. `length` is the mean number of their tokens; `closed_form_start` says whether the run
-    solves for its start."""
+    part. `length` is the mean number of their tokens; `closed_form_initialisation` says whether the
+    run solves for its start."""
     measured = min(cfg.decode.prompts, prompts[0])
     drafted = cfg.decode.max_new_tokens * len(cfg.decode.temperatures)
     ways = 2 + cfg.decode.fastest + (cfg.combine_with is not None)

@@ -31,6 +31,7 @@ from train.data.conversations import DataConfig
 from train.data.split import SHARE
 from train.folder import BEGAN, PLAN, WITHOUT_VALIDATION, config_of
 from train.loop import LoopConfig
+from train.renamed_keys import require_current_keys
 from train.run_config import Config
 
 
@@ -57,7 +58,7 @@ CHANGES: dict[str, Change] = {
     "responses.root": Change.ALLOWED,
     "responses.batch": Change.ALLOWED,
     "responses.shard": Change.ALLOWED,
-    "responses.engines": Change.ALLOWED,  # their responses are another run's: the texts are compared
+    "responses.engines": Change.ALLOWED,  # others write other responses: the texts are compared
     "loss.chunk": Change.ALLOWED,
     "loop.rows": Change.ALLOWED,  # `RowsPerStep` compares what a step reads
     "loop.accumulate": Change.ALLOWED,
@@ -271,6 +272,7 @@ def require_same_run(folder: Path, cfg: Config) -> None:
     `CHANGES` says which of them may change."""
     if not (theirs := config_of(folder)):
         return
+    require_current_keys(theirs, str(folder / "config.json"))
     other = "give another name=, or delete that folder"
     for group in fields(Config):
         ours, known = _settings_of(cfg, group.name), theirs.get(group.name)
@@ -284,11 +286,11 @@ def require_same_run(folder: Path, cfg: Config) -> None:
                 same or change not in (Change.NEVER, Change.PRESENCE),
                 f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
             )
-    stored = {"cache": "disk", "bits": None} | (theirs.get("hidden_states") or {})
+    stored = {"mode": "offline", "bits": None} | (theirs.get("hidden_states") or {})
     require(
-        (stored["bits"] if stored["cache"] == "disk" else None)
+        (stored["bits"] if stored["mode"] == "offline" else None)
         == (cfg.hidden_states.bits if cfg.hidden_states.mode == "offline" else None),
-        f"{folder} holds a run with hidden_states.mode={stored['cache']} and hidden_states.bits="
+        f"{folder} holds a run with hidden_states.mode={stored['mode']} and hidden_states.bits="
         f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
     )
     require(

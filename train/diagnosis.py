@@ -412,7 +412,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
         "Texts": {name: [f"{n:,}"] for name, n in diagnosis.texts.items()},
         "Lengths in tokens": {"": [*QUANTILES], **lengths},
         "Too long": {f"longer than {limit:,}": [f"{n:,}"] for limit, n in diagnosis.longer.items()},
-        "Weights of the answers in the loss": {
+        "Weights of the responses in the loss": {
             f"weight {weight:g}": [f"{n:,}"] for weight, n in diagnosis.weights.items()
         },
         "What the responses end in": {name: [f"{n:,}"] for name, n in diagnosis.stops.items()},

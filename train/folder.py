@@ -284,19 +284,11 @@ def digest(documents: Sequence[Document]) -> str:
 
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
     """A run's config.json, written `when` it was, as today's version would write it. Older ones
-    have a `loss` instead of an `loss`, had no validation part, and do not say when the run
-    began."""
+    had no validation part, and do not say when the run began."""
     if isinstance(data := written.get("data"), dict):
         data = WITHOUT_VALIDATION | data
         written = written | {"data": data | {"date": data.get("date") or _text(when)}}
-    if "loss" in written or not isinstance(loss := written.get("loss"), dict):
-        return written
-    name = loss.get("name", "nla")
-    of_term = {"jsd": "beta", "lk_hybrid": "eta"}.get(name)
-    objective = {"terms": {name: 1.0}, "depth_decay": loss.get("depth_decay", 0.8)}
-    if of_term in loss:
-        objective["constants"] = {name: {of_term: loss[of_term]}}
-    return written | {"loss": objective}
+    return written
 
 
 def _text(when: datetime) -> str:

@@ -30,9 +30,9 @@ from train.hidden_states.batches import BatchSource, OnlineBatches
 WHOLE = "its vocabulary is the target's"
 # the most bytes of hidden states kept in memory, so as not to compute them again
 REMEMBERED = 2**30
-# a start reads about one to two times as many tokens, or all if there are fewer
+# an initialisation reads about one to two times as many tokens, or all if there are fewer
 CLOSED_FORM_TOKENS = 80_000
-AT_ONCE = 4096  # tokens that a start reads at a time, or one packed row if that is longer
+AT_ONCE = 4096  # tokens that an initialisation reads at a time, or one packed row if that is longer
 
 
 @dataclass
@@ -192,7 +192,8 @@ def _continued(
 
 
 def stride(tokens: int) -> int:
-    """The n for which a start reads every n-th row of texts that have this many tokens in all."""
+    """The n for which an initialisation reads every n-th row of texts that have this many tokens in
+    all."""
     return max(1, tokens // CLOSED_FORM_TOKENS)
 
 
@@ -236,5 +237,5 @@ def initialise_in_closed_form(
         for weight in drafter.parameters():
             broadcast(weight.data)  # processes may round differently
     said = f"least squares at {count:,} anchors in {len(rows):,} of {len(data.rows):,} packed rows"
-    none = f"no response has as many as {drafter.closed_form_depths} tokens, so no weights are solved for"
-    console.print(f"start: {said if solvable else none}")
+    none = f"no response has {drafter.closed_form_depths} tokens, so no weights are solved for"
+    console.print(f"initialisation: {said if solvable else none}")

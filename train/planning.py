@@ -484,6 +484,7 @@ class RunPlan:
 
     def __str__(self) -> str:
         f, n, t = self.facts, self.cfg.planning.devices, self.facts.target
+        engines = self.cfg.response_generation.engines
         of_draft = "no weights that can be counted without those of the target"
         if f.draft is not None:
             of_draft = f"{_count(f.draft.weights)} weights, {_count(f.draft.trained)} are trained"
@@ -508,7 +509,7 @@ class RunPlan:
                 *self.advice(),
                 f"time ({how}): {hours(self.seconds)} on {n} {'device' if n == 1 else 'devices'}"
                 f" = {n * self.seconds / 3600:,.1f} device-hours"
-                f"{'; responses of engines are not counted' if self.cfg.response_generation.engines else ''}",
+                f"{'; responses of engines are not counted' if engines else ''}",
                 f"gain ({how}), if a share α = {self.cfg.planning.alpha:g} of the drafts is "
                 f"accepted:{'' if f.costs else ' unknown until the draft is made'}",
                 *map(_of_gain, self.gains),

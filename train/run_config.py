@@ -39,21 +39,16 @@ from train.initialisation import InitialisationConfig
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
+from train.renamed_keys import renamed_key_error, require_current_override
 from train.sizes import PlanningConfig
 from train.tracked_run import TrackConfig
 from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
-PATHS: tuple[str, ...] = (
-    "target.path",
-    "target.cache",
-    "data.path",
-    "data.rounds",
-    "initialisation.draft",
-)
-PATHS += ("responses.root", "hidden_states.path", "hidden_states.root", "loss.reference")
-PATHS += ("drafter.source", "drafter.head")
+PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.rounds")
+PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
+PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
 # What Hydra and OmegaConf raise for a user's mistake. The last three are not meant for users: where
 # this project's own code raises them, they are bugs, and `of_hydra` lets them through.
@@ -235,13 +230,13 @@ class Config:
         )
         require(
             self.responses.shard is None or self.data.responses == "target",
-            f"responses.shard={self.responses.shard} responses a share of the prompts: give "
+            f"responses.shard={self.responses.shard} answers a share of the prompts: give "
             "data.responses=target, or leave it out",
         )
         require(
             self.responses.shard is None or self.hidden_states.shard is None,
-            "responses.shard and hidden_states.shard: do the shares of the responses first, and "
-            "then those of the hidden states",
+            "responses.shard and hidden_states.shard: do the shards of the responses first, then "
+            "those of the hidden states",
         )
         require(
             self.hidden_states.shard is None
@@ -319,7 +314,11 @@ def quoted(arguments: Sequence[str]) -> list[str]:
     quoted, as is any value with an equals sign, as in decode.rule=lenience:factor=0.8, and a text
     that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
     initialisation.draft=, since no dataclass can have a field called `from`, and responses.from=
-    and hidden_states.from= become the lists responses.engines= and hidden_states.engines=."""
+    and hidden_states.from= become the lists responses.engines= and hidden_states.engines=. Raises
+    UserError for an old key (see `RENAMED`)."""
+    for argument in arguments:
+        if argument[:1] != "-":
+            require_current_override(argument)
     named = [re.sub(r"^\+*drafter\.from=", "initialisation.draft=", a) for a in arguments]
     named = [re.sub(r"^\+*(responses|hidden_states)\.from=(.*)", _engines, a) for a in named]
     return [a if a[:1] == "-" else _quoted(a) for a in named]
@@ -531,9 +530,11 @@ def of_hydra(error: Exception) -> UserError:
         raise bug
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConfigKeyError | ConfigAttributeError):
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause.__context__
+    in_file = re.match(r"In '(.+?)': ", str(error))
+    where = f"in {in_file[1]}: " if in_file else ""
     if key := getattr(cause, "full_key", None):
-        return _key_error(str(key), getattr(cause, "object_type", None))
+        return _key_error(str(key), getattr(cause, "object_type", None), where)
     if isinstance(error, OverrideParseException):
         key, equals, value = error.override.partition("=")
         if not equals:
@@ -547,9 +548,11 @@ def of_hydra(error: Exception) -> UserError:
     if isinstance(error, MissingConfigException):
         return _unknown_file(error.missing_cfg_file or "", error.options)
     for pattern, message in HYDRA_SAYS.items():
-        if match := re.match(pattern, str(error)):
+        if match := re.match(rf"(?:In '.+?': )?{pattern}", str(error)):
+            if renamed := renamed_key_error(match[1].partition("@")[0], where=where):
+                return renamed
             near = nearest(match[1].partition("@")[0], _groups()) if "{near}" in message else ""
-            return UserError(message.format(match[1], near=near))
+            return UserError(where + message.format(match[1], near=near))
     lines = [line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()]
     noise = ("reference_type=", "object_type=", "full_key: ")
     said = "; ".join(line for line in lines if line and not line.startswith(noise)) or repr(error)
@@ -610,17 +613,15 @@ def _shortened(text: str, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def _key_error(key: str, owner: Any) -> UserError:
-    """The error for an unknown key, with the nearest key of its `owner` dataclass."""
-    if key.split(".")[0] == "loss":
-        return UserError(
-            "configuration: loss is called loss now: give loss=NAME, such as "
-            "loss=kl, or loss.depth_decay=NUMBER"
-        )
+def _key_error(key: str, owner: Any, where: str = "") -> UserError:
+    """The error for an unknown key, with the nearest key of its `owner` dataclass. `where` begins
+    the message for a key in a file."""
+    if renamed := renamed_key_error(key, where=where):
+        return renamed
     near = ""
     if is_dataclass(owner):
         near = nearest(key.rsplit(".", 1)[-1], [f.name for f in fields(owner)])
-    return UserError(f"configuration: there is no key {key!r}{near}")
+    return UserError(f"configuration: {where}there is no key {key!r}{near}")
 
 
 def _no_unknown_keys(loaded: Any, typed: Any, path: str) -> None:

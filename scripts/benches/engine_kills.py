@@ -136,7 +136,7 @@ class EngineKilledRun:
         """The responses that are kept, by the name of the prompt. Raises UserError if one has
         two."""
         lines = [
-            x for p in self.folder.glob("answers/**/*.jsonl") for x in p.open(encoding="utf-8")
+            x for p in self.folder.glob("responses/**/*.jsonl") for x in p.open(encoding="utf-8")
         ]
         entries = [json.loads(line) for line in lines if line.endswith("\n")]
         found = {entry["prompt"]: entry["ids"] for entry in entries}

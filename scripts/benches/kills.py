@@ -22,7 +22,7 @@ RANKS, LAUNCHER = ([0], [1], [0, 1]), [-1]  # who is killed
 CHATS = 60  # 12 batches of responses, 30 rows of hidden states, 12 steps an epoch
 # phase → the places at which it can be cut, and up to which call they surely come in every life
 PHASES = {
-    "responses": (("answer", 2), ("response_file", 1)),
+    "responses": (("response", 2), ("response_file", 1)),
     "hidden_states": (("hidden_state_row", 6), ("hidden_state_file", 1)),
     "training": (("lr", 4), ("evaluation", 1)),
     "checkpoints": (("checkpoint", 2), ("half", 2), ("half_best", 1)),

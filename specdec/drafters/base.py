@@ -69,7 +69,8 @@ class Drafter(nn.Module, ABC):
     the target determines), so a draft on disk can be read without planning it again.
 
     `Config` is the dataclass that configures the family. It may have `bounds`, the limits of its
-    settings (see `require_within`), and `starts`, the values that its setting `start` may take.
+    settings (see `require_within`), and `initialisations`, the values that its setting
+    `initialisation` may take.
 
     Each attribute that is False by default declares an ability. A drafter that sets it gives the
     methods named beside it.
@@ -229,7 +230,8 @@ class Drafter(nn.Module, ABC):
 
 
 def initialisations_of(config: Any) -> Sequence[str]:
-    """The values that the setting `start` may have in a config, or in a class of configs."""
+    """The values that the setting `initialisation` may have in a config, or in a class of
+    configs."""
     initialisations: Sequence[str] = getattr(config, "initialisations", ("target", "random"))
     return initialisations
 
@@ -465,7 +467,8 @@ class Trainable(Predictor):
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
         """Initialise the weights in closed form, by least squares over a part of the training
-        texts. `known()` yields the same part every time. Called only with `closed_form_start`."""
+        texts. `known()` yields the same part every time. Called only with
+        `closed_form_initialisation`."""
         raise NotImplementedError
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:

@@ -62,7 +62,7 @@ class MTPConfig(RecurrentConfig):
     If the target's checkpoint has modules of this kind, training starts from them, except with
     `initialisation=random`. If it has none, `initialisation=closed_form` starts from the best
     linear draft (see `MTP.solve_closed_form`) and `initialisation=target` from the target's last
-    layer. The default learning rate depends on `start` alone.
+    layer. The default learning rate depends on `initialisation` alone.
     """
 
     initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS

@@ -265,8 +265,9 @@ class Recurrent(Trainable):
         """Copy the parts of the target's last layer that fit."""
 
     def initialise(self, target: TargetParts) -> None:
-        """EAGLE's own start, with all linear weights drawn from a normal distribution of standard
-        deviation 0.02, or the target's last layer around a pass-through of the hidden state."""
+        """EAGLE's own initialisation, with all linear weights drawn from a normal distribution of
+        standard deviation 0.02, or the target's last layer around a pass-through of the hidden
+        state."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -344,7 +345,7 @@ def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tenso
     return inner * balance, outer / balance
 
 
-INITIALISATIONS = ("closed_form", "target", "random")  # values of the setting `start`
+INITIALISATIONS = ("closed_form", "target", "random")  # values of the setting `initialisation`
 
 
 class Solved(Recurrent):

@@ -17,8 +17,8 @@ SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
 
 @dataclass
 class LossConfig:
-    """A weighted sum of terms (see losses.py), summed over the depths of each anchor with weights
-    `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
+    """A weighted sum of terms (see loss_terms.py), summed over the depths of each anchor with
+    weights `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
 
     `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
     that goes linearly from FROM at the run's start to TO when the share UNTIL of its steps is done,
@@ -48,7 +48,7 @@ class LossConfig:
             for name in getattr(self, kind):
                 require(
                     name in LOSS_TERMS,
-                    f"objective.{kind}.{name} is unknown{nearest(name, LOSS_TERMS)}",
+                    f"loss.{kind}.{name} is unknown{nearest(name, LOSS_TERMS)}",
                 )
         for name, constants in self.constants.items():
             known = set(inspect.signature(LOSS_TERMS[name]).parameters) - {"inputs", "paths"}

@@ -1,6 +1,6 @@
 """The terms of a loss: functions from a `LossInputs` to a loss [N, K].
 
-A term does not reduce, mask or weight: `objective.py` does that once for all. Its constants are
+A term does not reduce, mask or weight: `loss_config.py` does that once for all. Its constants are
 keyword arguments, set by `loss.constants.TERM.NAME=`. With z the draft's logits,
 q = softmax(z), P = Σ_S p <= 1 and β = Σ min(p, q) at one position, the docstrings give ∂L/∂z,
 which the tests check in float64.

@@ -166,7 +166,7 @@ def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     text, shown = ((tmp_path / f"report.{kind}").read_text() for kind in ("md", "html"))
     assert "<h3>Acceptance by depth</h3>" in shown and '<img src="alpha.png"' in shown
     assert "<td>**" not in shown and "&lt;b&gt;" in shown and "<b>" not in shown
-    assert "\nObjective: 1 nla.\n" in text and "](reliability.png)" in text
+    assert "\nLoss: 1 nla.\n" in text and "](reliability.png)" in text
     assert "| confidence, as drafted | 0.600 | 0.700 |" in text
     assert "| calibration error, calibrated | 0.020 | 0.100 |" in text
     assert report_page.page(Results.load(tmp_path), pictures) == text

@@ -33,7 +33,7 @@ def lives(tiny: Tiny) -> Lives:
 
 DEATHS: dict[str, list[dict[int, Kill]]] = {
     "replicated": [
-        {1: ("answer", 2, True)},
+        {1: ("response", 2, True)},
         {0: ("response_file", 1, False), 1: ("response_file", 1, True)},
         {1: ("lr", 4, False)},
         {0: ("half", 2, False)},

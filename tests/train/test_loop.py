@@ -4,7 +4,6 @@ steps are in test_steps.py; what interrupts it, and several processes, are in te
 Run alone: python -m pytest tests/train/test_loop.py            (-m "not slow": under half a minute)
 """
 
-import json
 import math
 import shutil
 import weakref
@@ -27,7 +26,6 @@ from specdec.targets.loading import load_target
 from specdec.targets.target import Target
 from tests.processes import process
 from tests.runs import (
-    as_before,
     draft,
     final_state,
     require_learning,
@@ -299,11 +297,11 @@ def test_drawn_anchors_and_a_changing_loss_resume_exactly(
     tmp_path: Path,
     training_alone: None,
     monkeypatch: pytest.MonkeyPatch,
-    objective: str,
+    loss: str,
 ) -> None:
     """In each row, 4 of some 24 anchors are drawn anew at each of 12 steps of 2 rows; the terms are
     over depths and hidden states."""
-    more = ["drafter.anchors.per_row=4", f"loss={objective}"]
+    more = ["drafter.anchors.per_row=4", f"loss={loss}"]
     drawn: list[tuple[int, ...]] = []
     anchors = TeacherForcing.anchors
 
@@ -323,21 +321,3 @@ def test_drawn_anchors_and_a_changing_loss_resume_exactly(
     cut_back(tmp_path / "run")
     tiny.job(tmp_path / "run", "eagle3", *more)
     require_same_run(tmp_path / "run", tmp_path / "whole")
-
-
-def test_a_run_from_before_losses_is_continued(
-    tiny: Tiny, tmp_path: Path, training_alone: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its config.json has a `loss`, and no anchors; with another loss it is another run."""
-    more = ["loss=jsd", "loss.constants.jsd.beta=0.1", "loss.depth_decay=0.9"]
-    tiny.job(tmp_path / "whole", "eagle3", *more)
-    run = shutil.copytree(tmp_path / "whole", tmp_path / "run")
-    cut_back(run)
-    config = as_before(run / "config.json")
-    del config["loss"], config["drafter"]["anchors"]
-    config["loss"] = dict(name="jsd", depth_decay=0.9, beta=0.1, eta=3.0, chunk=256)
-    (run / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"loss\.terms={'jsd': 1\.0}, not {'nla': 1\.0}"):
-        tiny.job(run, "eagle3")
-    tiny.job(run, "eagle3", *more)
-    require_same_run(run, tmp_path / "whole")

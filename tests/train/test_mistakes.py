@@ -310,7 +310,7 @@ def test_a_card_of_another_version(
     ("mistakes", "parts"),
     [
         # while Hydra composes
-        (["loss=kl"], ["loss=NAME", "loss=kl"]),
+        (["objective=kl"], ["objective is now loss", "give loss=kl"]),
         (["drafter=eagle4"], ["eagle4", "did you mean .eagle"]),
         (["--config-name=configs"], ["--config-name configs is unknown; did you mean 'config'"]),
         # in the job: after composition, then below train.run

@@ -392,7 +392,7 @@ def _ask(
     client = servers_of("responses.from", cfg.engines, parts)
     require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
-    console.print(f"answers{' and features' if keep else ''} from {client.title}")
+    console.print(f"responses{' and hidden states' if keep else ''} from {client.title}")
     if keep and mine:
         keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
     task = progress.add_task("engine's responses", total=len(mine))

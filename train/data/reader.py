@@ -208,7 +208,7 @@ def require_spans(tally: Tally, patience: int) -> None:
         raise UserError(
             f"{count} conversations have responses without reasoning, but the target's prompt "
             "opens a thought, and no other is usable: give data.thinking=data to ask for none "
-            "where an response has none, if the template can, or data.responses=target for the "
+            "where a response has none, if the template can, or data.responses=target for the "
             "target's own"
         )
     if (count := tally.dropped[DISAGREE]) >= patience:

@@ -68,7 +68,7 @@ def document_of(
     assistant's."""
     cut = cfg.max_length
     if mask[:cut].sum() < cfg.min_response:
-        raise Unusable(f"responses shorter than min_answer={cfg.min_response}")
+        raise Unusable(f"responses shorter than min_response={cfg.min_response}")
     document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
     if weight is not None and (weight[:cut] != 1).any():
         document.weight = weight[:cut]

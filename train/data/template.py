@@ -37,10 +37,10 @@ OPENS, CLOSES = "<think>", "</think>"
 TURNS, CHARACTERS = 4, 400  # the most turns that are kept before a prompt's last, and of each
 TAILS = 1000  # ends of prompts that are kept with their tokens
 UNREAD = "which this template does not read"
-SHORT = "answers with a document of their own, shorter than min_answer={}: not trained on"
+SHORT = "responses with a document of their own, shorter than min_response={}: not trained on"
 LOST = "responses not trained on, since the template writes them, or what comes before, otherwise"
 WEIGHTED = "responses that count by their weight in the loss"
-SEVERAL = "in several texts, since the template changes earlier answers as the chat goes on"
+SEVERAL = "in several texts, since the template changes earlier responses as the chat goes on"
 
 
 class ResponseSpans:

@@ -371,7 +371,7 @@ def test_reasoning_that_later_turns_leave_out_is_not_cut_from_a_response(tmp_pat
     assert responses(split, last) == ["<think>Look.</think>A lot.<|im_end|>"] * 2
     assert split.tally.changed == {SEVERAL: 1}
     assert prompts(path, last).tally.changed == {
-        "reasoning of earlier answers, which this template leaves out": 1
+        "reasoning of earlier responses, which this template leaves out": 1
     }
 
 
@@ -456,7 +456,7 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
         documents(write_lines(tmp_path / "z.jsonl", [{"messages": differ}]))
     assert responses(split) == ["Nothing else.<|im_end|>"]
     assert split.tally.changed == {
-        "answers of weight 0 not trained on": 1,
+        "responses of weight 0 not trained on": 1,
         "names, which this template does not write": 1,
     }
 
@@ -475,7 +475,7 @@ def test_a_response_that_is_not_to_be_trained_on_is_not(
     split = documents(write_lines(tmp_path / "x.jsonl", [{"messages": messages}]))
     assert responses(split) == ["Nothing else.<|im_end|>"]
     assert not split.tally.ignored and not split.tally.dropped
-    assert split.tally.changed == {"answers of weight 0 not trained on": 1}
+    assert split.tally.changed == {"responses of weight 0 not trained on": 1}
 
 
 @pytest.mark.parametrize(
@@ -696,7 +696,7 @@ def test_a_template_without_ends_is_told() -> None:
     document = encode(talk("q", "answer"), tokenizer, DataConfig())
     assert said(document, tokenizer) == "answer"
     assert isinstance(document, Document)
-    assert document.notes == ("answers that this template ends without a token",)
+    assert document.notes == ("responses that this template ends without a token",)
 
 
 def test_a_system_prompt_that_the_template_leaves_out_is_counted() -> None:

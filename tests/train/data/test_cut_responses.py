@@ -77,7 +77,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     assert str(found) in " ".join(capsys.readouterr().out.split())
     assert Results.load(tmp_path / "run" / "report").cut == found
     page = (tmp_path / "run" / "report" / "report.md").read_text()
-    assert "were cut at answers.max\\_new\\_tokens=3" in page or str(found) in page
+    assert "were cut at responses.max\\_new\\_tokens=3" in page or str(found) in page
     assert diagnose(cfg.data, parts, None, 0, cfg.response_generation).cut == found
     planned = plan_of_run(cfg)
     known = cut_responses_in_cache(parts, split.train, cfg.response_generation)

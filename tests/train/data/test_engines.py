@@ -243,7 +243,7 @@ GARBAGE: dict[str, tuple[Fault, str]] = {
     "ids beyond": (changed(token_ids=[5, 10**6]), "ids outside the target's vocabulary of"),
     "ids below": (changed(token_ids=[-1]), "ids outside the target's vocabulary"),
     "no numbers": (changed(token_ids=["a"]), "ids outside the target's vocabulary"),
-    "no ids": (changed(token_ids=[]), "no prompt was answered.* an empty answer"),
+    "no ids": (changed(token_ids=[]), "no prompt was answered.* an empty response"),
     "broken off": (changed(finish_reason="abort"), "broken off .finish_reason 'abort'"),
     "no choices": (lambda _, reply: {"choices": []}, "not of OpenAI's form"),
     "a list": (lambda _, reply: [1], "not of OpenAI's form"),  # type: ignore[dict-item,return-value]
@@ -274,7 +274,7 @@ def test_another_model_is_told(
         answer(serve(of=other.whole()), temperature=temperature)
     sound = serve()
     answer(sound, temperature=temperature)
-    assert len(sound.asked) == PROMPTS, "none of the other model's answers was kept"
+    assert len(sound.asked) == PROMPTS, "none of the other model's responses was kept"
 
 
 def test_each_server_is_compared_and_the_sound_one_s_responses_are_kept(

@@ -382,5 +382,5 @@ def test_one_short_answer_is_skipped_by_itself() -> None:
     (document,) = Chat(tokenizer).documents(chat, cfg)
     assert said(document, tokenizer) == "It is nine miles to the harbour.<|end|>"
     assert document.notes == (SHORT.format(4),)
-    with pytest.raises(Unusable, match="answers shorter than min_answer=4"):
+    with pytest.raises(Unusable, match="responses shorter than min_response=4"):
         Chat(tokenizer).documents(thoughtful(("Is it far?", "No"), ("And now?", "No")), cfg)

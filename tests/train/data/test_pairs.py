@@ -68,8 +68,8 @@ BAD = [
     ({"target": "b"}, "no 'source' in it"),
     ({"source": None, "target": "b"}, "no 'source' in it"),
     ({"source": " ", "target": "b"}, "a blank source"),
-    ({"source": "a", "target": "\n"}, "no answer, or a blank one"),
-    ({"source": "a"}, "no answer, or a blank one"),
+    ({"source": "a", "target": "\n"}, "no response, or a blank one"),
+    ({"source": "a"}, "no response, or a blank one"),
     ({"source": ["a"], "target": "b"}, "content that is not text"),
     ({"source": "a", "target": {"b": "c"}}, "content that is not text"),
     ({"source": "a", "target": "\ud83d"}, "text that is not Unicode"),
@@ -100,7 +100,7 @@ def test_what_cannot_be_parsed_is_counted(tmp_path: Path) -> None:
     (tmp_path / "x.tsv").write_bytes(b"source\ttarget\na\tb\n\xff\tb\na\nc\td")
     found, tally = of_file(tmp_path / "x.tsv", "pairs")
     assert contents(found) == [["a", "b"], ["c", "d"]]
-    assert tally.dropped == {"text that is not Unicode": 1, "no answer, or a blank one": 1}
+    assert tally.dropped == {"text that is not Unicode": 1, "no response, or a blank one": 1}
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_text_is_trained_on_whole(tmp_path: Path) -> None:
     for bos in (False, True):
         tokenizer, dropped = tokenizer_of(None, bos=bos), {"a control token in its text": 1}
         if not bos:  # of 4 tokens, all but the first follow another
-            dropped["answers shorter than min_answer=4"] = 1
+            dropped["responses shorter than min_response=4"] = 1
         split = split_documents(replace(cfg, max_length=20, too_long="truncate"), tokenizer)
         assert split.tally.dropped == dropped
         assert split.tally.changed == {"cut at max_length=20": 1}

@@ -246,7 +246,7 @@ def test_rows_have_lengths_and_weights_of_their_own(tmp_path: Path) -> None:
     weighted = Conversation("x", tuple(messages), "q")
     some = Chat(tokenizer_of(QWEN3)).documents(weighted, DataConfig())
     assert [len(d.ids) for d in some] == [lengths[0], lengths[2]]
-    assert "answers of weight 0 not trained on" in some[-1].notes
+    assert "responses of weight 0 not trained on" in some[-1].notes
     for n, weight in ((1, 0.5), (3, 2.0), (5, 1.0)):
         messages[n] = replace(messages[n], weight=weight)
     each = Chat(tokenizer_of(QWEN3)).documents(

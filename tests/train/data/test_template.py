@@ -221,14 +221,17 @@ def test_lengths(tmp_path: Path) -> None:
     assert encode(c, tokenizer, DataConfig(max_length=n - 1)) == f"longer than max_length={n - 1}"
     # 9 assistant tokens: 8 letters and the end of turn
     assert same(encode(c, tokenizer, DataConfig(min_response=9)), whole)
-    assert encode(c, tokenizer, DataConfig(min_response=10)) == "answers shorter than min_answer=10"
+    assert (
+        encode(c, tokenizer, DataConfig(min_response=10))
+        == "responses shorter than min_response=10"
+    )
     cut = encode(c, tokenizer, DataConfig(max_length=n - 5, too_long="truncate"))
     assert isinstance(cut, Document) and cut.truncated
     assert (cut.ids == whole.ids[: n - 5]).all() and (cut.mask == whole.mask[: n - 5]).all()
     assert said(cut, tokenizer) == "abcde"
     # cut down to less than the shortest response
     short = DataConfig(max_length=n - 8, too_long="truncate")
-    assert encode(c, tokenizer, short) == "answers shorter than min_answer=4"
+    assert encode(c, tokenizer, short) == "responses shorter than min_response=4"
     cfg = written(tmp_path, c, c, max_length=n - 5, too_long="truncate")
     assert split_documents(cfg, tokenizer).tally.changed == {f"cut at max_length={n - 5}": 2}
 

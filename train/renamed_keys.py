@@ -1,0 +1,73 @@
+"""Keys of the configuration that have another name now: one table, for the command line, for files
+of settings and for a run's config.json."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from specdec.errors import UserError
+
+RENAMED = {  # a key, or a group with all of its keys: the name that it has now
+    "answers": "responses",
+    "features": "hidden_states",
+    "features.cache": "hidden_states.mode",
+    "features.ahead": "hidden_states.prefetch",
+    "objective": "loss",
+    "stage": "initialisation",
+    "drafter.start": "drafter.initialisation",
+    "also": "combine_with",
+    "data.answers": "data.responses",
+    "data.min_answer": "data.min_response",
+    "data.beginning": "data.prompt_characters",
+    "loop.objective": "loop.select_by",
+}
+RENAMED_VALUES = {  # by the key's new name
+    "hidden_states.mode": {"disk": "offline"},
+    "drafter.initialisation": {"regression": "closed_form"},
+}
+
+
+def renamed_key(key: str) -> str | None:
+    """The name that a key has now, such as responses.seed for answers.seed; None if the key has
+    kept its name."""
+    owner, rest = key, ""
+    while owner not in RENAMED:
+        owner, dot, name = owner.rpartition(".")
+        if not dot:
+            return None
+        rest = f".{name}{rest}"
+    return RENAMED[owner] + rest
+
+
+def renamed_key_error(key: str, value: str | None = None, where: str = "") -> UserError | None:
+    """The error for an old key, which names the new one; None for any other key. `value` is the
+    one that the key was given, if it is known; `where` says in which file, such as "in FILE: "."""
+    if (new := renamed_key(key)) is None:
+        return None
+    setting = new if value is None else f"{new}={RENAMED_VALUES.get(new, {}).get(value, value)}"
+    return UserError(f"configuration: {where}{key} is now {new}: give {setting}")
+
+
+def require_current_override(override: str) -> None:
+    """Raise UserError for an override of an old key, such as answers.seed=1, +answers.seed=1 or
+    ~objective."""
+    key, equals, value = override.lstrip("+~").partition("=")
+    if error := renamed_key_error(key.partition("@")[0], value if equals else None):
+        raise error
+
+
+def require_current_keys(recorded: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for an old key in the recorded configuration of a run."""
+    for key in _keys(recorded, ""):
+        if (new := renamed_key(key)) is not None:
+            raise UserError(
+                f"{where} has the key {key}, which is now {new}: it is a run of an earlier version;"
+                " give another name=, or delete its folder"
+            )
+
+
+def _keys(recorded: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    """The keys of nested settings, with dots between them, groups after their own keys."""
+    for name, value in recorded.items():
+        if isinstance(value, Mapping):
+            yield from _keys(value, f"{prefix}{name}.")
+        yield f"{prefix}{name}"
