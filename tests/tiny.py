@@ -7,13 +7,11 @@
 
 import json
 import random
-import shutil
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -273,14 +271,6 @@ def save_target(
     folder: Path, seed: int = 0, layers: int = LAYERS, template: str | None = TEMPLATE
 ) -> Path:
     """A random Llama with its tokenizer, as a Hugging Face folder."""
-    shutil.copytree(_saved_target(seed, layers, template).name, folder, dirs_exist_ok=True)
-    torch.manual_seed(seed)  # what a test draws next does not depend on which test was first
-    return folder
-
-
-@cache
-def _saved_target(seed: int, layers: int, template: str | None) -> TemporaryDirectory[str]:
-    """A target that is made once in a process, and then copied."""
     tokenizer = make_tokenizer(template)
     torch.manual_seed(seed)
     config = architectures(len(tokenizer), layers, positions=512)["llama"]
@@ -288,9 +278,8 @@ def _saved_target(seed: int, layers: int, template: str | None) -> TemporaryDire
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    folder: TemporaryDirectory[str] = TemporaryDirectory()
-    model.save_pretrained(folder.name)
-    tokenizer.save_pretrained(folder.name)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 
