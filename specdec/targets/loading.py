@@ -88,8 +88,7 @@ def load_parts(cfg: TargetConfig) -> TargetParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
     loaded alone: for a kind that is not `separable`, a model that cannot be made without layers, a
     checkpoint that is not in safetensors, or one whose weights have not been read yet (see
-    `TargetLoader`).
-    Raises UserError for a damaged checkpoint."""
+    `TargetLoader`). Raises UserError for a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = opened(cfg)
     kind = kind_of(config)
     if not kind.separable or not weights or not weights.is_noted:
@@ -110,6 +109,7 @@ def load_parts(cfg: TargetConfig) -> TargetParts | None:
         )
         of_parts = model, tokenizer, target_name(cfg), cfg.revision, method(config)
         parts = TargetParts(*of_parts, fingerprint=weights.fingerprint(), stored=layers)
+        parts.reads_pairs = kind.reads_pairs
         check_head(parts)
         return parts
     except Exception:  # a model without layers may raise anything, even if the whole one does not

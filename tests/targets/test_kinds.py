@@ -49,7 +49,11 @@ def test_a_package_says_which_models_it_loads(
         # its layers stay on disk if the kind allows it
         parts = TargetLoader(cfg, alone=True).parts
         assert (len(parts.layers) == 0) is kind.separable
+        assert parts.reads_pairs == kind.reads_pairs
         if kind is Pairs:
+            monkeypatch.setattr(Pairs, "separable", True)
+            alone = TargetLoader(cfg, alone=True).parts
+            assert len(alone.layers) == 0 and alone.reads_pairs == Pairs.reads_pairs
             with pytest.raises(UserError, match="is a reader of pairs: no engine loads a draft"):
                 draft_export._require_one_text(target)
 
