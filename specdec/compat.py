@@ -75,6 +75,11 @@ def version(x: Tensor) -> int:
     return x._version
 
 
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """The `version` of each tensor: a pass asks for those of all its weights."""
+    return [x._version for x in tensors]
+
+
 def storage_of(x: Tensor) -> int:
     """A number that two tensors have in common if, and only if, they share their memory. The public
     way, a storage's `data_ptr`, is 0 for all empty tensors and for all on the meta device."""

@@ -3,11 +3,15 @@
 Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
 slots that `commit` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
 copied except an accepted path whose slots are not consecutive.
+
+Each layer has buffers of its own (`SlotLayer`). A pass that knows the shape of all layers has them
+in one tensor, the *stack*: the views of all layers are then made by one call each (`updates`), and
+a path is moved in all layers at once.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,6 +36,11 @@ ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "indexe
 # the kinds with a state that cannot be rolled back, and those of them with keys and values too
 STATES = {k for k, c in KINDS.items() if issubclass(c, LinearAttentionCacheLayerMixin)}
 MIXED = {kind for kind in STATES if issubclass(KINDS[kind], CacheLayerMixin)}
+
+
+# writes the keys and values [B, T, 2, H, D] of a pass into one layer, and returns all keys and all
+# values that it sees [B, H, P, D]
+Update = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Place(NamedTuple):
@@ -82,7 +91,8 @@ class SlotLayer(CacheLayerMixin):
     def hold(self, keys: Tensor, values: Tensor) -> None:
         """Keep these buffers. In a cache of fixed size on a GPU they are marked as staying where
         they are: otherwise no CUDA graph would be made of a pass that writes to them."""
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.is_initialized = keys, values, True
+        self.cache.stack = None  # `SlotCache._hold_stack` sets it again
         on_gpu = self.cache.fixed and keys.device.type != "cpu"
         if on_gpu and not torch.compiler.is_compiling():
             for buffer in (keys, values):
@@ -174,6 +184,9 @@ class SlotCache(Cache):
         self.scratch = 0  # number of slots written after them, the same in every row
         self.slots: slice | Tensor = slice(0, 0)  # slots that the current pass writes
         self.rows_B1: Tensor | None = None  # row numbers, if slots differ from row to row
+        self.stack: Tensor | None = (
+            None  # [N, 2, B, H, P, D]: keys and values of the first N layers
+        )
         self.shown = 0  # number of slots that the current pass sees
         self.offset = 0  # where the current pass starts in the longest row
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
@@ -263,10 +276,55 @@ class SlotCache(Cache):
             self.part = None
 
     def reserve(self, slots: int) -> None:
-        """Make at least this many slots in each layer when it is next written."""
+        """Make at least this many slots: in the stack now, in other layers when they are next
+        written."""
         if slots > self.capacity:
             assert not self.fixed, f"a cache of {self.capacity} slots was asked for {slots}"
             self.capacity = max(256, 2 * slots)
+            if self.stack is not None:
+                missing = self.capacity - self.stack.shape[4]
+                self._hold_stack(pad(self.stack, (0, 0, 0, missing)))
+
+    def updates(self, layers: int, heads: int, head_dim: int, x: Tensor) -> list[Update]:
+        """How the pass that was placed writes each of the first `layers` layers, which have so many
+        key heads of this width, in the dtype of x. All views are made here, a few for all layers
+        together: made layer by layer, they would take as long as some of a small pass's products.
+        A cache of fixed size keeps a buffer for each layer, as a compiled pass takes them."""
+        stack = self.stack
+        if self.fixed:
+            return [partial(_updated, layer) for layer in self.slot_layers[:layers]]
+        if stack is None or len(stack) != layers:
+            stack = self._stacked(x.new_zeros(layers, 2, len(self.lengths), heads, 0, head_dim))
+        shown = stack[..., : self.shown, :]
+        keys, values = shown[:, 0].unbind(), shown[:, 1].unbind()
+        if isinstance(self.slots, slice):
+            written = stack[..., self.slots, :].permute(0, 2, 4, 1, 3, 5).unbind()
+            return list(map(partial, [_copied] * layers, written, keys, values))
+        index = slice(None), self.rows_B1, slice(None), self.slots
+        return [
+            partial(_scattered, both, index, *seen)
+            for both, *seen in zip(stack.unbind(), keys, values, strict=True)
+        ]
+
+    def _stacked(self, empty: Tensor) -> Tensor:
+        """What the layers hold, in a stack of the shape of this one without slots."""
+        stack = pad(empty, (0, 0, 0, self.capacity))
+        for both, layer in zip(stack, self.slot_layers, strict=False):
+            if layer.is_initialized:
+                for buffer, old in zip(both, (layer.keys, layer.values), strict=True):
+                    buffer[:, :, : old.shape[2]] = old
+        self._hold_stack(stack)
+        return stack
+
+    def _hold_stack(self, stack: Tensor) -> None:
+        """Let the first layers' keys and values be views of this stack."""
+        for both, layer in zip(stack, self.slot_layers, strict=False):
+            layer.hold(*both)
+        self.stack = stack
+
+    @property
+    def _unstacked(self) -> list[SlotLayer]:
+        return self.slot_layers if self.stack is None else self.slot_layers[len(self.stack) :]
 
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
@@ -303,10 +361,11 @@ class SlotCache(Cache):
                 length_B1 = torch.tensor(self.lengths, device=path_BK.device)[:, None]
                 source, goal = length_B1 + path_BK.clamp_min(0), length_B1 + ordered
                 rows_B1 = torch.arange(len(path_BK), device=path_BK.device)[:, None]
-                for layer in self.slot_layers:
-                    for buffer in layer.buffers():
-                        rows, old, new = (x.to(buffer.device) for x in (rows_B1, source, goal))
-                        buffer[rows, :, new] = buffer[rows, :, old]
+                stacks = [] if self.stack is None else [self.stack]
+                each = (buffer for layer in self._unstacked for buffer in layer.buffers())
+                for buffer in (*stacks, *each):
+                    rows, old, new = (x.to(buffer.device) for x in (rows_B1, source, goal))
+                    buffer[..., rows, :, new, :] = buffer[..., rows, :, old, :]
         self.states.settle(counts, self.scratch)
         self.lengths = [n + count for n, count in zip(self.lengths, counts, strict=True)]
         self.drop()
@@ -320,7 +379,9 @@ class SlotCache(Cache):
         """Keep these rows of the batch only."""
         known = self.lengths if len(self.lengths) > max(rows) else [0] * (max(rows) + 1)
         self.lengths = [known[b] for b in rows]  # a cache may not have been written yet
-        for layer in self.slot_layers:
+        if (stack := self.stack) is not None:
+            self._hold_stack(stack[:, :, torch.tensor(rows, device=stack.device)])
+        for layer in self._unstacked:
             if layer.is_initialized:
                 index = torch.tensor(rows, device=layer.keys.device)
                 layer.hold(layer.keys[index], layer.values[index])
@@ -376,6 +437,27 @@ class SlotCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.offset
+
+
+def _copied(
+    written: Tensor, keys: Tensor, values: Tensor, states_BT2HD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """An `Update` where all rows write the same slots."""
+    written.copy_(states_BT2HD)
+    return keys, values
+
+
+def _scattered(
+    both: Tensor, index: Any, keys: Tensor, values: Tensor, states_BT2HD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """An `Update` where each row writes its own slots."""
+    both[index] = states_BT2HD
+    return keys, values
+
+
+def _updated(layer: SlotLayer, states_BT2HD: Tensor) -> tuple[Tensor, Tensor]:
+    """An `Update` of a layer that has buffers of its own."""
+    return layer.update(*states_BT2HD.permute(2, 0, 3, 1, 4))
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:

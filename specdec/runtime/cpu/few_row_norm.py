@@ -24,7 +24,7 @@ class FewRowsNorm:
 
     def renew(self) -> None:
         """Forget the copy of the weight, which has changed."""
-        self._twice: Tensor | None = None  # the weight, two times [2D]
+        self._twice: Tensor | None = None  # the weight, two times [2, D]
         self._copied: tuple[int, int] | None = None
 
     def renew_if_changed(self) -> None:
@@ -43,7 +43,8 @@ class FewRowsNorm:
         if x.numel() > FEW * self.width or not x.is_cpu or not fast_paths_on():
             return F.rms_norm(x, (self.width,), self.weight, self.eps)
         if self._twice is None:
-            self._twice = torch.cat([self.weight.detach()] * 2)
-        both = torch.cat([x, -x], -1)
-        normed = F.layer_norm(both, (2 * self.width,), self._twice, None, self.eps)
-        return normed[..., : self.width]
+            self._twice = torch.stack([self.weight.detach()] * 2)
+            self._signs = torch.tensor([[1.0], [-1.0]], dtype=x.dtype)
+        both = x.unsqueeze(-2) * self._signs
+        normed = F.layer_norm(both, (2, self.width), self._twice, None, self.eps)
+        return normed.select(-2, 0)

@@ -8,8 +8,8 @@ is a rule, and no timing: two processes on one machine compute the same numbers,
 """
 
 import platform
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ WORK = 1 << 24  # the most multiplications in one product of a probe
 MACHINES = ("x86_64", "AMD64")  # whose packed products were measured
 # dtypes that oneDNN packs, and how far two orders of summation may differ, relative to the norm
 DTYPES = {torch.float32: 5e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+Product = Callable[..., Tensor]  # (x [..., in], residual [..., out] or None) -> [..., out]
 
 
 class PackedLinear(nn.Linear):
@@ -78,7 +80,8 @@ class PackedLinear(nn.Linear):
 class JointLinear:
     """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
     multiplies by one packed copy of all their weights for the numbers of rows for which this
-    `pays`. It is no module, so that it adds nothing to a model's state."""
+    `pays`, and by one plain copy for others. It is no module, so that it adds nothing to a model's
+    state."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -99,6 +102,7 @@ class JointLinear:
     def renew(self) -> None:
         """Forget the copy of the weights, which have changed."""
         self._copy: Tensor | None = None
+        self._plain: Tensor | None = None  # the joint weight, or that of the only layer
         self._copied: list[tuple[int, int]] | None = None
         biases = [x.bias for x in self.layers if x.bias is not None]
         self.bias = torch.cat([x.detach() for x in biases]) if biases else None
@@ -114,10 +118,10 @@ class JointLinear:
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied, and without what
         was probed, which holds for this machine only."""
-        return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
+        return self.__dict__ | {"_copy": None, "_plain": None, "_copied": None, "_faster": {}}
 
     def faster(self, x: Tensor) -> bool:
-        """Whether the copy is used for so many rows of this dtype."""
+        """Whether the packed copy is used for so many rows of this dtype."""
         key = x.dtype, x.numel() // self.width
         if (faster := self._faster.get(key)) is None:
             size = self.out, self.width, x.dtype, bucket(key[1])
@@ -126,15 +130,42 @@ class JointLinear:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """The product, plus `residual` [..., out] if given."""
-        if not self.faster(x):
-            parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
-            out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-            return out if residual is None else residual + out
-        if self._copy is None:
-            self._copy = packed_copy(torch.cat([layer.weight.detach() for layer in self.layers]))
-        if residual is None:
-            return packed_product(x, self._copy, self.bias)
-        return packed_sum(x, self._copy, self.bias, residual)
+        return self.product(x)(x, residual)
+
+    def product(self, x: Tensor) -> Product:
+        """The product for inputs of this dtype and number of rows, until the weights change."""
+        if self.faster(x):
+            if self._copy is None:
+                self._copy = packed_copy(self._joint_weight())
+            return partial(_packed_product, self._copy, self.bias)
+        if not self.packs and len(self.layers) > 1:  # it gets no copies, as it asked for none
+            return self._one_by_one
+        if self._plain is None:
+            self._plain = self._joint_weight()
+        return partial(_plain_product, self._plain, self.bias)
+
+    def _one_by_one(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        out = torch.cat([F.linear(x, layer.weight, layer.bias) for layer in self.layers], -1)
+        return out if residual is None else out.add_(residual)
+
+    def _joint_weight(self) -> Tensor:
+        weights = [layer.weight.detach() for layer in self.layers]
+        return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _packed_product(
+    copy: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    if residual is None:
+        return packed_product(x, copy, bias)
+    return packed_sum(x, copy, bias, residual)
+
+
+def _plain_product(
+    weight: Tensor, bias: Tensor | None, x: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    out = F.linear(x, weight, bias)
+    return out if residual is None else out.add_(residual)
 
 
 def multiplies(x: Tensor, weight: Tensor) -> bool:

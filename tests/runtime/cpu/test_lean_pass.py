@@ -3,6 +3,7 @@
 Run alone: python -m pytest tests/runtime/cpu/test_lean_pass.py
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -199,14 +200,18 @@ def test_graphs_of_passes_do_not_get_in_its_way() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Counts operators."""
+    """Counts operators, by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.by_name: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self.by_name.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += 1
+        self.by_name[func.overloadpacket.__name__] += 1
         return func(*args, **kwargs or {})
 
 
@@ -221,3 +226,73 @@ def test_it_makes_fewer_calls() -> None:
                 target.step(torch.tensor([[6, 7]]), HiddenStateSpec(), cache)
         counts.append(calls.count)
     assert counts[0] < 0.75 * counts[1], counts
+
+
+def operators_of_a_step(layers: int, rows: int, tokens: int, lengths: list[int]) -> Counter[str]:
+    """Of one pass over these rows, whose caches hold so many tokens; later passes are alike."""
+    target = target_of("llama", packed=True, num_hidden_layers=layers)
+    needs, cache = FeatureSpec(), target.new_cache()
+    ids = torch.randint(3, V, (rows, 9 + 2 * tokens), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        target.step(ids[:, :9], needs, cache)
+        cache.commit(lengths)
+        target.step(ids[:, 9 : 9 + tokens], needs, cache)  # copies and tables are made
+        cache.commit([tokens] * rows)
+        with Calls() as calls:
+            target.step(ids[:, 9 + tokens :], needs, cache)
+    return calls.by_name
+
+
+@pytest.mark.skipif(obstacle(torch.float32) is not None, reason="this CPU packs no weights")
+@pytest.mark.parametrize(
+    ("rows", "tokens", "lengths", "moved"),
+    [(1, 1, [9], 0), (1, 4, [9], 4), (3, 1, [9, 9, 9], 0), (3, 4, [9, 7, 8], 4)],
+    ids=["vanilla", "a chain", "a batch", "a ragged batch"],
+)
+def test_operators_of_a_layer(
+    rows: int, tokens: int, lengths: list[int], moved: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer of one step is 28 operators at most: each of two norms takes 4, q, k and v 2 and
+    their rotation 4, the cache 2, attention 4, and the other products, the activation and the
+    residual 8. Of several tokens, the heads are moved to the rows of one query and back, by
+    `moved` more. Keys and values are written by one operator, and nothing is concatenated."""
+    monkeypatch.setattr(packing, "LEAST", 0)
+    few, many = (operators_of_a_step(n, rows, tokens, lengths) for n in (2, 6))
+    per_layer = {name: (count - few[name]) / 4 for name, count in many.items()}
+    assert sum(per_layer.values()) <= 28 + moved, per_layer
+    assert per_layer["slice"] <= 3 and per_layer.get("cat", 0) == 0, per_layer
+    written = [per_layer.get(name, 0) for name in ("copy_", "index_put_")]
+    assert sum(written) == 1, per_layer
+
+
+def test_a_stack_is_the_buffers_of_its_layers() -> None:
+    """A cache that was filled layer by layer, then in a stack, holds what it held before, also
+    after it has grown, rows have left, and a path of a tree was moved."""
+    both = list[list[Tensor]]()
+    for lean in (False, True):
+        target = target_of("llama")
+        needs, cache = FeatureSpec(), target.new_cache()
+        ids = torch.randint(3, V, (3, 400), generator=torch.Generator().manual_seed(1))
+        with torch.inference_mode():
+            target.lean_allowed = False
+            target.features(ids[:, :9], needs, cache=cache)
+            cache.commit([9, 7, 8])
+            target.lean_allowed = lean
+            target.step(ids[:, 9:13], needs, cache, torch.tensor(3 * [[-1, 0, 0, 2]]))
+            cache.commit([3, 2, 3], torch.tensor([[0, 2, 3], [0, 1, 1], [0, 2, 3]]))
+            assert (cache.stack is not None) is lean
+            cache.select([2, 0])
+            target.features(ids[:2, 13:300], needs, cache=cache)  # it grows
+            cache.commit([287, 280])
+            other = target.new_cache()
+            target.features(ids[2:, :20], needs, cache=other)
+            other.commit([20])
+            cache.replace([1], other)
+        layers = cache.slot_layers
+        assert all(x.keys.is_contiguous() and x.values.is_contiguous() for x in layers)
+        lengths = cache.lengths
+        assert lengths == [298, 20]
+        buffers = [x for layer in layers for x in layer.buffers()]
+        both.append([x[b, :, : lengths[b]] for x in buffers for b in range(2)])
+    for theirs, ours in zip(*both, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
