@@ -231,7 +231,7 @@ def test_it_makes_fewer_calls() -> None:
 def operators_of_a_step(layers: int, rows: int, tokens: int, lengths: list[int]) -> Counter[str]:
     """Of one pass over these rows, whose caches hold so many tokens; later passes are alike."""
     target = target_of("llama", packed=True, num_hidden_layers=layers)
-    needs, cache = FeatureSpec(), target.new_cache()
+    needs, cache = HiddenStateSpec(), target.new_cache()
     ids = torch.randint(3, V, (rows, 9 + 2 * tokens), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         target.step(ids[:, :9], needs, cache)
@@ -271,21 +271,21 @@ def test_a_stack_is_the_buffers_of_its_layers() -> None:
     both = list[list[Tensor]]()
     for lean in (False, True):
         target = target_of("llama")
-        needs, cache = FeatureSpec(), target.new_cache()
+        needs, cache = HiddenStateSpec(), target.new_cache()
         ids = torch.randint(3, V, (3, 400), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             target.lean_allowed = False
-            target.features(ids[:, :9], needs, cache=cache)
+            target.hidden_states(ids[:, :9], needs, cache=cache)
             cache.commit([9, 7, 8])
             target.lean_allowed = lean
             target.step(ids[:, 9:13], needs, cache, torch.tensor(3 * [[-1, 0, 0, 2]]))
             cache.commit([3, 2, 3], torch.tensor([[0, 2, 3], [0, 1, 1], [0, 2, 3]]))
             assert (cache.stack is not None) is lean
             cache.select([2, 0])
-            target.features(ids[:2, 13:300], needs, cache=cache)  # it grows
+            target.hidden_states(ids[:2, 13:300], needs, cache=cache)  # it grows
             cache.commit([287, 280])
             other = target.new_cache()
-            target.features(ids[2:, :20], needs, cache=other)
+            target.hidden_states(ids[2:, :20], needs, cache=other)
             other.commit([20])
             cache.replace([1], other)
         layers = cache.slot_layers
