@@ -189,9 +189,13 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
         names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
         data = replace(data, **{name: began[name] for name in names})
     cfg = replace(cfg, target=target, data=data)
-    ranks.first(lambda: require_same_run(folder, cfg))
-    rows = ranks.first(lambda: portion_of(folder, cfg.loop, ranks.world))
-    loop, spread = ranks.first(lambda: rows.shared(cfg.loop, ranks.world))
+
+    def rows_of_same_run() -> tuple[RowsPerStep, LoopConfig, str]:
+        require_same_run(folder, cfg)
+        rows = portion_of(folder, cfg.loop, ranks.world)
+        return rows, *rows.shared(cfg.loop, ranks.world)
+
+    rows, loop, spread = ranks.first(rows_of_same_run)
     return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason)
 
 

@@ -102,13 +102,15 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             cfg.initialisation, cfg.drafter, target.parts, texts.train, cfg.loop.seed
         )
         alone = cfg.rounds.data.endswith("alone")
-        ranks.first(lambda: check_texts(texts, drafter, target.parts, cfg.decode, alone))
         drafts = {"draft that training starts from": cfg.initialisation.draft}
         drafts["reference draft"] = cfg.loss.reference
-        kept, of_target = job.settled.described(), job.fingerprint
-        ranks.first(lambda: describe(folder, identity, kept, drafts, of_target, texts))
-        earlier = before_this_stage(starts_from)
-        ranks.first(lambda: TrainedOn.of_texts(texts.train).after(earlier).write(folder))
+
+        def note_run() -> None:
+            check_texts(texts, drafter, target.parts, cfg.decode, alone)
+            describe(folder, identity, job.settled.described(), drafts, job.fingerprint, texts)
+            TrainedOn.of_texts(texts.train).after(before_this_stage(starts_from)).write(folder)
+
+        ranks.first(note_run)
 
         # Train: initialise in closed form if the drafter can, then round by round.
         training = None
