@@ -6,7 +6,7 @@ raises UserError if something is wrong.
 | a value by itself | `__post_init__` of the group's dataclass | as it is made |
 | unknown keys, types, what is missing | `run_config.resolve` | as Hydra composes |
 | settings that do not go together | `Config.check`, from `run_config.checked` | after that |
-| that a run in this folder may go on with them | `folder.settled` | as the run begins |
+| that a run in this folder may go on with them | `continued.settled` | as the run begins |
 | files: the data, the tracker, the drafts | `check_files` | before the target is loaded |
 | what they ask of the target and the disk | `check_target` | before a text is read |
 | what the texts ask of target and draft | `check_texts` | before training |
