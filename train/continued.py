@@ -27,9 +27,10 @@ from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.targets.target_config import TargetConfig, resolved
 from train import training_checkpoint
 from train.accelerated import accelerator_of, ranks_of
+from train.budget import BUDGET
 from train.data.conversations import DataConfig
 from train.data.split import SHARE
-from train.folder import BEGAN, PLAN, WITHOUT_VALIDATION, config_of
+from train.folder import BEGAN, WITHOUT_VALIDATION, config_of
 from train.loop import LoopConfig
 from train.renamed_keys import require_current_keys
 from train.run_config import Config
@@ -83,7 +84,7 @@ CHANGES: dict[str, Change] = {
     "track.group": Change.ALLOWED,
     "track.tags": Change.ALLOWED,
     "name": Change.ALLOWED,  # it chooses the folder
-    # the plan was made when the run began
+    # the clock began with the run, and its decisions are kept
     "budget.minutes": Change.NO_EFFECT,
     "budget.floor": Change.NO_EFFECT,
     "budget.spent": Change.NO_EFFECT,
@@ -298,14 +299,14 @@ def require_same_run(folder: Path, cfg: Config) -> None:
         f"{stored['bits']}, whose hidden states are rounded otherwise: {other}",
     )
     require(
-        cfg.budget.minutes is None or (folder / PLAN).exists(),
-        f"{folder} holds a run that began without budget.minutes, or has lost its {PLAN}: leave "
+        cfg.budget.minutes is None or (folder / BUDGET).exists(),
+        f"{folder} holds a run that began without budget.minutes, or has lost its {BUDGET}: leave "
         f"budget.minutes out to continue it, or {other}",
     )
 
 
 def digest_of_settings(cfg: Config) -> str:
-    """A short hash of the settings that a plan follows from and that tell runs without a
+    """A short hash of the settings that the clock decides by and that tell runs without a
     config.json apart: another run of this name may have other ones. They are those that may not
     change, the budget and how is measured."""
     settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}

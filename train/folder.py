@@ -29,6 +29,7 @@ from specdec.files import (
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
+from train.budget import BUDGET, texts_of_run
 from train.data.conversations import DataConfig
 from train.data.response_files import RESPONSES_READ
 from train.data.sequences import Document, Prompt
@@ -41,12 +42,11 @@ WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
 HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as the run read them
 KEPT = 4000  # the most prompts in it
 BEGAN = "began"  # the file that says when a run began to answer prompts
-PLAN = "plan.json"
 
 
 def is_early(name: str) -> bool:
     """Whether a run may have written a file of this name before it has begun."""
-    names = "|".join(map(re.escape, (PLAN, RESPONSES_READ, HELD_OUT, *files_of_trackers())))
+    names = "|".join(map(re.escape, (BUDGET, RESPONSES_READ, HELD_OUT, *files_of_trackers())))
     return bool(re.fullmatch(rf"\.?({names})(\.[0-9a-f]{{32}})?|\.lock|shares", name))
 
 
@@ -117,8 +117,6 @@ def describe(
     for name, draft in drafts.items():
         if draft is not None:
             of[name] = draft_checkpoint.digest_of_draft(draft)
-    if (plan := folder / PLAN).exists():
-        of["plan"] = of_value(read_json(plan))
     require_same_texts(folder, of)
     described = {**settings, "of": of, "records": texts.records, "identity": identity}
     described["data"] = described["data"] | {
@@ -229,10 +227,10 @@ def origin_of_prompts(
     """What prompts of a user's own are, in words, for the draft of this run: how many of them it
     was trained on, by their opening prompts, as far as the folder and the data let one know."""
     try:
-        data, plan = data_of_run(folder, draft), folder / PLAN
+        data, path = data_of_run(folder, draft), folder / BUDGET
         require(data.rounds is None, "a log does not say from which prompts its rounds are")
-        size = read_json(plan)["conversations"] if plan.exists() else None
-        trained = trained_openings(data, tokenizer, openings, size)
+        read = texts_of_run(path) if path.exists() else None
+        trained = trained_openings(data, tokenizer, openings, read)
     except (UserError, KeyError, TypeError):
         return "prompts of your own, on which the draft may have been trained"
     count = sum(opening in trained for opening in openings)

@@ -33,6 +33,7 @@ from specdec.signals import Terminated, checkpoint_first, no_checkpoint_first
 from specdec.targets.parts import TargetParts
 from train import optim, training_checkpoint
 from train.accelerated import ranks_of
+from train.budget import FORWARD, TrainingTime
 from train.held_out import TerminatedTogether, evaluate, forecast, looks
 from train.hidden_states.batches import BatchSource
 from train.optim import OptimConfig
@@ -139,6 +140,7 @@ class Learner:
     saved: int = 0  # the step of the newest checkpoint
     passed: int = 0  # tokens in the rows that were passed over
     outlook: str = ""  # the last held-out τ and the forecast for the end, in a few words
+    time: TrainingTime | None = None  # that steps are to fit; None: as many as the settings say
 
     def look_ahead(self) -> float | None:
         """Forecast held-out τ at T = 0 at the end (None as long as there is no forecast), and say
@@ -169,6 +171,34 @@ class Learner:
                 _require_finite(next(values), "loss", step.number, rows)
             _require_finite(norm := next(values), "gradient", step.number, step.rows)
         return read[len(scalars) :].view(sums_K5.shape), norm
+
+    def round_ended(self, part: float) -> bool:
+        """Whether training has taken the steps of its rounds so far, `part` of all, that fit their
+        time."""
+        fixed = self.time is not None and self.time.fixed is not None
+        return fixed and self.step >= math.ceil(part * self.steps)
+
+    def fit_steps(self, most: int) -> bool:
+        """Set `steps` to what fits the time for training, of at most `most`. Returns whether the
+        number has just been fixed: until it is, it is a forecast, on the rising side of the
+        learning rate. All processes call this before a step."""
+        time = self.time
+        assert time is not None
+        if time.fixed is not None:
+            self.steps = min(most, time.fixed)
+            return False
+        evaluation = FORWARD * len(self.held_out.rows) / self.portion
+
+        def steps_by_now() -> tuple[int, bool]:
+            fixed = time.enough or most == self.step + 1
+            least = self.step + (1 if fixed else 2)  # a step is the last only when that is fixed
+            fitting = time.forecast(self.step, evaluation, self.cfg.eval_every, most)
+            return min(most, max(least, fitting)), fixed
+
+        self.steps, fixed = self.ranks.first(steps_by_now)
+        if fixed:
+            time.fix(self.steps)
+        return fixed
 
     def write_round_draft(self, folder: Path) -> None:
         """Write the draft as it is now to a folder, unless it has been written there before. All
@@ -272,7 +302,8 @@ def prepare_learner(
 
 @checkpoint_first()
 def train(learner: Learner, source: BatchSource, epochs: range, progress: Progress) -> None:
-    """Train for these of the run's epochs on the rows of a source.
+    """Train for these of the run's epochs on the rows of a source, or for as many steps of them as
+    fit the learner's time.
 
     The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
     if the loss or the gradient of a step is not finite, when the step's figures are read, and
@@ -287,37 +318,51 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
     lengths = [len(row.ids) for row in source.rows]
     task = progress.add_task("training", completed=max(learner.step, state.step))
     for epoch in epochs:
-        orders, learner.steps = steps_of(cfg, lengths, epoch, learner.step, portion)
+        orders, most = steps_of(cfg, lengths, epoch, learner.step, portion)
+        learner.steps = most
         progress.update(task, total=learner.steps)
         learner.look_ahead()
         source.expect(_unread(orders, learner))
         for chosen in orders:
-            if learner.stopped:
+            passed_over = learner.step * portion < state.rows  # the checkpoint has read these
+            timing = just_fixed = False
+            if learner.time is not None and not (passed_over and learner.time.fixed is None):
+                just_fixed = learner.fit_steps(most)
+                timing = learner.time.fixed is None
+                progress.update(task, total=learner.steps)
+            if learner.stopped or learner.round_ended(epochs.stop / cfg.epochs):
                 break
             step, learner.step = learner.step, learner.step + 1
-            if step * portion < state.rows:  # the checkpoint has read these
+            if passed_over:
                 learner.passed += sum(lengths[i] for i in chosen)
                 _require_same_rows(learner)
                 if state.owed and learner.step * portion >= state.rows:
                     _evaluate_draft(learner)
                     learner.save_checkpoint()
                 continue
+            if timing and learner.time is not None:
+                learner.time.begin_step()
             started, waited = time.perf_counter(), source.waited
             learner.unread.append(_forward_and_backward(learner, source, step, chosen))
 
             # the figures are read before the update where they are logged or the draft is looked at
             final = step + 1 == learner.steps
             every = cfg.eval_every and (step + 1) % cfg.eval_every == 0
-            due = final or every or step + 1 in looks(learner.steps, cfg.eval_every)
+            due = (
+                final or every or (not timing and step + 1 in looks(learner.steps, cfg.eval_every))
+            )
             saving = final or (cfg.save_every > 0 and (step + 1) % cfg.save_every == 0)
+            saving = saving or just_fixed
             logging = saving or (step + 1) % cfg.log_every == 0
-            figures = learner.read_steps() if logging or due else None
+            figures = learner.read_steps() if logging or due or timing else None
             rate = optim.learning_rate(learner.schedule, step, learner.steps)
             for optimizer in learner.optimizers:
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["scale"]
                 optimizer.step()
                 optimizer.zero_grad()
+            if timing and learner.time is not None:
+                learner.time.end_step()
 
             state.step, state.rows = step + 1, (step + 1) * portion
             state.tokens += sum(lengths[i] for i in chosen)
@@ -341,6 +386,8 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
             if saving or learner.stopped:
                 learner.save_checkpoint()
         if learner.stopped or (cfg.max_tokens is not None and learner.ended):
+            break
+        if learner.round_ended(epochs.stop / cfg.epochs):
             break
     source.expect([])
     progress.remove_task(task)

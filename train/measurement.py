@@ -30,10 +30,12 @@ from specdec.runtime.cpu import fast_paths_on
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
+from train.budget import Budget
 from train.data.sequences import Prompt
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
+AFTER = 0.1  # of the time for measuring: the report and the export
 RECORD = "measured.json"  # in the report's folder: how its results were measured
 SPECDEC = Path(specdec.__path__[0])
 # modules and packages whose formulas the figures depend on
@@ -70,13 +72,17 @@ def finished(
     ranks: Ranks,
     tracker: Tracker,
     progress: Progress,
+    budget: Budget,
 ) -> Results | None:
     """Calibrate and measure the best draft, unless that was done before in the same way; write and
-    log a report, and export. Processes that do not see the run's folder (they may have disks of
-    their own) take no part, and get None; then the first measures alone."""
+    log a report, and export. The `budget` says how many prompts are measured. Processes that do not
+    see the run's folder (they may have disks of their own) take no part, and get None; then the
+    first measures alone."""
     if ranks.team is not None and not ranks.alone:  # the others help wherever the target computes
         return ranks.first(
-            partial(finished, cfg, folder, texts, training, on_demand, ranks, tracker, progress)
+            partial(
+                finished, cfg, folder, texts, training, on_demand, ranks, tracker, progress, budget
+            )
         )
     sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
     if not all(sees):
@@ -94,7 +100,8 @@ def finished(
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
     if results is None:
-        results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress)
+        results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress, budget)
+        budget.end_measuring(results.prompts, results.timed)
     else:
         console.print(
             f"this run is finished and was measured with these settings before: its report is "
@@ -143,6 +150,7 @@ def _measured(
     original: Target,
     ranks: Ranks,
     progress: Progress,
+    budget: Budget,
 ) -> Results:
     """Measure the best draft of a run and, if there is one, its hybrid with retrieval."""
     best, hybrid = folder / "best", folder / f"with-{cfg.combine_with}"
@@ -159,14 +167,21 @@ def _measured(
         ranks.first(lambda: draft_checkpoint.copy_trained_on(best, hybrid))
         return combined
 
-    others = others_of(texts)
+    others, known, left = others_of(texts), budget.record, None
+    decode = replace(cfg.decode, prompts=texts.measured)
+    if known is not None and known.prompts is not None and known.timed is not None:
+        decode = replace(decode, prompts=min(known.prompts, texts.measured), timed=known.timed)
+    elif (stage := budget.stage("measuring")) is not None:
+        left = partial(stage.left, AFTER)
+    calibrating = [] if drafter.copies else others[:CALIBRATING]
     return measure_draft(
         Subject(cfg.name, target, drafter, cfg.data, original=original),
         best,
-        replace(cfg.decode, prompts=texts.measured),
-        asked=texts.prompts[: texts.measured],
+        decode,
+        asked=texts.prompts[: decode.prompts],
         others=others,
-        calibrating=[] if drafter.copies else others[:CALIBRATING],
+        calibrating=calibrating[: CALIBRATING // 2] if left else calibrating,
+        left=left,
         build_combined=with_retrieval if cfg.combine_with is not None else None,
         progress=progress,
         ranks=ranks,
@@ -185,11 +200,12 @@ def measure_draft(
     progress: Progress,
     log: Path | None = None,
     ranks: Ranks = ALONE,
+    left: Callable[[], float] | None = None,
 ) -> Results:
     """Calibrate the confidence of the draft in this folder on the prompts `calibrating`, then
     measure it on `cfg.prompts` prompts, those `asked`. Choices are made on `others`. `build_also`
-    makes the second draft of the subject, from the calibrated one. Raises UserError as `calibrate`
-    and `evaluate` do."""
+    makes the second draft of the subject, from the calibrated one. `left` is as in `evaluate`.
+    Raises UserError as `calibrate` and `evaluate` do."""
     if calibrating:
         console.print(f"calibrating confidence on {len(calibrating)} prompts that are not measured")
         prompts = [p.ids.tolist() for p in calibrating]
@@ -209,6 +225,7 @@ def measure_draft(
         ranks,
         earlier=[p.earlier for p in known],
         kinds=[p.kind for p in known],
+        left=left,
     )
 
 

@@ -3,7 +3,7 @@ to bottom; each stage is passed what it needs. `fill_shard` is another job that 
 stages: a part of what precedes training, for independent processes or machines."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from specdec.sampling.trees import DEEPEST
 from specdec.targets.loading import TargetLoader, opening
 from train import loop, training_checkpoint
 from train.accelerated import ranks_of
-from train.budget_timing import planned
+from train.budget import Budget, shares_of_run
 from train.continued import SettledRun, digest_of_settings, note_beginning, note_date, settled
 from train.data.prompts_trained_on import TrainedOn, before_this_stage
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
@@ -40,9 +40,9 @@ from train.initialisation import (
 )
 from train.loop import Learner
 from train.measurement import FinalSettings, finished
-from train.run_checks import check_files, check_target, check_texts
+from train.run_checks import check_files, check_prompts, check_target, check_texts
 from train.run_config import Config
-from train.run_documents import RunDocuments, documents_of_run, split_of_run
+from train.run_documents import RunDocuments, documents_of_run, fill_in_time, split_of_run
 from train.shards import AFTERWARDS, shard_of
 from train.tracking import Tracker
 from train.training_rounds import RoundsConfig, draft_of_round, written
@@ -53,16 +53,18 @@ LESS_AT_ONCE = (
 )
 
 
-def run(cfg: Config, folder: Path | str | None = None) -> float:
+def run(
+    cfg: Config, folder: Path | str | None = None, now: Callable[[], float] = time.monotonic
+) -> float:
     """Run the whole job of a checked configuration in `folder` (default runs/NAME). Returns the
     best held-out objective or, if the drafter has no weights to train, τ at the first temperature.
 
     An interrupted run of the same configuration is continued there. A finished one is not trained
     again, and measured again only if something has changed that its figures depend on; its report
-    and export are always written again. Raises UserError for the user's mistakes, and `Diverged` if
-    the loss or the gradient is not finite.
+    and export are always written again. `now` is the clock of `budget.minutes`. Raises UserError
+    for the user's mistakes, and `Diverged` if the loss or the gradient is not finite.
     """
-    started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
+    started, folder = now(), Path(folder or Path("runs") / cfg.name)
     with opened(cfg, folder, lock=folder) as job:
         cfg, target, ranks, tracker = job.settled.cfg, job.target, job.ranks, job.tracker
         accelerator, progress = job.settled.accelerator, job.progress
@@ -78,15 +80,24 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
         split = split_of_run(
             cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
         )
-        size, measured = planned(cfg, folder, split, target, accelerator, started)
-        split.train = split.train[:size]
+        ranks.first(lambda: check_prompts(split.prompts, target.parts, cfg.decode))
+        budget = Budget(
+            cfg.budget,
+            folder,
+            settings=digest_of_settings(cfg),
+            begun=ranks.first(lambda: bool(config_of(folder))),
+            ranks=ranks,
+            shares=shares_of_run(cfg.writes_texts, cfg.rounds_with_texts, cfg.trains),
+            now=now,
+            started=started,
+        )
         hidden_states = job.hidden_states()
         responds = cfg.data.responses == "target"
         if responds:
             ranks.first(lambda: note_date(cfg.data.date, folder))
         texts = documents_of_run(
             split=split,
-            measured=measured,
+            measured=cfg.decode.prompts,
             responses=cfg.response_generation if responds else None,
             reads_training=cfg.reads_plain_responses,
             from_log=bool(cfg.data.rounds),
@@ -95,7 +106,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             accelerator=accelerator,
             progress=progress,
             responses_read=ResponsesRead(folder),
+            budget=budget,
         )
+        fill_in_time(texts, split, hidden_states, budget, cfg.rounds, cfg.data.limit)
 
         # Initialise: fresh weights, or those of an earlier draft. Now the folder is this run's.
         drafter = initial_drafter(
@@ -163,11 +176,13 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
                     responses=cfg.response_generation,
                     source=source,
                     hidden_states=hidden_states,
+                    budget=budget,
                 )
                 if parts.checksum() != before:
                     raise RuntimeError(
                         "training changed the target's weights: a bug, please report it"
                     )
+            budget.end_training()
         elif ranks.rank == 0:
             draft_checkpoint.write_draft(
                 folder / "best", drafter, target.parts, notes={"run": identity}
@@ -184,7 +199,9 @@ def run(cfg: Config, folder: Path | str | None = None) -> float:
             needs_layers=cfg.needs_layers,
             packed=cfg.target.packed,
         )
-        results = finished(settings, folder, texts, training, target, ranks, tracker, progress)
+        results = finished(
+            settings, folder, texts, training, target, ranks, tracker, progress, budget
+        )
         accelerator.wait_for_everyone()
     if training is not None:
         return training.objective
@@ -196,7 +213,7 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
     (`responses.shard`), or compute a part of the hidden states (`hidden_states.shard`), as the run
     in `folder` (default runs/NAME) would. Several processes may fill shards of a run at once.
     Raises UserError for the user's mistakes."""
-    started, folder = time.monotonic(), Path(folder or Path("runs") / cfg.name)
+    folder = Path(folder or Path("runs") / cfg.name)
     assert cfg.share is not None
     if cfg.data.date is None:
         note_beginning(folder / BEGAN)
@@ -207,8 +224,6 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
         split = split_of_run(
             cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
         )
-        size, measured = planned(cfg, folder, split, target, accelerator, started)
-        split.train = split.train[:size]
         hidden_states = job.hidden_states()
         store = hidden_states.store if cfg.responses_bring_hidden_states else None
         responds = cfg.data.responses == "target"
@@ -227,7 +242,7 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
         elif (shard := shard_of("hidden_states.shard", cfg.hidden_states.shard)) is not None:
             texts = documents_of_run(
                 split=split,
-                measured=measured,
+                measured=cfg.decode.prompts,
                 responses=cfg.response_generation if responds else None,
                 reads_training=cfg.reads_plain_responses,
                 from_log=bool(cfg.data.rounds),
@@ -319,6 +334,7 @@ def trained_in_rounds(
     responses: ResponsesConfig,
     source: BatchSource,
     hidden_states: RunHiddenStates,
+    budget: Budget,
 ) -> Training:
     """Train in rounds, each of which takes a part of the learner's epochs; the best draft goes to
     the run's `best`. The first round reads the rows of `source`; with on-policy training, every
@@ -342,11 +358,17 @@ def trained_in_rounds(
                 target=hidden_states.target,
                 accelerator=learner.accelerator,
                 progress=progress,
+                budget=budget,
                 responses_read=ResponsesRead(folder),
+                stored=hidden_states.store is not None,
             )
+            stage = f"texts of round {number + 1}"
+            if rounds.writes_texts(responses.temperature)[number]:
+                documents = hidden_states.fill_in_time(documents, budget, stage, stage)
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             console.print(str(cut_responses(documents, learner.parts.eos, responses)))
             (source,) = hidden_states.sources(drafter, [documents])
+        learner.time = budget.training(number, rounds.count) or learner.time
         loop.train(learner, source, range(number * each, (number + 1) * each), progress)
     loop.finish(learner)
     training = loop.trained(learner)

@@ -32,6 +32,7 @@ from specdec.targets.parts import TargetParts
 from train import training_checkpoint
 from train.data.conversations import DataConfig
 from train.data.reader import require_readable
+from train.data.sequences import Prompt
 from train.hidden_states.store import in_megabytes
 from train.initialisation import InitialisationConfig, require_initialisation
 from train.run_documents import RunDocuments
@@ -104,6 +105,13 @@ def _require_room_for_draft(config: Any, folder: Path, parts: TargetParts) -> No
     )
 
 
+def check_prompts(prompts: Sequence[Prompt], parts: TargetParts, decode: DecodeConfig) -> None:
+    """Raise UserError for prompts that cannot be measured, before any response is generated."""
+    measured = [prompt.ids.tolist() for prompt in prompts[: decode.prompts]]
+    if measured:
+        require_room(parts, measured, decode.max_new_tokens)
+
+
 def check_texts(
     texts: RunDocuments, drafter: Drafter, parts: TargetParts, decode: DecodeConfig, alone: bool
 ) -> None:
@@ -122,6 +130,3 @@ def check_texts(
     require_fitting(decode, drafter, parts)
     if warning := beyond_training(decode, drafter):
         console.print(warning)
-    prompts = [p.ids.tolist() for p in texts.prompts[: texts.measured]]
-    if prompts:
-        require_room(parts, prompts, decode.max_new_tokens)

@@ -31,7 +31,7 @@ from specdec.losses.loss_terms import COUPLED, LOSS_TERMS
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST
 from specdec.targets.target_config import TargetConfig
-from train.budget_plan import BudgetConfig
+from train.budget import BudgetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
 from train.hidden_states.store import HiddenStatesConfig
@@ -133,6 +133,16 @@ class Config:
         return self.trains and self.hidden_states.mode == "offline"
 
     @property
+    def writes_texts(self) -> bool:
+        """Whether the run writes responses or hidden states before it trains."""
+        return self.data.responses == "target" or self.stores_hidden_states
+
+    @property
+    def rounds_with_texts(self) -> list[bool]:
+        """For each round of training, whether it writes texts of its own."""
+        return self.rounds.writes_texts(self.responses.temperature)
+
+    @property
     def response_generation(self) -> ResponsesConfig:
         """How the prompts are answered: by the engines of the hidden states, if no others are
         given."""
@@ -185,17 +195,6 @@ class Config:
             self.data.rounds is None or rounds == RoundsConfig(),
             "data.rounds trains on the rounds of a log: leave out all rounds.* settings",
         )
-        require(
-            not self.trains_at_visits or self.budget.minutes is None,
-            "budget.minutes cannot plan training on a decoder's rounds: give loop.max_tokens "
-            "instead",
-        )
-        require(
-            self.budget.minutes is None or not self.response_generation.engines,
-            "budget.minutes times the target in this process, but engines do its work: give "
-            "data.limit instead of budget.minutes, or leave out responses.from and "
-            "hidden_states.from",
-        )
         engines = bool(self.hidden_states.engines)
         require(
             not (engines and self.trains_at_visits),
@@ -246,7 +245,7 @@ class Config:
         )
         require(
             self.share is None or self.budget.minutes is None,
-            "budget.minutes plans by the speed of one machine, so shares would not fit together: "
+            "budget.minutes is the clock of one whole run, and shares do not wait for each other: "
             "give data.limit instead",
         )
         if self.combine_with is not None:

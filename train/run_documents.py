@@ -2,7 +2,7 @@
 the data or of the target. Of several processes, the first reads the data, all of them render and
 tokenise, and all get the same documents."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,24 @@ from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
-from train.budget_plan import FEWEST
+from train.budget import (
+    FEWEST,
+    LEAST_VALIDATION,
+    READING,
+    VALIDATION,
+    Budget,
+    StageTime,
+    places_of,
+)
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
 from train.data.run_data import DataCounts, read_run_data, unusable_data
 from train.data.sequences import Document, Prompt, even_weights
 from train.data.split import SHARE, DataSplit
+from train.hidden_states.filling import RunHiddenStates
 from train.hidden_states.store import HiddenStateStore
+from train.training_rounds import RoundsConfig
 
 
 @dataclass
@@ -100,20 +110,22 @@ def documents_of_run(
     accelerator: Accelerator,
     progress: Progress,
     responses_read: ResponsesRead | None = None,
+    budget: Budget | None = None,
 ) -> RunDocuments:
-    """The texts of a run's split. The final evaluation responses `measured` of its held-out
-    prompts. If the data's responses are not read, the target generates them as `responses` says,
-    and `store` keeps the hidden states that it computes meanwhile; those to the training prompts
-    only if the run `reads_training`. With `from_log`, the training documents are those of a
-    decoder's log. `responses_read` is as in `documents_with_responses`."""
+    """The texts of a run's split. Up to `measured` of its held-out prompts are measured.
+    If the data's responses are not read, the target generates them as `responses` says, and `store`
+    keeps the hidden states that it computes meanwhile; those to the training prompts only if the
+    run `reads_training`. With `from_log`, the training documents are those of a decoder's log.
+    `responses_read` is as in `documents_with_responses`. The `budget` says how many there are."""
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
     if responses is not None:
         asked = [] if from_log else train
         if store is not None:
             store.prepare(0)
-        train, validation = (
-            documents_with_responses(
+
+        def responses_in(some: Sequence[Prompt], time: StageTime | None) -> list[Document]:
+            return documents_with_responses(
                 target,
                 some,
                 responses,
@@ -121,9 +133,31 @@ def documents_of_run(
                 progress,
                 store,
                 responses_read=responses_read,
+                time=time,
             )
-            for some in (train if reads_training else [], validation)
-        )
+
+        if budget is None:
+            train, validation = (
+                responses_in(some, None) for some in (train if reads_training else [], validation)
+            )
+        else:
+            part = 1 - READING if store is None else 1.0
+            validation = budget.texts_in_time(
+                "texts",
+                "validation responses",
+                validation,
+                responses_in,
+                VALIDATION * part,
+                LEAST_VALIDATION,
+            )
+            train = budget.texts_in_time(
+                "texts",
+                "responses",
+                train if reads_training else [],
+                responses_in,
+                part,
+                budget.cfg.floor,
+            )
         cut = cut_responses([*train, *validation], target.parts.eos, responses)
         console.print(str(cut))
         if train:  # engines may leave prompts unanswered
@@ -150,6 +184,30 @@ def documents_of_run(
         cut=cut,
         counts=DataCounts.of_split(split),
     )
+
+
+def fill_in_time(
+    texts: RunDocuments,
+    split: DataSplit[Any],
+    hidden_states: RunHiddenStates,
+    budget: Budget,
+    rounds: RoundsConfig,
+    limit: int | None,
+) -> None:
+    """Store the hidden states of a run's texts as long as the budget allows, drop those that have
+    none then, and say what is trained on. Without a budget nothing is done here."""
+    if not budget.active:
+        return
+    key = "validation hidden states"
+    texts.validation = hidden_states.fill_in_time(
+        texts.validation, budget, "texts", key, VALIDATION, LEAST_VALIDATION
+    )
+    if rounds.data != "on_policy":  # whose first round writes its own texts
+        texts.train = hidden_states.fill_in_time(
+            texts.train, budget, "texts", "hidden states", 1.0, budget.cfg.floor
+        )
+        texts.asked = [texts.asked[place] for place in places_of(texts.train, texts.asked)]
+    budget.say_texts(len(texts.train), len(split.train), len(split.held_out), limit)
 
 
 def _without_response(prompt: Prompt) -> Document:

@@ -13,6 +13,7 @@ from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import DEEPEST, Chain
 from specdec.targets.loading import TargetLoader
+from train.budget import READING, Budget, StageTime
 from train.data.response_files import ResponsesConfig, ResponsesRead
 from train.data.responses import Author, documents_with_responses
 from train.data.sequences import Document, Prompt
@@ -62,6 +63,12 @@ class RoundsConfig:
         """Whether a draft helps to answer the prompts in any of the rounds."""
         return self.data == "on_policy" or (self.data != "target" and self.count > 1)
 
+    def writes_texts(self, temperature: float) -> list[bool]:
+        """For each round, whether it has texts of its own, where the target answers at this
+        temperature."""
+        later = self.data != "target" or temperature > 0
+        return [self.data == "on_policy", *[later] * (self.count - 1)]
+
 
 def draft_of_round(cfg: RoundsConfig, folder: Path, number: int) -> Path | None:
     """Where round `number`, from 0, of the run in `folder` keeps the draft that helps to write its
@@ -80,19 +87,34 @@ def written(
     target: TargetLoader,
     accelerator: Accelerator,
     progress: Progress,
+    budget: Budget,
     responses_read: ResponsesRead | None = None,
+    stored: bool = False,
 ) -> list[Document]:
     """The texts that round `number`, from 0, trains on: responses to the `asked` prompts, written
     with the draft in the folder `draft`, if there is one. Beside that folder are the responses so
     far, so that an interrupted round continues where it stopped. `documents` are the texts of
-    round 0. `responses_read` is as in `documents_with_responses`."""
+    round 0. `responses_read` is as in `documents_with_responses`. The `budget` says how many
+    prompts are answered; if hidden states are `stored`, they need a part of the time."""
+    stage, key = f"texts of round {number + 1}", f"responses of round {number + 1}"
+    part = 1 - READING if stored else 1.0
     if draft is None:
         if responses.temperature == 0 or not asked:
             return list(documents)
         other = replace(responses, seed=(responses.seed + number) % 2**32)
-        return documents_with_responses(
-            target, asked, other, accelerator, progress, responses_read=responses_read
-        )
+
+        def sampled_anew(some: Sequence[Prompt], time: StageTime | None) -> list[Document]:
+            return documents_with_responses(
+                target,
+                some,
+                other,
+                accelerator,
+                progress,
+                responses_read=responses_read,
+                time=time,
+            )
+
+        return budget.texts_in_time(stage, key, asked, sampled_anew, part, budget.cfg.floor)
     drafter = draft_checkpoint.load_draft(draft, target.whole())
     author = Author(
         drafter=drafter,
@@ -106,11 +128,17 @@ def written(
     elif cfg.data.endswith("alone"):
         author = replace(author, rule=None)
     step = 2 if cfg.data.startswith("mixed") else 1
-    texts = documents_with_responses(
-        target, asked[::step], responses, accelerator, progress, author=author
-    )
-    if cfg.data == "on_policy":
+
+    def with_draft(some: Sequence[Prompt], time: StageTime | None) -> list[Document]:
+        return documents_with_responses(
+            target, some, responses, accelerator, progress, author=author, time=time
+        )
+
+    floor = budget.cfg.floor // step
+    texts = budget.texts_in_time(stage, key, asked[::step], with_draft, part, floor)
+    if step == 1:
         return texts
+    again = {text.ids[~text.mask].tobytes(): text for text in texts}
     mixed = list(documents)
-    mixed[::step] = texts
+    mixed[::step] = [again.get(text.ids[~text.mask].tobytes(), text) for text in mixed[::step]]
     return mixed

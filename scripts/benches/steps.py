@@ -80,10 +80,11 @@ class Products(TorchDispatchMode):
 
 def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     """A function that does a training step and returns its number of tokens, and the device."""
+    from benches.rehearsal import training_step
+
     from specdec.targets.loading import load_target
     from specdec.targets.target_config import resolved
     from train.accelerated import accelerator_of
-    from train.budget_timing import rehearsal
     from train.data.run_data import read_run_data
     from train.run_config import composed, register
 
@@ -93,7 +94,7 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     documents = read_run_data(cfg.data, target).train
     cfg = replace(cfg, target=resolved(cfg.target))
     accelerator = accelerator_of(cfg.target, cfg.loop.precision)
-    step, _ = rehearsal(cfg, target, documents, accelerator)
+    step = training_step(cfg, target, documents, accelerator)
     return step, target.device
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
+from benches.rehearsal import training_step
 from benches.turns import ratio, show
 
 from specdec.errors import require
@@ -28,7 +29,6 @@ from specdec.targets.loading import load_target
 from specdec.targets.target_config import resolved
 from specdec.theory.alpha import acceptance
 from train.accelerated import accelerator_of
-from train.budget_timing import rehearsal
 from train.data.run_data import read_run_data
 from train.run_config import composed, register
 
@@ -119,7 +119,7 @@ def throughput(
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         of_size = replace(cfg, loop=replace(cfg.loop, rows=size))
-        step, _ = rehearsal(of_size, target, documents, accelerator)
+        step = training_step(of_size, target, documents, accelerator)
         steps = [timed(step, target.device) for _ in range(max(4, 24 // size))][1:]
         speed = statistics.median(tokens / seconds for seconds, tokens in steps)
         peak = f"{torch.cuda.max_memory_allocated() / 2**20:,.0f}" if on_gpu else "none used"

@@ -6,7 +6,7 @@ more. Plain decoding is a round that drafts nothing. Tokens that the last round 
 end of a response are not part of it, and τ does not count them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +48,7 @@ def decode(
     on_tokens: OnTokens | None = None,
     record: Record | None = None,
     at_once: int | None = None,
+    goes_on: Callable[[], bool] | None = None,
 ) -> list[Generation]:
     """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
     batch or, with `at_once` (the number of rows, for plain decoding only), make room for
@@ -59,7 +60,9 @@ def decode(
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt.
     `on_tokens` is called after each round, and `record` keeps hidden states of plain responses.
-    Raises UserError as `require_room` does, and for options that do not go together.
+    Once `goes_on` returns False, prompts that have no row yet get none: then the first prompts
+    alone are returned. Raises UserError as `require_room` does, and for options that do not go
+    together.
     """
     way = way or Way()
     drafter, shape, length, judge = way.drafter, way.shape, way.length, way.judge
@@ -89,7 +92,7 @@ def decode(
     eos = target.eos if eos is None else eos
     ends = max_new_tokens, eos, stops
     responses = GrowingResponses(
-        prompts, openings, *ends, on_tokens, record, target.device, at_once
+        prompts, openings, *ends, on_tokens, record, target.device, at_once, goes_on
     )
     seeds = seeds or range(asked)
 
@@ -129,6 +132,8 @@ def decode(
             responses.clock.end("prefill")
             responses.add(rows, new, only=fresh)
             continue
+        if responses.all_ended:  # `goes_on` has just ended those that waited
+            break
 
         # Rows whose response has ended leave the batch.
         if (going := responses.remaining(patient=drafter is None)) is not None:

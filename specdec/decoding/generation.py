@@ -138,6 +138,7 @@ class GrowingResponses:
     record: Record | None
     device: torch.device
     at_once: int | None = None  # rows of the batch; None: all prompts
+    goes_on: Callable[[], bool] | None = None  # whether prompts that wait still get a row
 
     def __post_init__(self) -> None:
         numbers = list(range(len(self.prompts)))
@@ -145,13 +146,14 @@ class GrowingResponses:
         self.in_batch = numbers[:size]  # the prompt of each row of the batch
         # the prompts that get a row when another's response has ended
         self._waiting = numbers[size:]
+        self._count = len(numbers)  # of the prompts that are continued
         self.clock = Clock(self.device)
         self._rounds: list[list[SpeculationStep]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
 
     @property
     def all_ended(self) -> bool:
-        return len(self._done) == len(self.prompts)
+        return not self._waiting and len(self._done) == self._count
 
     def add(
         self,
@@ -206,6 +208,9 @@ class GrowingResponses:
         ended = [b for b, i in enumerate(self.in_batch) if i in self._done]
         if self._waits(len(self.in_batch) - len(ended), patient=True):
             return []
+        if self.goes_on is not None and not self.goes_on():
+            self._count -= len(self._waiting)
+            self._waiting = []
         rows = ended[: len(self._waiting)]
         for b in rows:
             self.in_batch[b] = self._waiting.pop(0)
@@ -216,8 +221,8 @@ class GrowingResponses:
         return going == len(self.in_batch) or (patient and going >= 0.9 * len(self.in_batch))
 
     def generations(self) -> list[Generation]:
-        """One generation for each prompt, in order, once all have ended."""
-        return [self._done[i] for i in range(len(self.prompts))]
+        """One generation for each prompt that got a row, in order, once all have ended."""
+        return [self._done[i] for i in range(self._count)]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
         """How many tokens the response keeps, if it ends after its first `before`; else None."""

@@ -80,14 +80,16 @@ class ServerPool:
         requests: Sequence[NamedRequest[K]],
         at_once: int,
         parse: Callable[[K, Any, Server], T],
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[K, T | Failed]]:
         """The results of requests, in the order in which they come. `parse` makes a result of an
         response and the server that gave it, in a thread of its own; it may raise RequestRejected
         or ServerUnavailable as a server does. A request fails once it is refused or all its tries
-        are used up. Raises UserError after `IN_A_ROW` failures without a result between them, and
+        are used up. Once `goes_on` returns False, the requests that are left are not sent and have
+        no result. Raises UserError after `IN_A_ROW` failures without a result between them, and
         whatever else `parse` raises."""
         todo: queue.SimpleQueue[NamedRequest[K]] = queue.SimpleQueue()
-        done: queue.SimpleQueue[tuple[K, T | Failed | Exception]] = queue.SimpleQueue()
+        done: queue.SimpleQueue[tuple[K, T | Failed | Exception | None]] = queue.SimpleQueue()
         stop, in_a_row, waiting = threading.Event(), 0, set[HTTPConnection]()
         for request in requests:
             todo.put(request)
@@ -98,6 +100,9 @@ class ServerPool:
                     request = todo.get_nowait()
                 except queue.Empty:
                     return
+                if not goes_on():
+                    done.put((request.name, None))
+                    continue
                 try:
                     done.put((request.name, self._result(request, parse, stop, waiting)))
                 except Exception as error:  # raised again below, in the caller's thread
@@ -109,6 +114,8 @@ class ServerPool:
         try:
             for _ in requests:
                 name, result = _next(done)
+                if result is None:
+                    continue
                 if isinstance(result, Exception):
                     raise result
                 in_a_row = in_a_row + 1 if isinstance(result, Failed) else 0

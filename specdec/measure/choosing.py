@@ -165,7 +165,13 @@ def acceptance_by_rank(
         (response,) = setup.responses([prompt], wide, seeds=[0])
         return response.rounds
 
-    for of_prompt in setup.ranks.shared(prompts, rounds):
+    if setup.brief:
+        seeds = [0] * len(prompts)
+        together = setup.ranks.first(lambda: setup.responses(prompts, wide, seeds=seeds))
+        by_prompt = [response.rounds for response in together]
+    else:
+        by_prompt = setup.ranks.shared(prompts, rounds)
+    for of_prompt in by_prompt:
         for r in of_prompt:
             kept = paths[r.path[-1]] if r.path else ()
             for d in range(min(depth, len(kept) + 1)):

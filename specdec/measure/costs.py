@@ -35,6 +35,8 @@ TURNS = 31  # timings of each part
 OF_A_TABLE = 5  # timings behind each cell of a cost table
 TIMED = 24  # tokens decoded to time rounds
 OF_ROUNDS = 5  # timings of each shape whose rounds are compared
+# The same where measuring is brief: timings of each part, of each shape, and tokens to time rounds
+BRIEF_TURNS, BRIEF_ROUNDS, BRIEF_TIMED = 8, 2, 8
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,12 @@ class Costs:
     v: Interval
 
 
-def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int = TURNS) -> Costs:
+def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int | None = None) -> Costs:
     """The costs of the parts of a round, after a prompt on `setup.batch` rows. The verification
     covers the anchor and as many tokens as the way's shape can draft. Parts take turns, so that
     each finds the processor's caches as decoding leaves them. If passes are compiled, their caches
     have room for `setup.max_new_tokens`. If a prompt is too long, only its end is read."""
+    turns = turns or (BRIEF_TURNS if setup.brief else TURNS)
     return setup.ranks.first(lambda: _costs(setup, way, prompt, turns))
 
 
@@ -164,7 +167,8 @@ def rounds_in_turn(
     setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
     """For each way, the seconds of a whole round when `setup.batch` prompts are decoded together:
-    medians of `OF_ROUNDS` timings, taken in turn after a warm-up."""
+    medians of `OF_ROUNDS` timings, taken in turn after a warm-up; where
+    measuring is brief, the shorter of two."""
     return setup.ranks.first(lambda: _rounds_in_turn(setup, ways, prompts))
 
 
@@ -173,11 +177,11 @@ def _rounds_in_turn(
 ) -> list[float]:
     seconds = [list[float]() for _ in ways]
     batch = [prompts[b % len(prompts)] for b in range(setup.batch)]
-    tokens = min(setup.max_new_tokens, TIMED)
-    for turn in range(1 + OF_ROUNDS):
+    tokens = min(setup.max_new_tokens, BRIEF_TIMED if setup.brief else TIMED)
+    for turn in range(BRIEF_ROUNDS if setup.brief else 1 + OF_ROUNDS):
         for way, times in zip(ways, seconds, strict=True):
             responses = setup.responses(batch, way, eos=(), max_new_tokens=tokens)
             rounds = max(1, max(len(g.rounds) for g in responses))
-            if turn:
+            if turn or setup.brief:
                 times.append(max(g.seconds for g in responses) / rounds)
-    return [statistics.median(times) for times in seconds]
+    return [min(times) if setup.brief else statistics.median(times) for times in seconds]

@@ -11,8 +11,32 @@ from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.errors import is_out_of_memory
+from specdec.measure.costs import BRIEF_TIMED
 from specdec.measure.setup import Setup
 from specdec.runtime.device import release
+from specdec.theory.intervals import FEWEST
+
+# Of the time for one temperature: when timing ends, and when decoding ends. `BRIEF_TOGETHER`
+# prompts are then decoded between two looks at the clock.
+TIMED, COUNTED, BRIEF_TOGETHER = 0.5, 0.75, 16
+
+
+@dataclass
+class Until:
+    """When to end decoding prompts, by the time that is left: `seconds` of it are for one
+    temperature, of which choices take a part before, and teacher forcing and costs one after."""
+
+    left: Callable[[], float]
+    seconds: float
+    fewest: int  # prompts, however long they take
+
+    def __post_init__(self) -> None:
+        self._began = self.left()
+
+    def passed(self, part: float, ahead: float = 0.0) -> bool:
+        """Whether a part of the time will have passed when more work of `prefetch` seconds is
+        done."""
+        return self._began - self.left() + ahead > part * self.seconds
 
 
 @dataclass
@@ -62,16 +86,21 @@ def decoded_in_turn(
     prompts: list[list[int]],
     together: int,
     tell: Callable[..., None],
+    until: Until | None = None,
 ) -> list[DecodedPrompts]:
     """Answer all prompts plainly and in each way: the first `cfg.timed_prompts` in batches of
     `cfg.batch`, in turn and `cfg.repeats` times, the others `together` at a time, without compiled
-    passes. `tell` is called with the progress after each batch."""
+    passes. `tell` is called with the progress after each batch. With `until`, fewer prompts are
+    timed and answered if its time is up, the first ones in every way."""
     ranks, plain, timed = setup.ranks, ways[0].plain, min(len(prompts), cfg.timed_prompts)
+    all_timed = timed == len(prompts)
 
-    def turns(batch: range, ways: Sequence[Way], repeat: int = 0) -> list[list[Generation]]:
+    def turns(
+        batch: range, ways: Sequence[Way], repeat: int = 0, tokens: int = setup.max_new_tokens
+    ) -> list[list[Generation]]:
         """The prompts with these numbers, plainly and in each way."""
         some, seeds = [prompts[i] for i in batch], [cfg.seed + i * 1009 + repeat for i in batch]
-        return [setup.responses(some, way, seeds=seeds) for way in ways]
+        return [setup.responses(some, way, seeds=seeds, max_new_tokens=tokens) for way in ways]
 
     def in_time() -> list[DecodedPrompts]:
         """The prompts that are timed."""
@@ -80,13 +109,18 @@ def decoded_in_turn(
             batch = range(first, min(first + cfg.batch, timed))
             # warm-up; if compiled, each number of rows and tokens has its own graph
             if cfg.compile or not first:
-                turns(batch, warming)
+                tokens = setup.max_new_tokens
+                turns(batch, warming, tokens=min(tokens, BRIEF_TIMED) if setup.brief else tokens)
             repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
             plainly, *drafted = map(list, zip(*repeats, strict=True))
             for decodings, of_way in zip(many, drafted, strict=True):
                 decodings.add(plainly[0], of_way[0])
                 decodings.time(plainly, of_way)
             said(many, len(batch))
+            if until is not None:
+                fewest = until.fewest if all_timed else FEWEST * cfg.batch
+                if batch.stop >= fewest and until.passed(COUNTED if all_timed else TIMED):
+                    break
         return many
 
     def said(many: Sequence[DecodedPrompts], count: int) -> None:
@@ -96,10 +130,12 @@ def decoded_in_turn(
         tell(advance=count, description=f"{at}  τ {by_way}")
 
     many = ranks.first(in_time)
+    timed = many[0].timed
     eager = [replace(way, compiled=False) for way in (plain, *ways)]
+    together = together if until is None else min(together, BRIEF_TOGETHER)
     batches = [
         range(first, min(first + together, len(prompts)))
-        for first in range(timed, len(prompts), together)
+        for first in range(timed, 0 if all_timed else len(prompts), together)
     ]
 
     def counted(batch: range) -> list[list[Generation]]:
@@ -116,9 +152,17 @@ def decoded_in_turn(
         parts = counted(batch[:half]), counted(batch[half:])
         return [first + second for first, second in zip(*parts, strict=True)]
 
-    for plainly, *drafts in ranks.shared(batches, counted):
-        for decodings, drafted in zip(many, drafts, strict=True):
-            decodings.add(plainly, drafted)
+    at_once = len(batches) if until is None else ranks.world
+    while batches:
+        some, batches = batches[:at_once], batches[at_once:]
+        before = until.left() if until else 0.0
+        for plainly, *drafts in ranks.shared(some, counted):
+            for decodings, drafted in zip(many, drafts, strict=True):
+                decodings.add(plainly, drafted)
+        if until is not None and some[-1].stop >= until.fewest:
+            half = (before - until.left()) / 2
+            if ranks.first(lambda half=half: until.passed(COUNTED, half)):  # type: ignore[misc]
+                break
     return many
 
 

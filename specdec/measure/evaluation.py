@@ -33,7 +33,7 @@ from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.calibration import believed, reliability
 from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
 from specdec.measure.costs import Costs, costs, operations
-from specdec.measure.decoded_prompts import DecodedPrompts, counting, decoded_in_turn
+from specdec.measure.decoded_prompts import DecodedPrompts, Until, counting, decoded_in_turn
 from specdec.measure.forced import (
     ForcedText,
     along,
@@ -73,6 +73,7 @@ from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per round for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
+LEAST_PROMPTS = 12  # that are decoded, however little time is left
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
@@ -101,6 +102,7 @@ def evaluate(
     ranks: Ranks = ALONE,
     earlier: Sequence[Sequence[tuple[str, str]]] = (),
     kinds: Sequence[str] = (),
+    left: Callable[[], float] | None = None,
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
@@ -108,6 +110,8 @@ def evaluate(
     those. `words` are what the user says last in each prompt, for the samples (default: the decoded
     prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of each
     prompt; if there are several, each has figures of its own.
+    `left` returns the seconds that are left: then as many prompts are decoded at the first
+    temperature as its part of them allows, but at least `LEAST_PROMPTS`, and the same at others.
     The draft's rounds are appended to the file `log`. All of `ranks` call this with the same
     arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -118,7 +122,7 @@ def evaluate(
     cfg = replace(cfg, batch=min(cfg.batch, len(asked)))
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or asked
-    setup = Setup.from_config(target, cfg, ranks)
+    setup = replace(Setup.from_config(target, cfg, ranks), brief=left is not None)
     ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
     if cfg.fastest:
         ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
@@ -131,7 +135,12 @@ def evaluate(
     known: dict[tuple[Drafter, str], Costs] = {}
     progress = progress or bars(console, shown=False)
     task = progress.add_task("decoding", total=len(asked) * len(cfg.temperatures))
-    for temperature in cfg.temperatures:
+    until = None
+    for number, temperature in enumerate(cfg.temperatures):
+        if left is not None:
+            until = (
+                Until(left, left() / len(cfg.temperatures), LEAST_PROMPTS) if not number else None
+            )
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
         repeated = {
             n
@@ -141,8 +150,10 @@ def evaluate(
         at_this = [x for n, x in enumerate(zip(ways, choices, strict=True)) if n not in repeated]
         tell = partial(progress.update, task)
         responses = decoded_in_turn(
-            setup, cfg, [way for _, (way, _) in at_this], asked, together, tell
+            setup, cfg, [way for _, (way, _) in at_this], asked, together, tell, until
         )
+        asked = asked[: len(responses[0].drafted)]  # with `until`, these were all
+        cfg = replace(cfg, prompts=len(asked), timed=responses[0].timed) if until else cfg
         for ((title, each, own), (way, learned)), decodings in zip(at_this, responses, strict=True):
             key = each, repr(way.shape)
             cost = known[key] = known.get(key) or costs(setup, way, asked[0])

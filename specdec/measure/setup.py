@@ -15,13 +15,15 @@ from specdec.targets.target import Target
 @dataclass(frozen=True)
 class Setup:
     """A target that answers `batch` prompts at a time with up to `max_new_tokens` tokens each,
-    measured by `ranks` together."""
+    measured by `ranks` together. Where time is short, measuring is `brief`: what is only counted is
+    decoded together, and costs are timed fewer times."""
 
     target: Target
     max_new_tokens: int = DecodeConfig.max_new_tokens
     batch: int = DecodeConfig.batch
     seed: int = DecodeConfig.seed
     ranks: Ranks = ALONE
+    brief: bool = False
 
     @classmethod
     def from_config(cls, target: Target, cfg: DecodeConfig, ranks: Ranks = ALONE) -> "Setup":
@@ -37,7 +39,11 @@ class Setup:
 
     def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
         """The rounds when each prompt is answered alone. The prompts are shared out, unless there
-        is a length policy, which may learn from one response to the next."""
+        is a length policy, which may learn from one response to the next. `brief`: together."""
+        if self.brief and way.length is None:
+            seeds = range(self.seed, self.seed + len(prompts))
+            together = self.ranks.first(lambda: self.responses(prompts, way, seeds=seeds))
+            return [r for response in together for r in response.rounds]
 
         def rounds(i: int) -> list[SpeculationStep]:
             (response,) = self.responses([prompts[i]], way, seeds=[self.seed + i])

@@ -79,7 +79,7 @@ class Runs:
 
     def files(self) -> list[Path]:
         """Everything that the run reads again, but what the user gave."""
-        places = [self.run / x for x in ("config.json", "plan.json", "metrics.jsonl")]
+        places = [self.run / x for x in ("config.json", "budget.json", "metrics.jsonl")]
         places += [self.run / "report" / FILE]
         for pattern in ("checkpoints/*/*", "best/*"):
             places += sorted(self.run.glob(pattern))
@@ -374,12 +374,12 @@ def test_an_edited_metrics_file_is_told(runs: Runs, capsys: pytest.CaptureFixtur
     assert found is not None and len(found.steps) == len(found.loss) == len(found.sampled) == 8
 
 
-@pytest.mark.parametrize("name", ["config.json", "plan.json"])
+@pytest.mark.parametrize("name", ["config.json", "budget.json"])
 def test_an_edited_setting_of_a_run_is_refused(runs: Runs, name: str) -> None:
     runs.again()
     path = runs.run / name
     value = json.loads(path.read_text())
-    value["prompts" if name == "plan.json" else "name"] = 1 if name == "plan.json" else "x"
+    value["prompts" if name == "budget.json" else "name"] = 1 if name == "budget.json" else "x"
     path.write_text(json.dumps(value))
     with pytest.raises(UserError, match=rf"{name}.*was edited.*give another name="):
         runs.job(runs.run)

@@ -246,7 +246,6 @@ MISTAKES = [
     (["drafter=ngram"], "drafter=ngram does not read"),
     (["drafter=early_exit"], "drafter=early_exit does not read"),
     (["rounds.data=on_policy", "data.responses=target"], "tokens that were drafted and rejected"),
-    (["budget.minutes=5"], "give data.limit instead"),
 ]
 
 

@@ -17,7 +17,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, random_drafter
 from train import pipeline
-from train.budget_plan import Plan
+from train.budget import BUDGET, BudgetRecord, places_in
 from train.continued import (
     CHANGES,
     Change,
@@ -109,26 +109,28 @@ def test_other_engines_continue_a_run_that_engines_began(tiny: Tiny, tmp_path: P
     require_same_run(tmp_path / "run", now)
 
 
-def test_a_plan_that_was_left_does_not_rule_the_next_run(
+def test_a_budget_that_was_left_does_not_rule_the_next_run(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Ctrl-C before the run has begun. The same command keeps the plan; one with other settings
-    plans again."""
+    """Ctrl-C before the run has begun. The same command trains on the same texts; one with other
+    settings decides again."""
+    own = ["budget.minutes=0.001", "data.responses=target", "responses.batch=1"]
 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    def planned(*more: str) -> Plan:
+    def decided(*more: str) -> list[int]:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(pipeline, "initial_drafter", interrupted)
-            tiny.job(tmp_path / "run", "ngram", "budget.minutes=0.001", *more)
-        return read_record(Plan, tmp_path / "run" / "plan.json")
+            root = f"responses.root={tmp_path / 'responses'}"
+            tiny.job(tmp_path / "run", "ngram", *own, root, *more)
+        return places_in(read_record(BudgetRecord, tmp_path / "run" / BUDGET).texts["responses"])
 
-    first = planned("budget.floor=5")
-    assert first.conversations == 5
-    assert planned("budget.floor=5") == first
-    assert "as planned before" in capsys.readouterr().out
-    assert planned("budget.floor=7").conversations == 7
+    first = decided("budget.floor=5")
+    assert len(first) == 5
+    assert decided("budget.floor=5") == first
+    assert "what is decided" in " ".join(capsys.readouterr().out.split())
+    assert len(decided("budget.floor=9")) == 9
     assert "was made for other settings" in " ".join(capsys.readouterr().out.split())
 
 

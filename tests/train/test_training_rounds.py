@@ -280,10 +280,10 @@ def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> 
         tiny.job(tmp_path / "run", "eagle3", *more)
 
 
-def test_a_log_is_neither_answered_again_nor_planned(tiny: Tiny, tmp_path: Path) -> None:
-    for more, said in (("rounds.count=2", "data.rounds"), ("budget.minutes=1", "budget.minutes")):
-        with pytest.raises(UserError, match=said):
-            tiny.job(tmp_path, "eagle3", "data.responses=target", "data.rounds=x.jsonl", more)
+def test_a_log_is_not_answered_again(tiny: Tiny, tmp_path: Path) -> None:
+    more = ("data.responses=target", "data.rounds=x.jsonl", "rounds.count=2")
+    with pytest.raises(UserError, match=r"data\.rounds"):
+        tiny.job(tmp_path, "eagle3", *more)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
+from train.budget import StageTime
 from train.data.response_files import (
     WITHOUT_RESPONSE,
     ResponsesConfig,
@@ -141,10 +142,12 @@ def responses_of(
     limit: int,
     at_once: int,
     layers: Sequence[int] | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[tuple[str, EngineResponse | Failed]]:
     """The responses of at most `limit` tokens to prompts, by their names, in the order in which
-    they come, with the states after these `layers`. Raises UserError for a response that cannot be
-    the target's, and as `ServerPool.results` does."""
+    they come, with the states after these `layers`; none is asked for once `goes_on` says no.
+    Raises UserError for a response that cannot be the target's, and as `ServerPool.results`
+    does."""
     requests = [
         NamedRequest(
             name,
@@ -169,7 +172,7 @@ def responses_of(
         text = [*asked[name], *ids]
         return EngineResponse(ids, server, engine.hidden_states(reply, text, layers, target.width))
 
-    return engines.results(requests, at_once, parsed)
+    return engines.results(requests, at_once, parsed, goes_on)
 
 
 def ids_of(
@@ -324,6 +327,7 @@ def responses_of_engines(
     progress: Progress,
     keep: HiddenStateStore | None,
     responses_read: ResponsesRead | None = None,
+    clock: StageTime | None = None,
 ) -> list[Document]:
     """`documents_with_responses` by engines that serve the target. With `keep`, they also give the
     hidden states of the responses that they write now. Prompts without a response are skipped.
@@ -350,7 +354,10 @@ def responses_of_engines(
 
     (known, before), files = ranks.first(known_now), list[str]()
     if not before >= asked.keys():
-        files = _ask(target, asked, before, cfg, folder, key, keep, ranks, progress)
+        if clock is not None:
+            asked = dict(sorted(asked.items()))
+            clock.floor = math.ceil(max(0, clock.floor - len(known & asked.keys())) / ranks.world)
+        files = _ask(target, asked, before, cfg, folder, key, keep, ranks, progress, clock)
         accelerator.wait_for_everyone()
     own = gather_object(files)
 
@@ -359,6 +366,8 @@ def responses_of_engines(
             {name: file for name, file in recorded().items() if name in known}, own
         )
         left_out = without_response(folder, key) - stored.by_prompt.keys()
+        if clock is not None:
+            left_out |= asked.keys() - stored.by_prompt.keys()
         answered = [p for p in prompts if name_of(p) not in left_out]
         read_now = response_documents(answered, stored.by_prompt, None, folder)
         if responses_read is not None:
@@ -378,6 +387,7 @@ def _ask(
     keep: HiddenStateStore | None,
     ranks: Ranks,
     progress: Progress,
+    clock: StageTime | None = None,
 ) -> list[str]:
     """Let engines answer this process's share of the prompts that are not `known`; the names of the
     files that it writes. The first
@@ -393,7 +403,9 @@ def _ask(
     require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     console.print(f"responses{' and hidden states' if keep else ''} from {client.title}")
-    if keep and mine:
+    if keep and mine and clock is not None:
+        keep.prepare(0)
+    elif keep and mine:
         keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
     task = progress.add_task("engine's responses", total=len(mine))
     failed, written = dict[str, Failed](), time.monotonic()
@@ -464,17 +476,34 @@ def _ask(
         )
 
     layers = None if keep is None else [*keep.kind.layers, parts.depth]
+    rows = max(1, cfg.at_once() // ranks.world)  # requests at once
+
+    sent = 0
+
+    def goes_on() -> bool:
+        """Whether another prompt is sent, by the time that those so far took."""
+        nonlocal sent
+        if clock is None:
+            return True
+        # of `rows` requests under way, each has taken as long as it took for as many to come back
+        ahead = clock.used * rows / clock.done if clock.done else 0.0
+        more = clock.goes_on(min(ahead, clock.seconds / 4), clock.floor - sent + clock.done)
+        sent += more
+        return more
+
     prompts, seeds = (
         {name: asked[name] for name in mine},
         {name: seed_of(name, cfg) for name in mine},
     )
-    how = sampler, cfg.max_new_tokens, max(1, cfg.at_once() // ranks.world)
+    how = sampler, cfg.max_new_tokens, rows
     try:
-        for name, response in responses_of(client, parts, prompts, seeds, *how, layers):
+        for name, response in responses_of(client, parts, prompts, seeds, *how, layers, goes_on):
             progress.advance(task, 1)
             if isinstance(response, Failed):
                 failed[name] = response
             else:
+                if clock is not None:
+                    clock.finish(1)
                 results.take(response.server, name, response)
     except UserError:
         try:

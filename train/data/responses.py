@@ -35,6 +35,7 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
+from train.budget import StageTime
 from train.data.engine_responses import responses_of_engines
 from train.data.near_duplicates import within_conversations
 from train.data.response_files import (
@@ -55,6 +56,9 @@ from train.shards import Shard, shard_of
 LEAST_OF_SHARE = 32  # prompts; smaller shares are not worth other groups than those of one process
 UNEVEN = 1.25  # times the mean that the largest share may have
 GROUP = 4  # responses in one file, as a multiple of the prompts that are answered at once
+# With a clock, prompts are answered few at a time, and then twice as many as long as a response
+# takes no more than a part of the time.
+FIRST, PART = 16, 1 / 12
 
 
 @dataclass
@@ -82,6 +86,7 @@ def documents_with_responses(
     keep: HiddenStateStore | None = None,
     author: Author | None = None,
     responses_read: ResponsesRead | None = None,
+    time: StageTime | None = None,
 ) -> list[Document]:
     """Documents of prompt and answer, in the order of the prompts; their masks mark the responses.
 
@@ -94,11 +99,15 @@ def documents_with_responses(
     hidden states that the target computes as it answers. `responses_read` records which files the
     run reads, so that it always reads these and never those of another run.
 
+    With a `time`, prompts are answered in a random but fixed order, by a hash, until it is up, and
+    at least as many as its floor says; only prompts with a response have a document. Responses of
+    earlier runs count for the floor. Each process goes by its own clock.
+
     With `cfg.engines` and no author, engines write the responses, as `served` says.
     """
     if cfg.engines and author is None:
         return responses_of_engines(
-            target, prompts, cfg, accelerator, progress, keep, responses_read
+            target, prompts, cfg, accelerator, progress, keep, responses_read, time
         )
     key = responses_key(target.parts, cfg)
     folder = make_folder(author.folder if author else Path(cfg.root) / key)
@@ -136,7 +145,11 @@ def documents_with_responses(
     groups = _groups_of(share, asked, known, whole) if share else _groups(asked, known, whole)
     if not refills:
         groups = _cut(groups, size)
-    if keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
+    if time is not None:  # a group for each prompt: `next_group` joins them
+        groups = [[name] for name in sorted(asked.keys() - known)]
+        time.floor = max(0, time.floor - len(known & asked.keys()))
+        time.floor = math.ceil(time.floor / (1 if ranks.team else ranks.world))
+    elif keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
         keep.prepare_for_responses(unwritten, cfg.max_new_tokens)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} responses", total=None)
@@ -152,7 +165,8 @@ def documents_with_responses(
         if author and author.rule is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = draft_responses(author.drafter, asking, sampler, seeds, most, eos)
-            progress.advance(task, sum(map(len, texts)))
+            for n, ids in enumerate(texts):
+                count(n, ids, None)
             return [{"ids": ids} for ids in texts]
         responses = decode(
             target.whole(),
@@ -160,9 +174,10 @@ def documents_with_responses(
             way,
             max_new_tokens=cfg.max_new_tokens,
             seeds=seeds,
-            on_tokens=lambda _row, ids, _round: progress.advance(task, len(ids)),
+            on_tokens=count,
             record=keep.record(target.whole()) if keep else None,
-            at_once=size if refills else None,
+            at_once=min(at_once, size) if refills else None,
+            goes_on=None if time is None else goes_on,
         )
         entries: list[dict[str, Any]] = [{"ids": response.ids} for response in responses]
         if author and author.rounds:
@@ -171,14 +186,45 @@ def documents_with_responses(
         return entries
 
     files: list[str] = []  # that this process writes
+    at_once = size if time is None else min(size, FIRST)
+    tokens = generating = 0  # tokens so far; responses that were begun and are not in a file
+
+    def count(_row: int, ids: Sequence[int], step: Any) -> None:
+        """Count the new tokens of a response; its first come without a step."""
+        nonlocal tokens, generating
+        tokens, generating = tokens + len(ids), generating + (step is None)
+        progress.advance(task, len(ids))
+
+    def ahead(rows: int) -> float:
+        """Seconds in which as many responses end as are written now, if they are as long as may be,
+        by the tokens so far."""
+        return time.used * rows * cfg.max_new_tokens / tokens if time and tokens else 0.0
+
+    def goes_on() -> bool:
+        """Whether prompts of a group that wait are still answered."""
+        return time is None or time.goes_on(ahead(at_once), time.floor - generating)
+
+    def next_group(groups: list[list[str]]) -> list[str]:
+        """The prompts that are answered next, taken from the groups; none if the time is up."""
+        nonlocal at_once
+        if time is None or not groups:
+            return groups.pop(0) if groups else []
+        if not time.goes_on(ahead(at_once) / 2):
+            return []
+        while 2 * at_once <= size and 0 < ahead(2 * at_once) <= PART * time.seconds:
+            at_once *= 2
+        taken = [groups.pop(0) for _ in groups[: at_once * (GROUP if refills else 1)]]
+        return [name for group in taken for name in group]
 
     def write_all(groups: list[list[str]]) -> None:
         """Write the responses to these groups of prompts."""
-        nonlocal size
+        nonlocal size, at_once, generating
         written = 0  # tokens in files
         progress.update(task, total=sum(map(len, groups)) * cfg.max_new_tokens)
-        while groups:
-            group = groups.pop(0)
+        while group := next_group(groups):
+            if keep is not None and time is not None:
+                keep.prepare(sum(len(asked[name]) + cfg.max_new_tokens for name in group))
+            generating = 0
             try:
                 records, reason = write(group), ""
             except Exception as error:
@@ -200,9 +246,13 @@ def documents_with_responses(
                     "tried"
                 )
                 size //= 2
-                groups = [group, *groups]
-                groups = groups if refills else _cut(groups, size)
+                at_once = min(at_once, size)
+                groups[:0] = [group] if time is None else [[name] for name in group]
+                groups[:] = groups if refills else _cut(groups, size)
                 continue
+            group = group[: len(records)]
+            if time is not None:
+                time.finish(len(records))
             written += sum(len(entry["ids"]) for entry in records)
             if keep:
                 keep.write()
@@ -223,9 +273,11 @@ def documents_with_responses(
 
     def documents() -> list[Document]:
         stored = stored_as({name: file for name, file in recorded().items() if name in known}, own)
-        read_now = response_documents(prompts, stored.by_prompt, depth, folder)
+        answered = [p for p in prompts if time is None or name_of(p) in stored.by_prompt]
+        read_now = response_documents(answered, stored.by_prompt, depth, folder)
         if responses_read is not None:
-            responses_read.record(folder.name, {name: stored.files[name] for name in asked})
+            names = [name for name in asked if time is None or name in stored.files]
+            responses_read.record(folder.name, {name: stored.files[name] for name in names})
         return read_now
 
     return ranks.handed(documents)

@@ -196,10 +196,10 @@ def split_prompts(
 
 
 def trained_openings(
-    cfg: DataConfig, tokenizer: Any, openings: Collection[str], size: int | None
+    cfg: DataConfig, tokenizer: Any, openings: Collection[str], places: Sequence[int] | None
 ) -> set[str]:
     """Which of these opening prompts, compared word by word as in `is_held_out`, are those of
-    conversations on the training side, of which a run reads the first `size` (None: all). The data
+    conversations on the training side, of which a run reads those at `places` (None: all). The data
     are tokenised only if they have such a conversation at all."""
     asked = {compared_words(opening): opening for opening in openings}
 
@@ -221,7 +221,8 @@ def trained_openings(
             texts.append(reader.prompt(conversation))
         return [compared_words(conversation.opening)] * len(texts)
 
-    trained = set(list(chain.from_iterable(split_conversations(cfg, use).train))[:size])
+    texts_read = list(chain.from_iterable(split_conversations(cfg, use).train))
+    trained = {*texts_read} if places is None else {texts_read[place] for place in places}
     return {opening for opening in openings if compared_words(opening) in trained}
 
 

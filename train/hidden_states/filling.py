@@ -29,6 +29,7 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.accelerated import ranks_of
+from train.budget import Budget, StageTime
 from train.data.sequences import Document, Row, pack_rows
 from train.hidden_states import engine_hidden_states
 from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches
@@ -48,6 +49,9 @@ from train.shards import Shard
 # the least share of a chat's tokens that must be shared: one forward pass reads one text
 WORTH_SHARING = 0.25
 UNWRITTEN = 256 << 20  # bytes of hidden states that are kept before they are written
+# With a clock: texts whose hidden states one process computes before it looks at it, at first; and
+# twice as many as long as that takes less than a part of the time.
+PORTION, LONG = 8, 24
 
 
 def needs_of(config: Any, parts: TargetParts) -> HiddenStateSpec:
@@ -130,6 +134,51 @@ class RunHiddenStates:
         again = partial(self._again, needs)
         return [StoredBatches(store, needs, rows, device, again, self.prefetch) for rows in sides]
 
+    def fill_in_time(
+        self,
+        texts: Sequence[Document],
+        budget: Budget,
+        stage: str,
+        key: str,
+        part: float = 1.0,
+        floor: int = 0,
+    ) -> list[Document]:
+        """Store the hidden states of texts as long as the budget allows. Returns the texts that
+        have them, in their order; all, where nothing is stored or there is no budget."""
+        store, needs = self.store, self.needs
+        if store is None or needs is None or not budget.active:
+            return list(texts)
+
+        def filled(texts: Sequence[Document], time: StageTime | None) -> list[Document]:
+            if time is None:  # `sources` fills what is missing
+                return list(texts)
+            store.refresh()
+            missing = self._ranks.first(
+                lambda: [place for place, text in enumerate(texts) if not _stored(store, text)]
+            )
+            world = self._ranks.world
+            time.floor = -(-(time.floor - len(texts) + len(missing)) // world)
+            missing.sort(key=lambda place: name_of(texts[place].ids))  # in a random, fixed order
+            count = PORTION * world
+            while missing:
+                goes_on: bool = self._ranks.first(time.goes_on)
+                if not goes_on:
+                    break
+                some, missing = [texts[i] for i in missing[:count]], missing[count:]
+                until = time.used + time.seconds / LONG
+                self._fill_chats(needs, store, some)
+                rows = store.missing(pack_rows(some, self.length))
+                self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
+                self._fill_parts(needs, rows)
+                store.refresh()
+                time.finish(-(-len(some) // world))
+                if self._ranks.first(partial(time.earlier, until)):
+                    count *= 2
+            left = {*missing}
+            return [text for place, text in enumerate(texts) if place not in left]
+
+        return budget.texts_in_time(stage, key, texts, filled, part, floor)
+
     def fill_shard(self, shard: Shard, texts: Sequence[Sequence[Document]]) -> None:
         """Store the hidden states of a shard of the rows. Each process of a launch does a part of
         it."""
@@ -209,6 +258,11 @@ class RunHiddenStates:
             )
         else:
             fill_from_batches(self.store, self._online(needs, rows), progress)
+
+
+def _stored(store: HiddenStateStore, text: Document) -> bool:
+    """Whether all the hidden states of a text are stored."""
+    return not store.missing(pack_rows([text], len(text.ids)))
 
 
 def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Progress) -> None:

@@ -427,8 +427,6 @@ def test_a_job_reads_the_setting(
     }
     for override, message in mistakes.items():
         require_one_line(told(capsys, tiny.overrides("ngram", override)), message)
-    both = [*options[:2], "budget.minutes=3"]
-    require_one_line(told(capsys, tiny.overrides("ngram", *both)), "instead of budget.minutes")
     require_one_line(told(capsys, tiny.overrides("ngram", options[1])), "data.responses=data")
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["responses"]["engines"] == [engine.url]

@@ -23,6 +23,7 @@ from tests.train.data.chats import (
     tokenizer_of,
 )
 from tests.train.data.test_conversations import real, sharegpt, split_of, write_lines
+from train.budget import BUDGET, BudgetRecord
 from train.data.conversations import Conversation, DataConfig, Message
 from train.data.near_duplicates import near_duplicates
 from train.data.run_data import held_out_prompts, measured_prompts
@@ -447,9 +448,10 @@ def test_prompts_that_were_trained_on_are_known(tmp_path: Path) -> None:
     cfg = DataConfig(path=str(path), held_out=0.2, max_prompt=64)
     openings = {chat["id"]: chat["messages"][0]["content"] for chat in chats}
     split = split_documents(cfg, tokenizer)
-    for size in (7, None):
-        trained = [openings[document.id] for document in split.train[:size]]
-        assert trained_openings(cfg, tokenizer, openings.values(), size) == set(trained)
+    for places in ([0, 3, 4, 9], None):
+        read = range(len(split.train)) if places is None else places
+        trained = [openings[split.train[place].id] for place in read]
+        assert trained_openings(cfg, tokenizer, openings.values(), places) == set(trained)
     assert trained_openings(cfg, tokenizer, [openings[p.id] for p in split.prompts], None) == set()
 
     mine = [*trained[:2], trained[2].upper(), "what is it?", openings[split.prompts[0].id]]
@@ -457,7 +459,8 @@ def test_prompts_that_were_trained_on_are_known(tmp_path: Path) -> None:
     said = "prompts of your own, of which the draft was trained on "
     assert origin_of_prompts(tmp_path, tokenizer, mine) == f"{said}3"
     assert origin_of_prompts(tmp_path, tokenizer, mine[3:]) == f"{said}none"
-    write_json(tmp_path / "plan.json", {"conversations": 1})
+    record = BudgetRecord("", 1.0, 60.0, 0.0, {"responses": "0-1", "hidden states": "0"})
+    write_json(tmp_path / BUDGET, asdict(record))
     assert origin_of_prompts(tmp_path, tokenizer, mine) == f"{said}1"
     unknown = origin_of_prompts(tmp_path / "elsewhere", tokenizer, mine)
     assert unknown == "prompts of your own, on which the draft may have been trained"

@@ -1,0 +1,405 @@
+"""The clock of a run with `budget.minutes`.
+
+What is left of the minutes after installation and loading is divided among the stages of the run:
+writing texts (responses, and hidden states where they do not come along), training, measuring. A
+stage works until its time is up; one that ends early passes its time on to those after it. Work is
+never cut in advance by a forecast: texts are written in a random but fixed order until the time is
+up, the number of training steps follows from the first steps of training itself, and the prompts
+that are measured are as many as the time allows. Forecasts are only shown.
+
+`BudgetRecord` has what was decided. It is written to the run's folder at the end of each stage,
+with the time that was left then, so that a resumed run is the same run."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timedelta
+from math import ceil
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec.errors import require, require_within
+from specdec.files import read_record, write_json
+from specdec.progress import console
+from specdec.ranks import Ranks
+
+T = TypeVar("T")
+BUDGET = "budget.json"  # in the run's folder
+# Shares of the time that is left after installation and loading. In quickstarts, a draft gains more
+# from further epochs than from as many seconds of new texts, and an interval of τ within ±.08 takes
+# less than a quarter of 10 minutes.
+TEXTS, TRAINING, MEASURING = 0.35, 0.40, 0.25
+VALIDATION = 0.2  # of the texts' time, at most: those of the validation part are written first
+READING = 0.25  # of the texts' time: hidden states that do not come with the responses
+LEAST_VALIDATION = 12  # texts of the validation part, however slow the machine
+FEWEST = 12  # prompts that are measured, however slow the machine
+POOR = 300  # with fewer training texts, a head has hardly begun to learn
+TIMED_STEPS = 8  # of training, at least, after which the number of steps is fixed
+TIMED = 0.05  # share of the training time that these take: as long as the default warm-up
+FORWARD = 1 / 3  # of a training step's time, for a held-out evaluation of as many rows
+
+
+@dataclass
+class BudgetConfig:
+    """How long the whole run may take, by the clock. `minutes` null: no limit. Each stage of the
+    run works until its share of the time is used up. At least `floor` training conversations are
+    used, however slow the machine, and at most `data.limit`; up to `decode.prompts` prompts are
+    measured. `spent` is the number of seconds used before `train.py` began, for example by the
+    installation."""
+
+    minutes: float | None = None
+    floor: int = 150
+    spent: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_within("budget", self, floor=1, spent=0)
+        require(
+            self.minutes is None or self.minutes > 0,
+            f"budget.minutes={self.minutes}: give a number above 0, or null for no limit",
+        )
+
+
+@dataclass
+class BudgetRecord:
+    """What the clock has decided so far, for the run of these `settings`."""
+
+    settings: str  # their digest
+    minutes: float
+    whole: float  # seconds that were left after loading
+    left: float  # when the last stage ended
+    texts: dict[str, str] = field(default_factory=dict)  # places in their order, such as 0-3,7
+    steps: int | None = None  # of training
+    prompts: int | None = None  # that are measured
+    timed: int | None = None  # the first of them
+
+
+@dataclass
+class StageTime:
+    """The time of a stage that is under way, by this process's own clock."""
+
+    name: str
+    seconds: float
+    now: Callable[[], float]
+    floor: int = 0  # texts that are written even after the time is up
+    expect: Callable[["StageTime"], None] | None = None  # is told when the first work is done
+    done: int = 0  # texts that this process has written
+    overdue: bool = False  # whether the floor took longer than the time
+
+    def __post_init__(self) -> None:
+        self.began = self.now()
+
+    @property
+    def used(self) -> float:
+        return self.now() - self.began
+
+    def left(self, later: float = 0.0) -> float:
+        """Seconds that are left, of which a part of the whole is for `later`."""
+        return (1 - later) * self.seconds - self.used
+
+    def earlier(self, used: float) -> bool:
+        """Whether less than so many seconds are used."""
+        return self.used < used
+
+    def goes_on(self, ahead: float = 0.0, floor: int | None = None) -> bool:
+        """Whether to begin more work, which would end in `prefetch` seconds."""
+        if self.used + ahead < self.seconds:
+            return True
+        short = self.done < (self.floor if floor is None else floor)
+        self.overdue = self.overdue or short
+        return short
+
+    def finish(self, texts: int) -> None:
+        """Count texts that were written."""
+        self.done += texts
+        if self.expect is not None and self.done:
+            self.expect(self)
+            self.expect = None
+
+
+@dataclass
+class TrainingTime:
+    """How many steps of training fit its time. Until that is fixed, `forecast` is what would fit by
+    the steps so far, and the learning rate still rises."""
+
+    stage: StageTime
+    rounds: int  # of training, of which each has the time of the stage
+    fixed: int | None
+    record: Callable[[int], None]  # of the number that is fixed
+    times: list[float] = field(default_factory=list)  # seconds of each step so far
+
+    def begin_step(self) -> None:
+        self._began = self.initialisation.now()
+
+    def end_step(self) -> None:
+        self.times.append(self.initialisation.now() - self._began)
+
+    def fix(self, steps: int) -> None:
+        self.fixed = steps
+        self.record(steps)
+
+    def forecast(self, step: int, evaluation: float, every: int, most: int) -> int:
+        """How many steps would fit, by those that were timed, when `step` are taken; `most` before
+        that. An evaluation takes as long as so many steps; there is one after every `every` steps,
+        and up to three more. The median of the steps counts, without the first: neither a warm-up
+        nor a disturbed moment changes it."""
+        if not self.times[1:]:
+            return most
+        a_step = max(1e-9, statistics.median(self.times[1:]))
+        left = (
+            self.rounds * self.initialisation.seconds
+            - self.initialisation.used
+            - 3 * evaluation * a_step
+        )
+        return step + int(left / (a_step * (1 + (evaluation / every if every else 0))))
+
+    @property
+    def enough(self) -> bool:
+        """Whether the steps so far tell how long a step takes."""
+        return (
+            len(self.times) > TIMED_STEPS
+            and self.initialisation.used >= TIMED * self.initialisation.seconds
+        )
+
+
+class Budget:
+    """The clock of a run, and the record of what it has decided. All processes go by the main one's
+    decisions; while a stage is under way, each has a clock of its own that began with the others'.
+    """
+
+    def __init__(
+        self,
+        cfg: BudgetConfig,
+        folder: Path,
+        settings: str,
+        begun: bool,
+        ranks: Ranks,
+        shares: dict[str, float],
+        now: Callable[[], float] = time.monotonic,
+        started: float = 0.0,
+    ) -> None:
+        """`shares` are the stages in their order. The run began at `started`, and has `begun` if
+        its folder says what it trains on."""
+        self.cfg, self.path, self.ranks, self.now = cfg, folder / BUDGET, ranks, now
+        self.shares, self.current = dict(shares), ""
+        self._began = self._until = 0.0  # of this stage
+        self.writing: StageTime | None = None  # the last stage that wrote texts
+        known = ranks.first(lambda: self._known(settings, begun))
+        self.record: BudgetRecord | None = known
+        self._end = now()
+        if known is None and (minutes := cfg.minutes) is not None:
+            left = ranks.first(lambda: max(0.0, 60 * minutes - cfg.spent - now() + started))
+            self.record = BudgetRecord(settings, minutes, left, left)
+        if self.record is not None:
+            self._end += self.record.left
+            done = "" if known is None else f", after what is decided in {self.path}"
+            console.print(
+                f"budget: {in_minutes(self.record.left)} of {self.record.minutes:g} minutes are "
+                f"left{done}; {self.forecast()}"
+            )
+
+    def _known(self, settings: str, begun: bool) -> BudgetRecord | None:
+        if not self.path.exists():
+            return None
+        known = read_record(BudgetRecord, self.path, "give another name=, or delete that folder")
+        if begun or known.settings == settings:
+            return known
+        console.print(
+            f"{self.path} was made for other settings, by a run that never began: the clock starts "
+            "anew"
+        )
+        return None
+
+    @property
+    def active(self) -> bool:
+        """Whether the run has a budget."""
+        return self.record is not None
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end of the run."""
+        return self._end - self.now()
+
+    def _seconds(self, name: str, left: float) -> float:
+        """The time of a stage when it begins: its share of what is `left`, and of what measuring
+        does not get, as its share is the most that it may have."""
+        assert self.record is not None
+        after = [*self.shares][[*self.shares].index(name) :]
+        of_all = left / sum(self.shares[x] for x in after)
+        others = sum(self.shares[x] for x in after if x != "measuring")
+        rest = left - MEASURING * self.record.whole
+        of_others = rest / others if others and name != "measuring" else 0.0
+        return max(0.0, of_all, of_others) * self.shares[name]
+
+    def stage(self, name: str, part: float = 1.0, floor: int = 0) -> StageTime | None:
+        """The time of a stage that begins now, or is under way: this `part` of it. None without a
+        budget. All processes call this."""
+        if self.record is None:
+            return None
+        if self.current != name:
+            self.current, self._began = name, self.now()
+            self._until = self._began + self._seconds(name, self.left)
+        seconds = self.ranks.first(lambda: part * max(0.0, self._until - self.now()))
+        return StageTime(name, seconds, self.now, floor)
+
+    def training(self, number: int, rounds: int) -> TrainingTime | None:
+        """The time of training, when its round `number` begins, of so many: that of the first round
+        says how many steps all of them take. None for later rounds, and without a budget."""
+        name = "training" if rounds == 1 else f"training of round {number + 1}"
+        if (stage := self.initialisation(name)) is None or self.record is None or number:
+            return None
+        return TrainingTime(stage, rounds, self.record.steps, self._fix)
+
+    def texts_in_time(
+        self,
+        name: str,
+        key: str,
+        items: Sequence[T],
+        work: Callable[[Sequence[T], StageTime | None], list[Any]],
+        part: float = 1.0,
+        floor: int = 0,
+    ) -> list[Any]:
+        """The texts that `work` makes of items in a `part` of the stage's time, at least of `floor`
+        of them. Their places are recorded under a `key`; where they are known, `work` gets these
+        items alone, and all the time that it takes. Without a budget, it gets all."""
+        if self.record is not None and (known := self.record.texts.get(key)) is not None:
+            return work([items[place] for place in places_in(known)], None)
+        if (stage := self.initialisation(name, part, floor)) is None or self.record is None:
+            return work(items, None)
+        if floor == self.cfg.floor:  # these are trained on
+            stage.expect = self._expect
+        texts = work(items, stage)
+        self.record.texts[key] = in_ranges(places_of(texts, items))
+        self.writing = stage if stage.done else self.writing
+        # if even the floor took longer than the time, the stages after it get as much more
+        if self.ranks.any(stage.overdue):
+            names = [*self.shares]
+            after = sum(self.shares[x] for x in names[names.index(name) + 1 :])
+            wanted = (self.now() - self._began) * after / self.shares[name]
+            self._end = self.now() + max(self.left, self.ranks.first(lambda: wanted))
+        self._write()
+        return texts
+
+    def say_texts(self, written: int, available: int, held_out: int, limit: int | None) -> None:
+        """Say on how many conversations the run trains, what to do if these are few, and when the
+        stages after this should end."""
+        if self.record is None:
+            return
+        console.print(
+            f"budget: {written:,} of {available:,} training conversations; {self.forecast()}"
+        )
+        if written >= POOR:
+            return
+        if written < available:
+            remedy = "give another name= and a larger budget.minutes"  # to a run that goes on
+            if self.writing is not None:
+                remedy = f"give budget.minutes={self._useful(self.writing)}"
+        else:
+            reached = limit is not None and available + held_out > 0.8 * limit
+            raised = f", or raise data.limit={limit}," if reached else ""
+            remedy = f"all of them are used already, so give more data{raised}"
+        console.print(
+            f"that is fewer than {POOR} conversations: the figures will be poor; {remedy} for "
+            "better ones"
+        )
+
+    def _useful(self, stage: StageTime) -> int:
+        """About how many minutes let a run train on `POOR` conversations, if a stage writes on as
+        it has so far: its part of the time after loading stays the same."""
+        assert self.record is not None
+        loading = 60 * self.record.minutes - self.record.whole
+        texts = POOR * stage.used / max(1, stage.done * self.ranks.world)
+        share = self.shares[stage.name] / sum(self.shares.values())
+        minutes = (max(0.0, loading) + texts / share) / 60
+        return max(ceil(self.record.minutes) + 1, 5 * ceil(minutes / 5))
+
+    def _expect(self, stage: StageTime) -> None:
+        """Say, when the first texts are written, if even the floor will take longer than there is
+        time."""
+        texts = stage.floor * stage.used / stage.done
+        if stage.name != "texts" or texts <= 1.1 * stage.seconds or self.record is None:
+            return
+        longer = self.left + (texts - stage.seconds) * sum(self.shares.values()) / TEXTS
+        console.print(
+            f"this machine is too slow for a useful draft in {self.record.minutes:g} minutes: "
+            f"{self.cfg.floor} conversations, the least that it trains on, take about "
+            f"{in_minutes(texts)}, and the rest of the run {in_minutes(longer)}; give "
+            f"budget.minutes={self._useful(stage)} for {POOR} conversations"
+        )
+
+    def _fix(self, steps: int) -> None:
+        assert self.record is not None
+        self.record.steps = steps
+        self._write()
+
+    def end_training(self) -> None:
+        """Record that training has ended, with the time that measuring has."""
+        if self.record is not None:
+            self.current = [*self.shares][-2]
+            self._write()
+            console.print(f"budget: {self.forecast()}")
+
+    def end_measuring(self, prompts: int, timed: int) -> None:
+        """Record how many prompts were measured, and how many of them were timed."""
+        if self.record is not None:
+            self.record.prompts, self.record.timed = prompts, timed
+            self._write()
+
+    def _write(self) -> None:
+        assert self.record is not None
+        self.record.left = max(0.0, self.left)
+        written = asdict(self.record)
+        self.ranks.first(lambda: write_json(self.path, written))
+
+    def forecast(self) -> str:
+        """When each stage that is left should end."""
+        names, passed, said = [*self.shares], 0.0, list[str]()
+        for name in names[names.index(self.current) + 1 if self.current in names else 0 :]:
+            passed += self._seconds(name, self.left - passed)
+            said.append(f"{name} until {datetime.now() + timedelta(seconds=passed):%H:%M}")
+        return ", ".join(said)
+
+
+def shares_of_run(texts: bool, rounds: Sequence[bool], trains: bool) -> dict[str, float]:
+    """The stages of a run and their shares of its time. `texts` says whether it writes any before
+    training, and `rounds` for each round of training whether it writes its own."""
+    parts, count = int(texts) + sum(rounds), len(rounds)
+    shares = {"texts": TEXTS / parts} if texts else {}
+    for number, writes in enumerate(rounds if trains else ()):
+        suffix = f" of round {number + 1}" if count > 1 else ""
+        if writes:
+            shares[f"texts of round {number + 1}"] = TEXTS / parts
+        shares[f"training{suffix}"] = TRAINING / count
+    return shares | {"measuring": MEASURING}
+
+
+def in_minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 90 else f"{seconds:.0f} seconds"
+
+
+def places_of(texts: Sequence[Any], items: Sequence[Any]) -> list[int]:
+    """The places of the prompts that these texts response, or of the texts themselves."""
+    answered = {ids.tobytes() for text in texts for ids in (text.ids, text.ids[~text.mask])}
+    return [place for place, item in enumerate(items) if item.ids.tobytes() in answered]
+
+
+def in_ranges(places: Sequence[int]) -> str:
+    """Ascending numbers in a few characters: 0-3,7."""
+    firsts = [x for n, x in enumerate(places) if n == 0 or places[n - 1] != x - 1]
+    lasts = [x for n, x in enumerate(places) if n + 1 == len(places) or places[n + 1] != x + 1]
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))
+
+
+def places_in(ranges: str) -> list[int]:
+    """The numbers that `in_ranges` wrote."""
+    ends = [[*map(int, part.split("-"))] for part in ranges.split(",") if part]
+    return [place for end in ends for place in range(end[0], end[-1] + 1)]
+
+
+def texts_of_run(path: Path) -> list[int] | None:
+    """The places of the conversations that a run trains on, by its record; None: all."""
+    texts = {key: places_in(x) for key, x in read_record(BudgetRecord, path).texts.items()}
+    read = texts.get("responses")
+    if (stored := texts.get("hidden states")) is None:
+        return read
+    return stored if read is None else [read[place] for place in stored]
