@@ -42,15 +42,13 @@ FORWARD = 1 / 3  # of a training step's time, for a held-out evaluation of as ma
 
 @dataclass
 class BudgetConfig:
-    """How long the whole run may take, by the clock. `minutes` null: no limit. Each stage of the
-    run works until its share of the time is used up. At least `floor` training conversations are
-    used, however slow the machine, and at most `data.limit`; up to `decode.prompts` prompts are
-    measured. `spent` is the number of seconds used before `train.py` began, for example by the
-    installation."""
+    """How long the whole run may take, by the clock. Each stage of the run works until its share of
+    the time is used up. Up to `data.limit` conversations are used, and up to `decode.prompts`
+    prompts are measured, at least 12."""
 
-    minutes: float | None = None
-    floor: int = 150
-    spent: float = 0.0
+    minutes: float | None = None  # wall-clock time of the whole run; null: no limit
+    floor: int = 150  # training conversations that are used at least, however slow the machine
+    spent: float = 0.0  # seconds used before `train.py` began, for example by the installation
 
     def __post_init__(self) -> None:
         require_within("budget", self, floor=1, spent=0)
@@ -129,10 +127,10 @@ class TrainingTime:
     times: list[float] = field(default_factory=list)  # seconds of each step so far
 
     def begin_step(self) -> None:
-        self._began = self.initialisation.now()
+        self._began = self.stage.now()
 
     def end_step(self) -> None:
-        self.times.append(self.initialisation.now() - self._began)
+        self.times.append(self.stage.now() - self._began)
 
     def fix(self, steps: int) -> None:
         self.fixed = steps
@@ -146,20 +144,13 @@ class TrainingTime:
         if not self.times[1:]:
             return most
         a_step = max(1e-9, statistics.median(self.times[1:]))
-        left = (
-            self.rounds * self.initialisation.seconds
-            - self.initialisation.used
-            - 3 * evaluation * a_step
-        )
+        left = self.rounds * self.stage.seconds - self.stage.used - 3 * evaluation * a_step
         return step + int(left / (a_step * (1 + (evaluation / every if every else 0))))
 
     @property
     def enough(self) -> bool:
         """Whether the steps so far tell how long a step takes."""
-        return (
-            len(self.times) > TIMED_STEPS
-            and self.initialisation.used >= TIMED * self.initialisation.seconds
-        )
+        return len(self.times) > TIMED_STEPS and self.stage.used >= TIMED * self.stage.seconds
 
 
 class Budget:
@@ -246,7 +237,7 @@ class Budget:
         """The time of training, when its round `number` begins, of so many: that of the first round
         says how many steps all of them take. None for later rounds, and without a budget."""
         name = "training" if rounds == 1 else f"training of round {number + 1}"
-        if (stage := self.initialisation(name)) is None or self.record is None or number:
+        if (stage := self.stage(name)) is None or self.record is None or number:
             return None
         return TrainingTime(stage, rounds, self.record.steps, self._fix)
 
@@ -264,7 +255,7 @@ class Budget:
         items alone, and all the time that it takes. Without a budget, it gets all."""
         if self.record is not None and (known := self.record.texts.get(key)) is not None:
             return work([items[place] for place in places_in(known)], None)
-        if (stage := self.initialisation(name, part, floor)) is None or self.record is None:
+        if (stage := self.stage(name, part, floor)) is None or self.record is None:
             return work(items, None)
         if floor == self.cfg.floor:  # these are trained on
             stage.expect = self._expect
