@@ -1,5 +1,5 @@
-"""`python train.py [overrides]`: Hydra composes the configuration, and `train.run` does the job
-that it describes and returns the objective."""
+"""`python train.py [overrides]`: Hydra composes the configuration, and `train.run_checked` does the
+job that it describes and returns the objective."""
 
 import os
 import shutil
@@ -62,7 +62,7 @@ def run(cfg: DictConfig) -> float:
             config.track = tracked(config.track, config.name, hydra_of.job.num, own)
         shared = config.share is not None and hydra_of.mode is RunMode.MULTIRUN
         # shares that a sweep does belong to one run, whose folder is not the sweep's
-        objective = train.run(config, None if shared else folder)
+        objective = train.run_checked(config, None if shared else folder)
     except Diverged as error:
         if hydra_of.mode is not RunMode.MULTIRUN:
             raise

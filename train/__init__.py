@@ -5,9 +5,17 @@ from typing import Any
 
 
 def run(cfg: Any, folder: Any = None) -> float:
-    """Do the job that a checked configuration (`run_config.composed`) describes: print a plan
+    """Check a configuration, which Python may have changed, and do its job as `run_checked` does.
+    Raises UserError for settings that do not go together."""
+    from train.run_config import checked
+
+    return run_checked(checked(cfg), folder)
+
+
+def run_checked(cfg: Any, folder: Any = None) -> float:
+    """Do the job that a checked configuration (`run_config.checked`) describes: print a plan
     (`plan=true`), fill a shard (`responses.shard`, `hidden_states.shard`), or train, measure and
-    export a draft. Returns the loss of `pipeline.run`; 0 for the other jobs. The job is imported
+    export a draft. Returns what `pipeline.run` returns; 0 for the other jobs. The job is imported
     only here: it loads torch and transformers."""
     if cfg.plan:
         from train.planning import print_plan
