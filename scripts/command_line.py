@@ -17,7 +17,7 @@ from yaml import YAMLError
 
 from specdec.decoding.config import TREES, DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.length import LENGTHS
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require
 from specdec.files import record
@@ -31,7 +31,7 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from train.folder import shape_of_run
 
-SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "length", "settings")
+SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")
 DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
@@ -141,8 +141,10 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     option("--gamma", type=int, help="tokens drafted in a row; default: as in the draft's run")
     add_setting(parser, "top_p", "keep the likeliest tokens up to this share")
     add_setting(parser, "top_k", "keep this many of the likeliest tokens; 0: all")
-    rules = f"auto, {', '.join(RULES)}"
-    add_setting(parser, "rule", f"verification rule at T > 0 (lenience: at any T): {rules}")
+    rules = f"auto, {', '.join(VERIFICATION_METHODS)}"
+    add_setting(
+        parser, "verification", f"verification method at T > 0 (lenience: at any T): {rules}"
+    )
     option("--tree", choices=TREES, help="kind of the trees to draft; default: as in the run")
     option(
         "--nodes",
@@ -152,11 +154,11 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     most = f"most children of a node in a dynamic tree; default: {DecodeConfig.branches}"
     option("--branches", type=int, help=most)
     option("--paths", type=paths_of, help="nodes of a static tree, such as [[0], [1], [0, 0]]")
-    option("--length", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
-    option("--settings", nargs="*", help="of that policy, such as threshold=0.4")
+    option("--draft-length", help=f"policy that shortens chains: {', '.join(LENGTHS)}")
+    option("--draft-length-settings", nargs="*", help="of that policy, such as threshold=0.4")
     add_setting(parser, "greedy_draft", "draft greedily at T > 0")
     add_setting(parser, "compile", "use torch.compile")
-    option("--log-rounds", type=Path, help="append the rounds to this file, for data.rounds=")
+    option("--log-steps", type=Path, help="append the rounds to this file, for data.decoding_log=")
     add_setting(parser, "seed", "of everything that is drawn")
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
 
@@ -208,12 +210,14 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: x for name, x in vars(args).items() if name in named and x is not None} | more
     origin = "as the options say"
-    if "settings" in given:
+    if "draft_length_settings" in given:
         try:
-            given["settings"] = OmegaConf.to_container(OmegaConf.from_dotlist(args.settings))
+            given["draft_length_settings"] = OmegaConf.to_container(
+                OmegaConf.from_dotlist(args.draft_length_settings)
+            )
         except (OmegaConfBaseException, YAMLError) as error:
-            words = " ".join(args.settings)
-            raise UserError(f"--settings {words}: give each as NAME=VALUE") from error
+            words = " ".join(args.draft_length_settings)
+            raise UserError(f"--draft-length-settings {words}: give each as NAME=VALUE") from error
     if not given.keys() & {*SHAPE}:
         run, family = args.draft.parent, draft_checkpoint.read_card(args.draft).family
         theirs = shape_of_run(run, SHAPE, family, args.draft)
@@ -223,15 +227,15 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
         given |= {name: x for name, x in (theirs or {}).items() if name in chained}
     cfg = record(DecodeConfig, given, "decode")
     require(
-        not (args.log_rounds and cfg.tree),
-        f"--log-rounds logs chains only, but trees are drafted, {origin}: give --gamma alone",
+        not (args.log_steps and cfg.tree),
+        f"--log-steps logs chains only, but trees are drafted, {origin}: give --gamma alone",
     )
     return cfg, origin
 
 
 def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: TargetParts) -> None:
-    """Say what each round drafts and where that was chosen (see `decoding`), and whether the draft
-    was trained for it. Raises UserError as `require_fitting` does."""
+    """Say what each speculation step drafts and where that was chosen (see `decoding`), and whether
+    the draft was trained for it. Raises UserError as `require_fitting` does."""
     require_fitting(cfg, drafter, target)
     console.print(f"drafts {cfg.shape_in_words(drafter.depth)}, {origin}")
     if warning := beyond_training(cfg, drafter):

@@ -125,7 +125,7 @@ class FakeEngine:
             eos=eos,
             seeds=[body["seed"]],
         )
-        for drafted in response.rounds if self.drafts else ():
+        for drafted in response.steps if self.drafts else ():
             self.counts[f"drafts_total{OF_ENGINE}}}"] += 1
             self.counts[f"accepted_tokens_total{OF_ENGINE}}}"] += drafted.accepted
             for k in range(drafted.drafted):
@@ -142,19 +142,17 @@ class FakeEngine:
         reply = {"object": "text_completion", "model": "tiny", "choices": [choice]}
         if self.drafts is not None and self.per_request:
             assert self.drafts.shape is not None
-            rounds, gamma = response.rounds, self.drafts.shape.depth
-            accepted, drafted = (
-                sum(getattr(r, x) for r in rounds) for x in ("accepted", "drafted")
-            )
+            steps, gamma = response.steps, self.drafts.shape.depth
+            accepted, drafted = (sum(getattr(r, x) for r in steps) for x in ("accepted", "drafted"))
             reply["metrics"] = {
                 "time_to_first_token_ms": None,
                 "speculative_decoding": {
-                    "mean_acceptance_length": 1 + accepted / max(1, len(rounds)),
+                    "mean_acceptance_length": 1 + accepted / max(1, len(steps)),
                     "draft_acceptance_rate": accepted / max(1, drafted),
                     "acceptance_histogram": [
-                        sum(r.accepted == n for r in rounds) for n in range(gamma + 1)
+                        sum(r.accepted == n for r in steps) for n in range(gamma + 1)
                     ],
-                    "num_spec_steps": len(rounds),
+                    "num_spec_steps": len(steps),
                     "num_accepted_draft_tokens": accepted,
                     "num_draft_tokens": drafted,
                     "num_spec_tokens": gamma,

@@ -1,5 +1,5 @@
-"""Tables of p and q for tests that add up the law of a round: ordinary ones, and those made to
-break a rule. A fill gives rows [rows, V] that are not yet normalised.
+"""Tables of p and q for tests that add up the law of a speculation step: ordinary ones, and those
+made to break a verification method. A fill gives rows [rows, V] that are not yet normalised.
 
 A list of tables is a conditional distribution: element j, [V^j, V] or [K, V^j, V] for K cases,
 is what follows each of the V^j prefixes of length j, read as numbers in base V.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.verification_methods import Law, Rule
+from specdec.decoding.verification_methods import Law, VerificationMethod
 
 Tables = list[Tensor]
 Fill = Callable[[int, int], Tensor]
@@ -63,20 +63,20 @@ def joint(p: Tables) -> Tensor:
     return extend(torch.ones(p[0].shape[:-1], dtype=torch.float64), p)
 
 
-def law(rule: Rule, proposal: Proposal, p_BMV: Tensor) -> Law:
-    """The exact law of a round, from which `verify` draws. Q: the places of all rows."""
+def law(verification: VerificationMethod, proposal: Proposal, p_BMV: Tensor) -> Law:
+    """The exact law of a speculation step, from which `verify` draws. Q: the places of all rows."""
     if proposal.tokens_BG.shape[1] == 0:
         return Law(torch.ones_like(p_BMV[..., 0]), p_BMV)
-    if rule.node is None:
-        assert rule.whole is not None
-        return rule.whole(proposal, p_BMV)
+    if verification.node is None:
+        assert verification.whole is not None
+        return verification.whole(proposal, p_BMV)
     children_BMC = proposal.children_BMC()
     (B, M, V), C = p_BMV.shape, children_BMC.shape[-1]
     child_NC = children_BMC.reshape(B * M, C)
     row_N = torch.arange(B, device=p_BMV.device).repeat_interleave(M)
     tokens_NC = proposal.tokens_at(row_N[:, None], child_NC)
     q_NV = proposal.q_at(row_N, child_NC[:, 0])
-    take_NC, next_NV = rule.node(tokens_NC, q_NV, p_BMV.reshape(B * M, V))
+    take_NC, next_NV = verification.node(tokens_NC, q_NV, p_BMV.reshape(B * M, V))
     none_BMC = (1 - take_NC).cumprod(-1).reshape(B, M, C)
     before_BMC = torch.cat([torch.ones_like(none_BMC[..., :1]), none_BMC[..., :-1]], -1)
     go_BMC = take_NC.reshape(B, M, C) * before_BMC

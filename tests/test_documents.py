@@ -29,7 +29,7 @@ from hydra.errors import HydraException
 
 from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.drafters import DRAFTERS, shipped
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError
@@ -220,9 +220,9 @@ def test_every_recipe_and_family_has_its_words() -> None:
         name for row in re.findall(r"(?m)^\| (`.*?) \|", lab) for name in re.findall("`(.*?)`", row)
     }
     assert rows - {"drafter="} == {*lab_entries(DRAFTERS.group)}
-    for name in (*lab_entries(RULES.group), *lab_entries(LENGTHS.group)):
+    for name in (*lab_entries(VERIFICATION_METHODS.group), *lab_entries(LENGTHS.group)):
         assert f"`{name}`" in lab and f"`{name}`" not in core, name
-    for name in (*RULES, *LENGTHS):
+    for name in (*VERIFICATION_METHODS, *LENGTHS):
         assert f"`{name}" in TEXTS["docs/decoding.md"] or name in ("fixed", "auto"), name
 
 

@@ -188,8 +188,8 @@ def decoded(target: Target, drafter: Drafter, asked: list[list[int]]) -> list[Ge
     return [alone, *decode(target, others, way, max_new_tokens=NEW)]
 
 
-def accepted_by_depth(rounds: Sequence[SpeculationStep]) -> list[int]:
-    return [sum(r.accepted > k for r in rounds) for k in range(3)]
+def accepted_by_depth(steps: Sequence[SpeculationStep]) -> list[int]:
+    return [sum(r.accepted > k for r in steps) for k in range(3)]
 
 
 @pytest.fixture(scope="module")
@@ -212,18 +212,18 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
     visited accepting what the decoder accepted, depth by depth."""
     drafter, results = served(name)
     assert [r.ids for r in results] == plain
-    assert sum(r.drafted for g in results for r in g.rounds) > 0
+    assert sum(r.drafted for g in results for r in g.steps) > 0
     if name in OVERRIDES:  # what learned these texts by heart is also accepted
-        assert sum(r.accepted for g in results for r in g.rounds) > 0
+        assert sum(r.accepted for g in results for r in g.steps) > 0
     forced_as = drafting(drafter, min(3, drafter.depth))
     forcing = TeacherForcing(forced_as, target, Sampler(1.0))
     for result in results:
         text = result.ids + result.overrun
         found = along(forcing, target, result.prompt, text).alpha.greedy
         greedy_TK = found[:, : min(3, drafter.depth)]
-        starts = [r.anchor - len(result.prompt) for r in result.rounds]
+        starts = [r.anchor - len(result.prompt) for r in result.steps]
         forced = greedy_TK.cumprod(-1).sum(-1).long().tolist()
-        assert [forced[s] for s in starts] == [r.accepted for r in result.rounds]
+        assert [forced[s] for s in starts] == [r.accepted for r in result.steps]
         if drafter.depth == 3:  # the walk finds those anchors by itself
             walked = visits(greedy_TK).nonzero()[:, 0].tolist()
             assert walked[: len(starts)] == starts
@@ -232,28 +232,28 @@ def test_greedy_speculation_is_greedy_decoding_and_counts_agree(
 def test_sampled_acceptance_is_beta_at_the_anchors_visited(
     target: Target, served: Served, asked: list[list[int]]
 ) -> None:
-    """T = 1, rejection: whether a round accepts its first token is a coin of bias β, computed by
-    teacher forcing on the text as it turned out. The sum of coin minus β over n rounds has mean
-    0 and variance Σ β (1 - β): within 4 standard deviations."""
+    """T = 1, rejection: whether a speculation step accepts its first token is a coin of bias β,
+    computed by teacher forcing on the text as it turned out. The sum of coin minus β over n steps
+    has mean 0 and variance Σ β (1 - β): within 4 standard deviations."""
     drafter, _ = served("eagle3")
     forcing = TeacherForcing(drafting(drafter, 2), target, Sampler(1.0))
-    gap = variance = rounds = 0.0
+    gap = variance = steps = 0.0
     for seed, prompt in enumerate(asked * 3):
         result = generate(
             target,
             prompt,
-            Way(drafter, Chain(2), sampler=Sampler(1.0), rule="rejection"),
+            Way(drafter, Chain(2), sampler=Sampler(1.0), verification="rejection"),
             max_new_tokens=NEW,
             seed=seed,
         )
         text = result.ids + result.overrun
         beta = along(forcing, target, prompt, text).alpha.sampled[:, 0]
-        for r in result.rounds:
+        for r in result.steps:
             if (at := r.anchor - len(prompt)) + 1 < len(text):
                 gap += (r.accepted > 0) - float(beta[at])
                 variance += float(beta[at] * (1 - beta[at]))
-                rounds += 1
-    assert rounds > 200
+                steps += 1
+    assert steps > 200
     assert abs(gap) < 4 * max(variance, 1) ** 0.5
 
 
@@ -261,10 +261,13 @@ def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
     run = runs("eagle3")
     greedy, sampled = Results.load(run / "report").asked
     assert (greedy.way.temperature, sampled.way.temperature) == (0.0, 1.0)
-    assert sum(greedy.accepted_lengths) == greedy.rounds
+    assert sum(greedy.accepted_lengths) == greedy.speculation_steps
     committed = sum((n + 1) * c for n, c in enumerate(greedy.accepted_lengths))
     emitted = sum(p.emitted for p in greedy.prompts)  # without what lies beyond the responses
-    assert greedy.tau.value == pytest.approx(emitted / greedy.rounds) and emitted <= committed
+    assert (
+        greedy.tau.value == pytest.approx(emitted / greedy.speculation_steps)
+        and emitted <= committed
+    )
     for name in ("report.md", "alpha.png", "accepted.png", "training.png"):
         assert (run / "report" / name).stat().st_size > 500
     assert (run / "export" / "config.json").exists()
@@ -317,8 +320,8 @@ def test_vllm_accepts_what_our_decoder_accepts(
 ) -> None:
     """float32: the same ids, and accepted counts per position within 0.5 % of the drafted ones.
     bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote. A near-tie
-    of the draft moves τ, too, by up to γ tokens in one of some 60 rounds: within 10 %. A draft
-    that reads a wrong state or position loses most of its acceptance."""
+    of the draft moves τ, too, by up to γ tokens in one of some 60 speculation steps: within 10 %. A
+    draft that reads a wrong state or position loses most of its acceptance."""
     from benches.engine import on_shared_text
     from benches.turns import tau
 
@@ -334,11 +337,11 @@ def test_vllm_accepts_what_our_decoder_accepts(
     if dtype == "float32":
         theirs = [engine.answer(g.prompt, NEW) for g in results]
         assert [s.ids for s in theirs] == [g.ids for g in results]
-        rounds = [r for g in results for r in g.rounds]
-        assert abs(sum(s.rounds for s in theirs) - len(rounds)) <= 0.005 * len(rounds)
-        for k, ours in enumerate(accepted_by_depth(rounds)):
+        steps = [r for g in results for r in g.steps]
+        assert abs(sum(s.speculation_steps for s in theirs) - len(steps)) <= 0.005 * len(steps)
+        for k, ours in enumerate(accepted_by_depth(steps)):
             accepted = sum(s.accepted[k] for s in theirs)
-            assert abs(ours - accepted) <= 0.005 * len(rounds)
+            assert abs(ours - accepted) <= 0.005 * len(steps)
     else:
         shared = [
             pair
@@ -539,8 +542,8 @@ def test_tools_and_thinking_are_served_as_they_are_trained(tools: Tools) -> None
             assert json.load(reply)["tokens"] == prompt
         theirs = tools.engine.reply(prompt, NEW, Sampler(0.0), 0)
         assert theirs.ids == ours.ids
-        counts = accepted_by_depth(ours.rounds)
-        assert (theirs.rounds, list(theirs.accepted)) == (len(ours.rounds), counts)
+        counts = accepted_by_depth(ours.steps)
+        assert (theirs.speculation_steps, list(theirs.accepted)) == (len(ours.steps), counts)
         accepted[body["chat_template_kwargs"]["enable_thinking"]] += sum(counts)
     assert min(accepted[True], accepted[False]) > 0
 
@@ -550,9 +553,9 @@ def test_the_counters_of_vllm_give_what_our_decoder_counts(tools: Tools) -> None
     with Progress(disable=True) as bar:
         asked, sampled = tools.prompts[:5], [Sampler(0.0)]
         (at,) = measure_served(tools.engine, None, asked, sampled, NEW, 0, bar)
-    rounds = [r for g in tools.ours[:5] for r in g.rounds]
-    assert sum(accepted_by_depth(rounds)) > 0
-    assert abs(at.rounds - len(rounds)) <= 0.005 * len(rounds)
-    # the first token of a response comes before its rounds; none beyond its end counts
-    tau = sum(len(g.ids) - 1 for g in tools.ours[:5]) / len(rounds)
+    steps = [r for g in tools.ours[:5] for r in g.steps]
+    assert sum(accepted_by_depth(steps)) > 0
+    assert abs(at.speculation_steps - len(steps)) <= 0.005 * len(steps)
+    # the first token of a response comes before its speculation steps; none beyond its end counts
+    tau = sum(len(g.ids) - 1 for g in tools.ours[:5]) / len(steps)
     assert at.tau.value == pytest.approx(tau, rel=0.005)

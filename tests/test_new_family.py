@@ -48,7 +48,7 @@ def test_it_is_trained_measured_decoded_and_reported(
     assert results.training.objective == tau
     for at in results.asked:
         assert len(at.alpha.all.at_temperature(at.way.temperature)) == 2
-        assert at.tau.value >= 1 and at.drafted_per_round.value > 0
+        assert at.tau.value >= 1 and at.drafted_per_step.value > 0
     assert "last_token" in (tmp_path / "report" / "report.md").read_text()
 
     target = load_target(tiny.config().target)
@@ -61,7 +61,7 @@ def test_it_is_trained_measured_decoded_and_reported(
     for shape in (Chain(2), Dynamic(2, 8, 4)):
         drafted = decode(target, prompts, Way(drafter, shape), max_new_tokens=24, eos=())
         assert [a.ids for a in drafted] == [a.ids for a in plain]
-        assert sum(r.accepted for a in drafted for r in a.rounds) > 0
+        assert sum(r.accepted for a in drafted for r in a.steps) > 0
     sampled = decode(
         target, prompts, Way(drafter, sampler=Sampler(temperature=1.0)), max_new_tokens=8
     )

@@ -166,17 +166,17 @@ def test_the_host_waits_once_in_a_step_that_is_logged_and_never_in_others(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["eagle3", "lm", *PARALLEL])
 def test_a_draft_step_does_not_wait(target: Target, name: str, temperature: float) -> None:
-    """At temperature 0 a round waits as often however many tokens it drafts. Above, the verdict on
-    a node is awaited before its child is judged, which is two waits at a depth."""
+    """At temperature 0 a speculation step waits as often however many tokens it drafts. Above, the
+    verdict on a node is awaited before its child is judged, which is two waits at a depth."""
     drafter, prompt = make_drafter(name, target), text(1)[0].tolist()
-    per_round, judged = [], 2 if temperature else 0
+    per_step, judged = [], 2 if temperature else 0
     for gamma in (1, 3):
         with counted() as waits:
             way = Way(drafter, Chain(gamma), Sampler(temperature))
             (made,) = decode(target, [prompt], way, max_new_tokens=8, eos=())
-        rounds = len(made.rounds)
-        per_round.append((waits["item"] + waits["nonzero"] + waits["download"]) / rounds)
-    assert per_round[1] <= per_round[0] + 2 * judged and per_round[0] <= 8 + 4 * judged
+        steps = len(made.steps)
+        per_step.append((waits["item"] + waits["nonzero"] + waits["download"]) / steps)
+    assert per_step[1] <= per_step[0] + 2 * judged and per_step[0] <= 8 + 4 * judged
 
 
 def test_phases_are_timed_on_the_device(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ def test_phases_are_timed_on_the_device(target: Target, monkeypatch: pytest.Monk
     drafter, prompt = make_drafter("eagle3", target), text(1)[0].tolist()
     (made,) = decode(target, [prompt], Way(drafter), max_new_tokens=6, eos=())
     around = made.spent["verify"] * 1000 - inside  # what puts the pass's tokens together
-    assert inside > 0 and 0 <= round(around) <= 4 * len(made.rounds)
+    assert inside > 0 and 0 <= round(around) <= 4 * len(made.steps)
 
 
 def test_buffers_that_a_graph_writes_are_marked_as_staying(target: Target) -> None:

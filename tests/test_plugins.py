@@ -90,10 +90,10 @@ def test_the_core_runs_without_the_lab() -> None:
         "plugins.LAB = Path('nowhere')\n"
         "from train.run_config import composed, register\n"
         "from specdec.drafters import DRAFTERS\n"
-        "from specdec.decoding.verification_methods import RULES\n"
+        "from specdec.decoding.verification_methods import VERIFICATION_METHODS\n"
         "register()\n"
         "config = composed(['drafter=eagle3'])\n"
-        "print(config.drafter.name, 'spire' in DRAFTERS, 'kseq' in RULES, len(DRAFTERS))\n"
+        "print(config.drafter.name, 'spire' in DRAFTERS, 'kseq' in VERIFICATION_METHODS, len(DRAFTERS))\n"
     )
     run = [sys.executable, "-c", program]
     said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -115,14 +115,14 @@ def test_a_draft_length_and_a_figure_of_another_package_are_used(
     }
     monkeypatch.setattr(plugins, "entry_points", lambda group: entries.get(group, []))
     try:
-        assert DecodeConfig(length="mine").length == "mine"
+        assert DecodeConfig(draft_length="mine").length == "mine"
         assert "A paragraph of another package." in report_page.page(results(), {})
     finally:
         for table in (LENGTHS, FIGURES):
             table._loaded.pop("mine", None)
-    with pytest.raises(UserError, match=r"decode.length='mine' is unknown"):
+    with pytest.raises(UserError, match=r"decode.draft_length='mine' is unknown"):
         monkeypatch.setattr(plugins, "entry_points", lambda group: [])
-        DecodeConfig(length="mine")
+        DecodeConfig(draft_length="mine")
 
 
 def paragraph(_: Results) -> list[str]:

@@ -49,8 +49,17 @@ NEVER = {"target", "drafter", "initialisation", "rounds", "data", "responses", "
 NEVER |= {"optim", "loop"}
 _DECODE = (
     *("gamma", "prompts", "timed", "counting", "max_new_tokens", "temperatures", "top_p", "top_k"),
-    *("rule", "greedy_draft", "tree", "nodes", "branches", "paths", "fastest", "length"),
-    *("settings", "compile", "repeats", "batch", "seed"),
+    *(
+        "verification",
+        "greedy_draft",
+        "tree",
+        "nodes",
+        "branches",
+        "paths",
+        "fastest",
+        "draft_length",
+    ),
+    *("draft_length_settings", "compile", "repeats", "batch", "seed"),
 )
 CHANGES: dict[str, Change] = {
     # where a run keeps what it can make again, on which device it computes, and how much at once

@@ -143,7 +143,7 @@ def _cuts(cfg: DataConfig) -> bool:
 
 
 def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
-    what = "prompts" if cfg.responses == "target" and not cfg.rounds else "texts"
+    what = "prompts" if cfg.responses == "target" and not cfg.decoding_log else "texts"
     sizes = {f"{what} to train on": counts.train, "tokens of these": counts.train_tokens}
     if counts.responses:
         sizes["of which are tokens of responses"] = counts.responses

@@ -228,7 +228,10 @@ def origin_of_prompts(
     was trained on, by their opening prompts, as far as the folder and the data let one know."""
     try:
         data, path = data_of_run(folder, draft), folder / BUDGET
-        require(data.rounds is None, "a log does not say from which prompts its rounds are")
+        require(
+            data.decoding_log is None,
+            "a log does not say from which prompts its speculation steps are",
+        )
         read = texts_of_run(path) if path.exists() else None
         trained = trained_openings(data, tokenizer, openings, read)
     except (UserError, KeyError, TypeError):
@@ -240,8 +243,8 @@ def origin_of_prompts(
 def shape_of_run(
     folder: Path, keys: Sequence[str], family: str, draft: Path | None = None
 ) -> dict[str, Any] | None:
-    """Those of a run's settings of decoding that say what a round drafts, for a draft of this
-    family in its folder: the run's own, or the hybrid that it made of it, whose chains have a
+    """Those of a run's settings of decoding that say what a speculation step drafts, for a draft of
+    this family in its folder: the run's own, or the hybrid that it made of it, whose chains have a
     length of their own. None if the folder holds no run, or another one than that of the `draft`.
     Raises UserError for a damaged file."""
     path = folder / "config.json"
@@ -269,12 +272,13 @@ def shape_of_run(
 
 
 def digest(documents: Sequence[Document]) -> str:
-    """A short hash of documents, their masks and, if they have any, their rounds and weights."""
+    """A short hash of documents, their masks and, if they have any, their speculation steps and
+    weights."""
     digest = hashlib.blake2b(digest_size=12)
     for document in documents:
         digest.update(json.dumps([document.ids.tolist(), document.mask.tolist()]).encode())
-        if document.rounds is not None:
-            digest.update(document.rounds.tobytes())
+        if document.speculation_steps is not None:
+            digest.update(document.speculation_steps.tobytes())
         if document.weight is not None:
             digest.update(document.weight.astype("<f4").tobytes())
     return digest.hexdigest()

@@ -100,7 +100,7 @@ def run(
             measured=cfg.decode.prompts,
             responses=cfg.response_generation if responds else None,
             reads_training=cfg.reads_plain_responses,
-            from_log=bool(cfg.data.rounds),
+            from_log=bool(cfg.data.decoding_log),
             target=target,
             store=hidden_states.store if cfg.responses_bring_hidden_states else None,
             accelerator=accelerator,
@@ -125,7 +125,7 @@ def run(
 
         ranks.first(note_run)
 
-        # Train: initialise in closed form if the drafter can, then round by round.
+        # Train: initialise in closed form if the drafter can, then step by step.
         training = None
         if cfg.trains:
             assert isinstance(drafter, Trainable)
@@ -245,7 +245,7 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
                 measured=cfg.decode.prompts,
                 responses=cfg.response_generation if responds else None,
                 reads_training=cfg.reads_plain_responses,
-                from_log=bool(cfg.data.rounds),
+                from_log=bool(cfg.data.decoding_log),
                 target=target,
                 store=store,
                 accelerator=accelerator,

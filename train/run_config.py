@@ -46,7 +46,7 @@ from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
-PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.rounds")
+PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.decoding_log")
 PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
 PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
@@ -112,8 +112,9 @@ class Config:
 
     @property
     def trains_at_visits(self) -> bool:
-        """Whether training is at the anchors of a decoder's rounds instead of at all positions."""
-        return self.data.rounds is not None or self.rounds.data == "on_policy"
+        """Whether training is at the anchors of a decoder's speculation steps instead of at all
+        positions."""
+        return self.data.decoding_log is not None or self.rounds.data == "on_policy"
 
     @property
     def reads_plain_responses(self) -> bool:
@@ -125,7 +126,7 @@ class Config:
         continued = self.initialisation.draft is not None and self.initialisation.new_tokens == 0
         fitted = self.combine_with is not None or self.family.fits_texts
         on_policy = self.rounds.data == "on_policy"
-        return self.data.rounds is None and not (on_policy and continued and not fitted)
+        return self.data.decoding_log is None and not (on_policy and continued and not fitted)
 
     @property
     def stores_hidden_states(self) -> bool:
@@ -192,14 +193,14 @@ class Config:
             f"rounds.data={rounds.data} answers the prompts again: give data.responses=target",
         )
         require(
-            self.data.rounds is None or rounds == RoundsConfig(),
-            "data.rounds trains on the rounds of a log: leave out all rounds.* settings",
+            self.data.decoding_log is None or rounds == RoundsConfig(),
+            "data.decoding_log trains on the speculation steps of a log: leave out all rounds.* settings",
         )
         engines = bool(self.hidden_states.engines)
         require(
             not (engines and self.trains_at_visits),
             "hidden_states.from gives no hidden states after tokens that were drafted and "
-            "rejected, which rounds.data=on_policy and data.rounds train on: leave one of them out",
+            "rejected, which rounds.data=on_policy and data.decoding_log train on: leave one of them out",
         )
         require(
             not engines or (self.trains and not self.needs_layers),
@@ -260,11 +261,11 @@ class Config:
             f"decode.fastest=true cannot be combined with drafter={drafter.name}, which copies "
             "tokens: give decode.fastest=false",
         )
-        decoded = self.rounds.generates_again or self.data.rounds or self.combine_with
+        decoded = self.rounds.generates_again or self.data.decoding_log or self.combine_with
         require(
             not (self.family.adapts_target(drafter) and decoded),
             f"drafter={drafter.name} adapts the target with these settings, but combine_with=, "
-            "rounds.data= and data.rounds= need the target as it is: leave them out",
+            "rounds.data= and data.decoding_log= need the target as it is: leave them out",
         )
         if isinstance(layers := getattr(drafter, "layers", None), list):
             require(
@@ -295,7 +296,7 @@ def register() -> None:
     schema = OmegaConf.structured(Config)
     schema.loss.terms = {}  # loss=NAME fills it
     # the keys of these are checked by the code that reads them
-    open_ended = schema.decode.settings, schema.loss.terms, schema.loss.constants
+    open_ended = schema.decode.draft_length_settings, schema.loss.terms, schema.loss.constants
     for free in (*open_ended, schema.optim.rates, schema.target.max_memory):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
@@ -310,7 +311,7 @@ def register() -> None:
 def quoted(arguments: Sequence[str]) -> list[str]:
     """Overrides in a form that Hydra accepts and reads as they were typed. A text that Hydra's
     grammar refuses, such as a path with brackets, quotes, braces or letters like é in it, is
-    quoted, as is any value with an equals sign, as in decode.rule=lenience:factor=0.8, and a text
+    quoted, as is any value with an equals sign, as in decode.verification=lenience:factor=0.8, and a text
     that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
     initialisation.draft=, since no dataclass can have a field called `from`, and responses.from=
     and hidden_states.from= become the lists responses.engines= and hidden_states.engines=. Raises

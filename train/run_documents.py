@@ -202,7 +202,7 @@ def fill_in_time(
     texts.validation = hidden_states.fill_in_time(
         texts.validation, budget, "texts", key, VALIDATION, LEAST_VALIDATION
     )
-    if rounds.data != "on_policy":  # whose first round writes its own texts
+    if rounds.data != "on_policy":  # whose first speculation step writes its own texts
         texts.train = hidden_states.fill_in_time(
             texts.train, budget, "texts", "hidden states", 1.0, budget.cfg.floor
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from accelerate import Accelerator
 from rich.progress import Progress
 
-from specdec.decoding.way import fitting_rule
+from specdec.decoding.way import fitting_verification
 from specdec.errors import require_known, require_within
 from specdec.formats import draft_checkpoint
 from specdec.sampling.sampler import Sampler
@@ -31,8 +31,8 @@ class RoundsConfig:
       same.
     - draft: responses that the target and the draft, as it is when the round begins, write
     together.
-      The draft proposes `gamma` tokens at a time (null: its depth), those that `rule` accepts are
-      kept, and the target adds the next one.
+      The draft proposes `gamma` tokens at a time (null: its depth), those that `verification`
+      accepts are kept, and the target adds the next one.
     - mixed: every second conversation is answered as with draft; the others keep the target's
       first responses.
     - draft_alone, mixed_alone: the same, except that the draft writes without the target, as in
@@ -42,21 +42,21 @@ class RoundsConfig:
       draft. The draft is then trained at the anchors that the decoder visited, on the tokens
       drafted there, as in Draft-OPD (arXiv 2605.29343), with any loss.
 
-    `rule` takes the values of decode.rule. With a lossless rule the text follows the target's
-    distribution. The default keeps a drafted token with probability min(1, p / (factor · q)), or at
-    temperature 0 if p >= factor · max p. The text then goes where the draft would go, while the
-    draft still learns the target's own p after that text.
+    `verification` takes the values of decode.verification. With a lossless verification method the
+    text follows the target's distribution. The default keeps a drafted token with probability
+    min(1, p / (factor · q)), or at temperature 0 if p >= factor · max p. The text then goes where
+    the draft would go, while the draft still learns the target's own p after that text.
     """
 
     count: int = 1
     data: str = "target"
-    rule: str = "lenience:factor=0.1"
+    verification: str = "lenience:factor=0.1"
     gamma: int | None = None
 
     def __post_init__(self) -> None:
         require_within("rounds", self, count=1, gamma=(1, DEEPEST))
         require_known("rounds", self, data=DATA)
-        fitting_rule(self.rule, Chain(1), Sampler(), False)
+        fitting_verification(self.verification, Chain(1), Sampler(), False)
 
     @property
     def generates_again(self) -> bool:
@@ -119,14 +119,14 @@ def written(
     author = Author(
         drafter=drafter,
         gamma=cfg.gamma or drafter.depth,
-        rule=cfg.rule,
+        verification=cfg.verification,
         folder=draft.parent / "responses",
         key=draft_checkpoint.digest_of_draft(draft),
     )
     if cfg.data == "on_policy":
-        author = replace(author, rule="auto", rounds=drafter.depth)
+        author = replace(author, verification="auto", logged_depth=drafter.depth)
     elif cfg.data.endswith("alone"):
-        author = replace(author, rule=None)
+        author = replace(author, verification=None)
     step = 2 if cfg.data.startswith("mixed") else 1
 
     def with_draft(some: Sequence[Prompt], time: StageTime | None) -> list[Document]:

@@ -18,7 +18,7 @@ from specdec.theory.intervals import (
 )
 
 SIZES = (2, 3, 4, 5, 7, 10, 20, 50, 100)
-COUNTED = 70  # prompts whose rounds are counted, beside the n that are timed
+COUNTED = 70  # prompts whose speculation steps are counted, beside the n that are timed
 DEPTH = 3  # of the chains
 EVEN, SKEWED = 0.5, 1.0  # standard deviation of the logarithm of a response's length
 
@@ -102,22 +102,25 @@ def weighted(beta: tuple[float, float], k: int) -> float:
 
 
 def tau(beta: tuple[float, float], factor: float = 1.0) -> float:
-    """τ of chains: 1 + Σ_k E[(factor · a)^k] over rounds."""
+    """τ of chains: 1 + Σ_k E[(factor · a)^k] over speculation steps."""
     return 1 + sum(factor**k * weighted(beta, k) for k in range(1, DEPTH + 1))
 
 
 def _prompts(
     random: np.random.Generator, n: int, spread: float, beta: tuple[float, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The acceptance [n] of prompts, and their numbers of rounds or positions [n]."""
+    """The acceptance [n] of prompts, and their numbers of speculation steps or positions [n]."""
     alpha = random.beta(*beta, n)
     mean = np.exp(random.normal(3, spread, n)) * (1 + alpha)
     return alpha, np.floor(mean + random.random(n)).astype(int)
 
 
-def _accepted(random: np.random.Generator, alpha: np.ndarray, rounds: np.ndarray) -> np.ndarray:
-    """Tokens [n] that the rounds accept: each depth of a round is reached if those before are."""
-    left, total = rounds, np.zeros_like(rounds)
+def _accepted(
+    random: np.random.Generator, alpha: np.ndarray, speculation_steps: np.ndarray
+) -> np.ndarray:
+    """Tokens [n] that the speculation steps accept: each depth of a step is reached if those before
+    are."""
+    left, total = speculation_steps, np.zeros_like(speculation_steps)
     for _ in range(DEPTH):
         left = random.binomial(left, alpha)
         total = total + left
@@ -126,9 +129,9 @@ def _accepted(random: np.random.Generator, alpha: np.ndarray, rounds: np.ndarray
 
 def tau_of(spread: float, beta: tuple[float, float]) -> Draw:
     def draw(random: np.random.Generator, n: int) -> Interval:
-        alpha, rounds = _prompts(random, n, spread, beta)
-        tokens = rounds + _accepted(random, alpha, rounds)
-        return ratio_interval(tokens, rounds)  # type: ignore[arg-type]
+        alpha, speculation_steps = _prompts(random, n, spread, beta)
+        tokens = speculation_steps + _accepted(random, alpha, speculation_steps)
+        return ratio_interval(tokens, speculation_steps)  # type: ignore[arg-type]
 
     return draw
 
@@ -161,23 +164,26 @@ def timed(random: np.random.Generator, n: int, spread: float) -> Interval:
 
 
 def combined(random: np.random.Generator, n: int) -> Interval:
-    """τ from many prompts, times the seconds of a plain step over those of a round, here 1."""
-    alpha, rounds = _prompts(random, COUNTED, SKEWED, (2, 3))
-    kept = rounds + _accepted(random, alpha, rounds)
+    """τ from many prompts, times the seconds of a plain step over those of a speculation step, here
+    1."""
+    alpha, speculation_steps = _prompts(random, COUNTED, SKEWED, (2, 3))
+    kept = speculation_steps + _accepted(random, alpha, speculation_steps)
     steps, passes = (np.exp(random.normal(4, SKEWED, n)) for _ in range(2))
     plain, drafted = _seconds(random, steps, SKEWED), _seconds(random, passes, SKEWED)
-    return product_interval([(kept, rounds)], [(plain, steps), (passes, drafted)])  # type: ignore[list-item]
+    return product_interval([(kept, speculation_steps)], [(plain, steps), (passes, drafted)])  # type: ignore[list-item]
 
 
 def difference(random: np.random.Generator, n: int) -> Interval:
     """Two drafts on the same prompts, the second accepted nine times where the first is ten."""
-    alpha, rounds = _prompts(random, n, SKEWED, (2, 3))
-    first, second = (rounds + _accepted(random, a, rounds) for a in (alpha, 0.9 * alpha))
-    return difference_interval((first, rounds), (second, rounds))  # type: ignore[arg-type]
+    alpha, speculation_steps = _prompts(random, n, SKEWED, (2, 3))
+    first, second = (
+        speculation_steps + _accepted(random, a, speculation_steps) for a in (alpha, 0.9 * alpha)
+    )
+    return difference_interval((first, speculation_steps), (second, speculation_steps))  # type: ignore[arg-type]
 
 
 def medians(random: np.random.Generator, n: int) -> Interval:
-    """Two parts of a round, timed in turn on a machine whose speed drifts."""
+    """Two parts of a speculation step, timed in turn on a machine whose speed drifts."""
     drift = np.exp(random.normal(0, 0.05, n))
     return median_interval(drift * _noise(random, n), drift * _noise(random, n))
 

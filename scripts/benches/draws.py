@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.context import Proposal
 from specdec.decoding import decode
 from specdec.decoding.generation import PHASES
-from specdec.decoding.verification_methods import Rule, Verdict
+from specdec.decoding.verification_methods import Verdict, VerificationMethod
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
@@ -51,7 +51,13 @@ class RowByRow:
         made = [torch.Generator(device).manual_seed(b) for b in range(rows)]
         self.draws = [GeneratorDraws(generator) for generator in made]
 
-    def judged(self, rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
+    def judged(
+        self,
+        verification: VerificationMethod,
+        proposal: Proposal,
+        logits_BMV: Tensor,
+        choose: Choose,
+    ) -> Verdict:
         verdicts = []
         for b, draws in enumerate(self.draws[: len(logits_BMV)]):
             ids = proposal.tokens_BG[b].tolist()
@@ -66,7 +72,7 @@ class RowByRow:
                 there = logits_BMV[b, None, :M] if place_B is None else logits_BMV[b, place_B]
                 return choose.sampler.probs(there)
 
-            verdicts.append(verify(rule, alone, p_of, draws))
+            verdicts.append(verify(verification, alone, p_of, draws))
         accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
         paths = [v.path_BK[0] for v in verdicts]
         return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
@@ -161,4 +167,4 @@ def _step(
         made = decode.decode(target, prompts, way, max_new_tokens=new, eos=(), seeds=range(batch))
     first = min(made, key=lambda g: g.seconds)  # until it ends, the batch has all its rows
     spent = first.spent | {"step": first.seconds}
-    return {key: seconds / len(first.rounds) for key, seconds in spent.items()}
+    return {key: seconds / len(first.steps) for key, seconds in spent.items()}

@@ -169,8 +169,8 @@ def on_shared_text(
     """Our responses and vLLM's along one of our texts, where both write the same tokens.
 
     In bfloat16 near-ties flip. When vLLM leaves the text, it is put back on it after the token at
-    which they differ. A stretch ends γ tokens early, so that its last round drafts only tokens that
-    both write.
+    which they differ. A stretch ends γ tokens early, so that its last speculation step drafts only
+    tokens that both write.
     """
     start = 0
     while start < len(text):

@@ -18,7 +18,7 @@ from specdec.context import Proposal
 from specdec.decoding.config import DecodeConfig, require_fitting
 from specdec.decoding.decode import decode
 from specdec.decoding.generation import Generation
-from specdec.decoding.verification_methods import RULES, Law, Rule
+from specdec.decoding.verification_methods import VERIFICATION_METHODS, Law, VerificationMethod
 from specdec.decoding.way import Way
 from specdec.errors import nearest, require
 from specdec.files import make_folder, read_json, write_whole
@@ -78,7 +78,7 @@ def lossless(
                     progress.update(task, advance=len(asked[rows]), description=so_far)
                 progress.remove_task(task)
                 same = f"{totals['same']} of {len(asked)}"
-                tau = f"{totals['emitted'] / totals['rounds']:.3f}"
+                tau = f"{totals['emitted'] / totals['speculation_steps']:.3f}"
                 console.print(line([name, type(shape).__name__, str(batch), same, tau], WIDTHS))
 
 
@@ -103,7 +103,7 @@ def _counts(answer: Callable[[], list[Generation]], plain: list[list[int]]) -> d
     made = answer()
     return {
         "same": sum(g.ids == ids for g, ids in zip(made, plain, strict=True)),
-        "rounds": sum(len(g.rounds) for g in made),
+        "speculation_steps": sum(len(g.steps) for g in made),
         "emitted": sum(g.emitted for g in made),
     }
 
@@ -113,20 +113,23 @@ def samples(
     *,
     prompts: int = 20,
     samples: Annotated[int, "per prompt and side"] = 500,
-    rule: str = "block",
+    verification: str = "block",
 ) -> None:
     """A two-sample test at T = 1: are plain and speculative continuations distributed alike?
 
     For each prompt, `samples` continuations of 3 tokens are drawn plainly, and as many
     speculatively. Their χ² of homogeneity, with a cell for each continuation and rare ones pooled,
-    is summed over prompts. The speculative side is repeated with a rule that is broken on purpose:
-    it keeps every drafted token.
+    is summed over prompts. The speculative side is repeated with a verification method that is
+    broken on purpose: it keeps every drafted token.
     """
-    require(rule in RULES, f"--rule {rule} is unknown{nearest(rule, RULES)}")
+    require(
+        verification in VERIFICATION_METHODS,
+        f"--verification {verification} is unknown{nearest(verification, VERIFICATION_METHODS)}",
+    )
     at_hand = setting([draft], Timing(prompts, 3, "float32"))
     asked, sampler = at_hand.prompts, Sampler(1.0)
     drafted = Way(at_hand.drafter, Chain(2), sampler)
-    broken = Rule(whole=_keeps_all, siblings="none", lossless=False)
+    broken = VerificationMethod(whole=_keeps_all, siblings="none", lossless=False)
     rows = []
     with bars(console) as progress:
         task = progress.add_task("continuations", total=3 * samples * len(asked))
@@ -147,9 +150,9 @@ def samples(
 
         plain = drawn(0, drafted.plain)
         for side, (name, judge) in enumerate(
-            [(rule, RULES[rule]), ("broken on purpose", broken)], 1
+            [(verification, VERIFICATION_METHODS[verification]), ("broken on purpose", broken)], 1
         ):
-            found = map(homogeneity, plain, drawn(side, replace(drafted, rule=judge)))
+            found = map(homogeneity, plain, drawn(side, replace(drafted, verification=judge)))
             chi, freedom = map(sum, zip(*found, strict=True))
             require(freedom > 0, "no continuation occurred often enough: raise --samples")
             half = torch.tensor([freedom / 2, chi / 2]).double()
@@ -157,10 +160,10 @@ def samples(
             verdict = "not rejected" if p_value > 0.001 else "rejected"
             rows.append([name, f"{chi:.0f}", str(freedom), f"{p_value:.3g}", verdict])
     console.print(
-        f"{2 * samples * len(asked):,} continuations per rule, {len(asked)} held-out prompts, "
+        f"{2 * samples * len(asked):,} continuations per verification method, {len(asked)} held-out prompts, "
         "T = 1, 3 tokens each"
     )
-    show(["rule", "χ²", "degrees of freedom", "p-value", "verdict"], rows)
+    show(["verification", "χ²", "degrees of freedom", "p-value", "verdict"], rows)
 
 
 def homogeneity(one: Counter, two: Counter, least: int = 10) -> tuple[float, int]:

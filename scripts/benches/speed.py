@@ -36,7 +36,7 @@ STEPS = 63  # steps of our plain loop, and bare calls beside them
 
 
 def theory(drafts: Sequence[Path], timing: Timing) -> None:
-    """Predicted and measured speedup, and the time that each part of a round takes."""
+    """Predicted and measured speedup, and the time that each part of a speculation step takes."""
     at_hand = setting(drafts, timing)
     cfg = DecodeConfig(
         prompts=timing.prompts,
@@ -58,17 +58,17 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
         figures += [f"{bound:.2f}", f"{at.speedup.value / bound:.0%}"]
         figures.append(f"{walltime_factor(alpha[0], gamma, c):.2f}")
         rows.append([name, *figures, str(best_gamma(alpha, c, gamma, pass_cost({gamma: v})))])
-        seconds = [s / at.rounds for s in at.seconds_spent.values()]
+        seconds = [s / at.speculation_steps for s in at.seconds_spent.values()]
         parts.append([name, *(f"{1e3 * s:.2f}" for s in (*seconds, at.costs.step_seconds.value))])
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
     console.print(
         "τ/(γc + v) uses the measured τ, so the measured speedup falls short of it by the "
-        "decoder's own time: see the parts below. A round that drafts fewer than γ tokens (as when "
+        "decoder's own time: see the parts below. A speculation step that drafts fewer than γ tokens (as when "
         "it copies) counts in proportion. Theorem 3.8 takes the acceptance measured at depth 0 as "
         "that of every position, and a verification as one plain step (v = 1). The best γ is the "
         "best of those up to the measured one, by the acceptance at each depth and by v."
     )
-    show(["ms per round", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
+    show(["ms per step", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 
 
 def speed(drafts: Sequence[Path], timing: Timing) -> None:

@@ -15,18 +15,18 @@ from specdec.targets.target import Target
 
 
 class TimedGeneration(NamedTuple):
-    """New tokens and the seconds that they took; if drafts were verified, also the number of rounds
-    and how many of them accepted each position."""
+    """New tokens and the seconds that they took; if drafts were verified, also the number of
+    speculation steps and how many of them accepted each position."""
 
     ids: list[int]
     seconds: float
-    rounds: int = 0
+    speculation_steps: int = 0
     accepted: Sequence[int] = ()
 
 
 class ResponseWriter(NamedTuple):
-    """How a prompt is answered, how much a round drafts, and the names of the rivals to compare
-    this one with. `compiled` says whether passes go through torch.compile."""
+    """How a prompt is answered, how much a speculation step drafts, and the names of the rivals to
+    compare this one with. `compiled` says whether passes go through torch.compile."""
 
     answer: Callable[[list[int]], TimedGeneration]
     drafted: str = ""
@@ -49,10 +49,10 @@ def ours(
     def answer(prompt: list[int]) -> TimedGeneration:
         call = partial(generate, target, prompt, way, max_new_tokens=new, **options)
         seconds, made = timed(call, target.device)
-        deepest = max((r.drafted for r in made.rounds), default=0)
-        accepted = [sum(r.accepted > k for r in made.rounds) for k in range(deepest)]
+        deepest = max((r.drafted for r in made.steps), default=0)
+        accepted = [sum(r.accepted > k for r in made.steps) for k in range(deepest)]
         spent = seconds if prefill else made.seconds
-        return TimedGeneration(made.ids, spent, len(made.rounds), accepted)
+        return TimedGeneration(made.ids, spent, len(made.steps), accepted)
 
     return ResponseWriter(answer, drafted, rivals, way.compiled)
 
@@ -89,20 +89,20 @@ def compare(writers: dict[str, ResponseWriter], made: dict[str, list[TimedGenera
     for name, responses in made.items():
         shares = accepted(responses)
         row = [name, writers[name].drafted, tau(responses), " ".join(f"{s:.3f}" for s in shares)]
-        row += [str(sum(a.rounds for a in responses) or ""), f"{1 / middle[name]:.1f}"]
+        row += [str(sum(a.speculation_steps for a in responses) or ""), f"{1 / middle[name]:.1f}"]
         if rivals := writers[name].rivals:
             best = min(rivals, key=middle.__getitem__)
             same = sum(a.ids == b.ids for a, b in zip(responses, made[best], strict=True))
             row += [ratio(seconds[best], seconds[name]), best, f"{same} of {len(responses)}"]
         rows.append(row)
-    columns = ["", "drafted", "τ", "accepted by position", "rounds", "tokens/s, median"]
+    columns = ["", "drafted", "τ", "accepted by position", "speculation steps", "tokens/s, median"]
     show([*columns, "times faster than", "", "same ids"], rows)
 
 
 def accepted(responses: Sequence[TimedGeneration]) -> list[float]:
-    """The share of all rounds that accepted each position."""
+    """The share of all speculation steps that accepted each position."""
     counts = zip_longest(*(a.accepted for a in responses), fillvalue=0)
-    return [sum(count) / sum(a.rounds for a in responses) for count in counts]
+    return [sum(count) / sum(a.speculation_steps for a in responses) for count in counts]
 
 
 def tau(responses: Sequence[TimedGeneration]) -> str:

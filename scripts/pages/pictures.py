@@ -11,7 +11,7 @@ PICTURES = FOLDER.parent / "pictures"
 
 def pictures() -> dict[Path, Callable[[], str]]:
     """What draws each file."""
-    drawn = (speedups, families, rounds, alpha, anchors, shapes)
+    drawn = (speedups, families, speculation_step, alpha, anchors, shapes)
     return {PICTURES / f"{draw.__name__}.svg": draw for draw in drawn}
 
 
@@ -89,9 +89,12 @@ def families() -> str:
     return d.svg()
 
 
-def rounds() -> str:
-    """A round of speculative decoding: drafted tokens, one pass of the target, what is kept."""
-    d = Drawing(760, 250, "One round: the draft proposes, one pass of the target verifies")
+def speculation_step() -> str:
+    """A speculation step of speculative decoding: drafted tokens, one pass of the target, what is
+    kept."""
+    d = Drawing(
+        760, 250, "One speculation step: the draft proposes, one pass of the target verifies"
+    )
     words = ["The", "sky", "is"]
     for i, word in enumerate(words):
         d.token(150 + 66 * i, 40, 60, word, GREY if i < 2 else BLUE)
@@ -160,11 +163,13 @@ def alpha() -> str:
 
 def anchors() -> str:
     """All positions of a text as anchors, and those that a decoder visits."""
-    d = Drawing(760, 190, "Anchors: every position in training, where rounds begin in decoding")
+    d = Drawing(
+        760, 190, "Anchors: every position in training, where speculation steps begin in decoding"
+    )
     words = ["Why", "is", "the", "sky", "blue", "?", "Because", "air", "scatters"]
     visited = {0, 2, 5, 6}
     for row, (y, label) in enumerate(
-        ((50, "training: every position"), (120, "decoding: where rounds begin"))
+        ((50, "training: every position"), (120, "decoding: where speculation steps begin"))
     ):
         d.text(20, y - 10, label, ink=GREY)
         for i, word in enumerate(words):
@@ -173,7 +178,7 @@ def anchors() -> str:
     d.text(
         20,
         180,
-        "Rounds begin where the last one failed, so visited anchors are harder: α there is lower.",
+        "Speculation steps begin where the last one failed, so visited anchors are harder: α there is lower.",
         size=12,
         ink=GREY,
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.decoding.length import LENGTHS, length
-from specdec.decoding.way import Way, fitting_rule, require_draftable, require_read
+from specdec.decoding.way import Way, fitting_verification, require_draftable, require_read
 from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between, require_known, require_within
 from specdec.files import record
@@ -38,15 +38,15 @@ class DecodeConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # measured separately
     top_p: float = 1.0
     top_k: int = 0
-    rule: str = "auto"  # or a verification method and its parameters: lenience:factor=0.8
+    verification: str = "auto"  # or a verification method and its parameters: lenience:factor=0.8
     greedy_draft: bool = False
     tree: str | None = None  # null: chains
     nodes: int | None = None  # of a tree; null: 12, if not static
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None  # all the nodes of a static tree
     fastest: bool = False
-    length: str = "fixed"  # a policy of length.py that shortens chains
-    settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
+    draft_length: str = "fixed"  # a policy of length.py that shortens chains
+    draft_length_settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
     compile: bool = False  # the target, and the draft if its family can, through torch.compile
     repeats: int = 1  # of every timed prompt, for steadier seconds; counts come from the first
     batch: int = 1  # prompts that are timed together
@@ -57,10 +57,10 @@ class DecodeConfig:
         require_within("decode", self, timed=1, counting=1)
         require_within("decode", self, branches=1, gamma=(1, DEEPEST), seed=(0, 2**32 - 1))
         require_known("decode", self, tree=TREES)
-        LENGTHS.named(self.length)  # raises for an unknown name
+        LENGTHS.named(self.draft_length)  # raises for an unknown name
         require(
-            self.tree is None or (self.length == "fixed" and not self.settings),
-            "decode.length and decode.settings shorten chains: give decode.tree=null with them",
+            self.tree is None or (self.draft_length == "fixed" and not self.draft_length_settings),
+            "decode.draft_length and decode.draft_length_settings shorten chains: give decode.tree=null with them",
         )
         require(
             self.tree is not None or self.nodes is None,
@@ -69,9 +69,13 @@ class DecodeConfig:
         )
         require(
             not self.fastest
-            or (self.tree is None and self.length == "fixed" and not self.settings),
+            or (
+                self.tree is None
+                and self.draft_length == "fixed"
+                and not self.draft_length_settings
+            ),
             "decode.fastest=true compares a shape of its own with chains of γ tokens: leave out "
-            "decode.tree, decode.length and decode.settings, or give decode.fastest=false",
+            "decode.tree, decode.draft_length and decode.draft_length_settings, or give decode.fastest=false",
         )
         if self.paths is not None:
             require(
@@ -90,14 +94,18 @@ class DecodeConfig:
             sampler = Sampler(temperature, self.top_k, self.top_p)
             like = Chain(1) if self.tree is None else Static([[0]], fixed=self.tree != "static")
             for shape in (like, Static([[0]])) if self.fastest else (like,):
-                fitting_rule(self.rule, shape, sampler, self.greedy_draft)
+                fitting_verification(self.verification, shape, sampler, self.greedy_draft)
 
     @property
     def timed_prompts(self) -> int:
         """How many prompts are timed: whole batches and, since fewer have no interval, at least
         `FEWEST` of several prompts; all prompts with a length policy, which looks at the batch."""
         batches = max(-(-self.timed // self.batch), FEWEST if self.batch > 1 else 1)
-        return self.prompts if self.length != "fixed" else min(self.prompts, batches * self.batch)
+        return (
+            self.prompts
+            if self.draft_length != "fixed"
+            else min(self.prompts, batches * self.batch)
+        )
 
     def chains(self, drafter: Drafter, temperature: float) -> Way:
         """The way of decoding in which chains are drafted at a temperature, before another shape or
@@ -106,7 +114,7 @@ class DecodeConfig:
             drafter,
             Chain(drafter.depth if self.gamma is None else self.gamma),
             sampler=Sampler(temperature, self.top_k, self.top_p),
-            rule=self.rule,
+            verification=self.verification,
             greedy_draft=self.greedy_draft,
             compiled=self.compile,
         )
@@ -116,10 +124,10 @@ class DecodeConfig:
         if self.paths:
             return Static(self.paths).depth
         gamma = trained if self.gamma is None else self.gamma
-        return min(gamma, self.settings.get("limit") or gamma)
+        return min(gamma, self.draft_length_settings.get("limit") or gamma)
 
     def shape_in_words(self, trained: int) -> str:
-        """What each round drafts, for the user, by a drafter of this `trained` depth."""
+        """What each speculation step drafts, for the user, by a drafter of this `trained` depth."""
         depth = self.deepest(trained)
         if self.tree is not None:
             nodes = len(self.paths) if self.paths else self.nodes
@@ -127,13 +135,17 @@ class DecodeConfig:
             name = self.tree.replace("_", "-")
             return f"{name} trees{size}, at most {depth} {'token' if depth == 1 else 'tokens'} deep"
         chains = f"chains of {depth} {'token' if depth == 1 else 'tokens'}"
-        return chains if self.length == "fixed" else f"{chains} or fewer (length={self.length})"
+        return (
+            chains
+            if self.draft_length == "fixed"
+            else f"{chains} or fewer (draft_length={self.draft_length})"
+        )
 
 
 def is_measured(cfg: DecodeConfig) -> bool:
     """Whether the length policy needs measured figures that its settings do not give."""
-    name = LENGTHS.named(cfg.length).measured
-    return bool(name) and cfg.settings.get(name) in (None, "")
+    name = LENGTHS.named(cfg.draft_length).measured
+    return bool(name) and cfg.draft_length_settings.get(name) in (None, "")
 
 
 def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
@@ -145,7 +157,7 @@ def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
 def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) -> None:
     """Raise UserError if the drafter, the target or the length policy cannot do what `cfg` asks
     for."""
-    name, policy = drafter.config.name, LENGTHS.named(cfg.length)
+    name, policy = drafter.config.name, LENGTHS.named(cfg.draft_length)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)
     require_read(target, drafter, cfg.tree is not None, cfg.compile)
@@ -164,13 +176,13 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) ->
         f"decode.fastest=true: {name} copies tokens, so no tree can be chosen by the acceptance of "
         "each rank: give decode.fastest=false",
     )
-    settings = {"limit": gamma} | dict(cfg.settings)
-    limit = record(policy, settings, "decode.settings").limit
-    require_between("decode.settings.limit", limit, 1)
+    settings = {"limit": gamma} | dict(cfg.draft_length_settings)
+    limit = record(policy, settings, "decode.draft_length_settings").limit
+    require_between("decode.draft_length_settings.limit", limit, 1)
     require(
         limit <= gamma,
-        f"decode.settings.limit={limit} is above γ = {gamma} and would never be reached: give "
+        f"decode.draft_length_settings.limit={limit} is above γ = {gamma} and would never be reached: give "
         f"decode.gamma={limit}",
     )
     if cfg.tree is None and not is_measured(cfg):
-        length(cfg.length, settings)
+        length(cfg.draft_length, settings)

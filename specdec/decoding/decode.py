@@ -1,9 +1,9 @@
 """One loop for all decoding: plain and speculative, one prompt or many, chain or tree.
 
-Prefill emits the first token of each row. Then every round drafts, runs the target once over the
-anchors and the drafted tokens, and commits the tokens that the verification rule keeps and one
-more. Plain decoding is a round that drafts nothing. Tokens that the last round commits beyond the
-end of a response are not part of it, and τ does not count them.
+Prefill emits the first token of each row. Then every speculation step drafts, runs the target once
+over the anchors and the drafted tokens, and commits the tokens that the verification method keeps
+and one more. Plain decoding is a step that drafts nothing. Tokens that the last step commits beyond
+the end of a response are not part of it, and τ does not count them.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from specdec.decoding.generation import Generation, GrowingResponses, OnTokens, 
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops
-from specdec.decoding.verification_methods import Rule, Verdict, greedy
+from specdec.decoding.verification_methods import Verdict, VerificationMethod, greedy
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way, require_read
 from specdec.drafters.attention import last_of
@@ -59,13 +59,13 @@ def decode(
     `eos` None is the target's own; () never ends a response early. A `stop` string ends a response
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt.
-    `on_tokens` is called after each round, and `record` keeps hidden states of plain responses.
-    Once `goes_on` returns False, prompts that have no row yet get none: then the first prompts
-    alone are returned. Raises UserError as `require_room` does, and for options that do not go
-    together.
+    `on_tokens` is called after each speculation step, and `record` keeps hidden states of plain
+    responses. Once `goes_on` returns False, prompts that have no row yet get none: then the first
+    prompts alone are returned. Raises UserError as `require_room` does, and for options that do not
+    go together.
     """
     way = way or Way()
-    drafter, shape, length, judge = way.drafter, way.shape, way.length, way.judge
+    drafter, shape, length, judge = way.drafter, way.shape, way.length, way.verification_method
     require_room(target, prompts, max_new_tokens)
     require_read(target, drafter, not isinstance(shape, Chain | None), way.compiled)
     asked = len(prompts)
@@ -157,19 +157,20 @@ def decode(
             logits_BMV = logits_BMV[:, :M]
         responses.clock.end("verify")
 
-        # The rule keeps a path of each draft, and the target adds a token of its own.
+        # The verification method keeps a path of each draft, and the target adds a token of its
+        # own.
         verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal), choose)
         responses.clock.end("judge")
 
         # The kept tokens are committed to the cache, the texts and the responses.
-        rounds, new = outcome(proposal, verdict, rows.texts)
+        steps, new = outcome(proposal, verdict, rows.texts)
         counts, kept_BM = [len(ids) for ids in new], proposal.kept_places(verdict.path_BK)
         cache.commit(counts, kept_BM)
         rows.extend(new, hidden_states, counts, kept_BM)
         if length is not None:
-            length.observe([r.drafted for r in rounds], [r.accepted for r in rounds])
+            length.observe([r.drafted for r in steps], [r.accepted for r in steps])
         responses.clock.end("commit")
-        responses.add(rows, new, rounds)
+        responses.add(rows, new, steps)
     return responses.generations()
 
 
@@ -204,8 +205,8 @@ def prefill(
 def shortened(
     shape: Shape, length: Length | None, target: Target, drafter: Drafter, cache: SlotCache
 ) -> Shape | None:
-    """The shape that this round drafts: a chain as long as the policy and the free positions of
-    target and draft allow; None if nothing is to be drafted."""
+    """The shape that this speculation step drafts: a chain as long as the policy and the free
+    positions of target and draft allow; None if nothing is to be drafted."""
     positions = target.room(min(cache.lengths))
     taken = max(cache.lengths) + 1  # including the anchor's
     room = min(positions, drafter.limits.positions or positions) - taken
@@ -216,11 +217,13 @@ def shortened(
     return shape if 1 <= shape.depth <= room else None
 
 
-def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -> Verdict:
+def judged(
+    verification: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
+) -> Verdict:
     """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
     if choose.sampler.greedy:
-        if rule.at_zero is not None:
-            return rule.at_zero(proposal, logits_BMV.float())
+        if verification.at_zero is not None:
+            return verification.at_zero(proposal, logits_BMV.float())
         return greedy(proposal, logits_BMV.float().argmax(-1))
     groups = row_groups(len(logits_BMV), logits_BMV[0].numel(), logits_BMV.device)
     draws, verdicts = choose.draws.groups(groups), list[Verdict]()
@@ -231,7 +234,7 @@ def judged(rule: Rule, proposal: Proposal, logits_BMV: Tensor, choose: Choose) -
         def p_of(place_B: Tensor | None, x: Tensor = logits, row_B: Tensor = row_B) -> Tensor:
             return choose.sampler.probs(x if place_B is None else x[row_B, place_B])
 
-        verdicts.append(verify(rule, proposal.rows(rows), p_of, of_rows))
+        verdicts.append(verify(verification, proposal.rows(rows), p_of, of_rows))
     choose.draws.regroup(draws)
     if len(verdicts) == 1:
         return verdicts[0]

@@ -1,4 +1,5 @@
-"""The growing responses of a batch: where each response ends, and the record of its rounds."""
+"""The growing responses of a batch: where each response ends, and the record of its speculation
+steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from specdec.decoding.stream import Stops, Stream
 from specdec.decoding.verification_methods import Verdict
 from specdec.runtime.device import Stopwatch
 
-PHASES = ("draft", "verify", "judge", "commit")  # of a round
+PHASES = ("draft", "verify", "judge", "commit")  # of a speculation step
 
 
 @dataclass
@@ -35,8 +36,8 @@ class SpeculationStep:
         return self.tested == self.accepted
 
 
-# called for each prompt and round: the prompt's number, the tokens its response gained, the round;
-# for the first token, from prefill, the round is None
+# called for each prompt and speculation step: the prompt's number, the tokens its response gained,
+# the step; for the first token, from prefill, the step is None
 OnTokens = Callable[[int, list[int], SpeculationStep | None], None]
 
 
@@ -46,16 +47,16 @@ class Generation:
 
     prompt: list[int]
     ids: list[int]  # the new tokens, cut at eos, a stop string or max_new_tokens
-    overrun: list[int]  # tokens that the last round committed beyond that cut
-    rounds: list[SpeculationStep]
+    overrun: list[int]  # tokens that the last speculation step committed beyond that cut
+    steps: list[SpeculationStep]
     prefill_seconds: float
-    seconds: float  # of the rounds until this row ended, without prefill
+    seconds: float  # of the speculation steps until this row ended, without prefill
     spent: dict[str, float] = field(default_factory=dict)  # seconds by phase, see `PHASES`
 
     @property
     def emitted(self) -> int:
-        """Tokens of the response that the rounds emitted: all but the first, which prefill emits,
-        and without those beyond the cut. τ is emitted / rounds, pooled."""
+        """Tokens of the response that the speculation steps emitted: all but the first, which
+        prefill emits, and without those beyond the cut. τ is emitted / steps, pooled."""
         return max(0, len(self.ids) - 1)
 
 
@@ -66,8 +67,8 @@ Piece = tuple[str, str]
 
 
 def pieces(stream: Stream, ids: Sequence[int], last: SpeculationStep | None) -> list[Piece]:
-    """What a round adds to a response, as `OnTokens` gets it, in the order in which it is read: a
-    rejected draft comes right before its correction."""
+    """What a speculation step adds to a response, as `OnTokens` gets it, in the order in which it
+    is read: a rejected draft comes right before its correction."""
     if last is None:
         parts = [("plain", stream.add(ids))]
     else:
@@ -81,7 +82,7 @@ def pieces(stream: Stream, ids: Sequence[int], last: SpeculationStep | None) -> 
 def pieces_of(tokenizer: Any, response: Generation) -> list[Piece]:
     """All `pieces` of a response."""
     stream, parts, ids = Stream(tokenizer), list[Piece](), response.ids
-    for last in (None, *response.rounds):
+    for last in (None, *response.steps):
         count = 1 if last is None else last.accepted + 1
         parts += pieces(stream, ids[:count], last)
         ids = ids[count:]
@@ -90,7 +91,8 @@ def pieces_of(tokenizer: Any, response: Generation) -> list[Piece]:
 
 
 class Clock:
-    """Seconds spent so far in prefill and in each phase of the rounds, by the device's timeline."""
+    """Seconds spent so far in prefill and in each phase of the speculation steps, by the device's
+    timeline."""
 
     def __init__(self, device: torch.device) -> None:
         self._watch = Stopwatch(device)
@@ -148,7 +150,7 @@ class GrowingResponses:
         self._waiting = numbers[size:]
         self._count = len(numbers)  # of the prompts that are continued
         self.clock = Clock(self.device)
-        self._rounds: list[list[SpeculationStep]] = [[] for _ in self.prompts]
+        self._steps: list[list[SpeculationStep]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}
 
     @property
@@ -159,22 +161,22 @@ class GrowingResponses:
         self,
         rows: Rows,
         new: list[list[int]],
-        rounds: list[SpeculationStep] | None = None,
+        steps: list[SpeculationStep] | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
-        """Add the tokens that a round committed to each row of the batch, or to these rows `only`;
-        rounds None: prefill."""
+        """Add the tokens that a speculation step committed to each row of the batch, or to these
+        rows `only`; steps None: prefill."""
         for n, b in enumerate(range(len(self.in_batch)) if only is None else only):
             i = self.in_batch[b]
             if i in self._done:  # the response has ended, but its row is still in the batch
                 continue
             ids = rows.texts[b][len(self.prompts[i]) :]
             before = len(ids) - len(new[n])
-            if rounds is not None:
-                self._rounds[i].append(rounds[n])
+            if steps is not None:
+                self._steps[i].append(steps[n])
             end = self._end(self.openings[i], ids, before)
             if self.on_tokens:
-                self.on_tokens(i, ids[before:end], rounds[n] if rounds else None)
+                self.on_tokens(i, ids[before:end], steps[n] if steps else None)
             if end is None:
                 continue
             spent, passed = self.clock.spent, time.perf_counter() - self.clock.began
@@ -183,7 +185,7 @@ class GrowingResponses:
                 prompt=list(self.prompts[i]),
                 ids=ids[:end],
                 overrun=ids[end:],
-                rounds=self._rounds[i],
+                steps=self._steps[i],
                 prefill_seconds=prefill,
                 seconds=passed - prefill,
                 spent=spent,
@@ -235,10 +237,11 @@ class GrowingResponses:
 def outcome(
     proposal: Proposal, verdict: Verdict, texts: list[list[int]]
 ) -> tuple[list[SpeculationStep], list[list[int]]]:
-    """The round of each row, and its new tokens: those that were kept, and the target's own."""
+    """The speculation step of each row, and its new tokens: those that were kept, and the target's
+    own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     drafted = zip(proposal.tokens_BG.tolist(), proposal.above_BG.tolist(), strict=True)
-    rounds, new = [], []
+    steps, new = [], []
     for b, (ids, above) in enumerate(drafted):
         path = tuple(i for i in paths[b] if i >= 0)
         depths, after = [0], dict[int, int]()  # by place; the first that was drafted after a place
@@ -254,6 +257,6 @@ def outcome(
         tested = len(path) + bool(rejected)
         chain = () if proposal.parents_BG is not None else tuple(ids[:nodes])
         counts = max(depths), len(path), nodes, tested
-        rounds.append(SpeculationStep(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
+        steps.append(SpeculationStep(len(texts[b]) - 1, *counts, path, chain, tuple(rejected)))
         new.append([*(ids[i] for i in path), following[b]])
-    return rounds, new
+    return steps, new

@@ -1,5 +1,5 @@
-"""How many tokens to draft in a round: fixed, fitted to acceptance and cost, or stopped early (see
-policy.py for what a policy is)."""
+"""How many tokens to draft in a speculation step: fixed, fitted to acceptance and cost, or stopped
+early (see policy.py for what a policy is)."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ from specdec.theory import leviathan
 
 @dataclass
 class Fixed(Length):
-    """γ = `limit` tokens in every round (Leviathan et al. 2023, Algorithm 1)."""
+    """γ = `limit` tokens in every speculation step (Leviathan et al. 2023, Algorithm 1)."""
 
     limit: int = 4
 
@@ -29,10 +29,11 @@ class Adaptive(Length, ABC):
     """Drafts the γ with most tokens per unit of time at the acceptance so far; at times one more.
 
     `alpha` is the initial acceptance by depth, and counts as much as `weight` tested tokens; a
-    depth beyond the list starts from the estimate of the depth before it. Each round that tests a
-    depth multiplies its earlier counts by `forget`. Every `explore_every`-th round (0: none) drafts
-    one token more than seems best, since a depth that was given up would otherwise never be tried
-    again; unless even a longer draft whose extra tokens were all accepted would not pay.
+    depth beyond the list starts from the estimate of the depth before it. Each speculation step
+    that tests a depth multiplies its earlier counts by `forget`. Every `explore_every`-th step (0:
+    none) drafts one token more than seems best, since a depth that was given up would otherwise
+    never be tried again; unless even a longer draft whose extra tokens were all accepted would not
+    pay.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -42,25 +43,36 @@ class Adaptive(Length, ABC):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.alpha), "length.alpha is empty: give at least one acceptance")
+        require(
+            bool(self.alpha),
+            "decode.draft_length_settings.alpha is empty: give at least one acceptance",
+        )
         for a in self.alpha:
-            require(0 <= a <= 1, f"length.alpha holds {a}: an acceptance is between 0 and 1")
-        require(self.weight > 0, f"length.weight={self.weight}: give more than 0")
-        require(0 < self.forget <= 1, f"length.forget={self.forget}: give more than 0, at most 1")
-        require_between("length.explore_every", self.explore_every, 0)
+            require(
+                0 <= a <= 1,
+                f"decode.draft_length_settings.alpha holds {a}: an acceptance is between 0 and 1",
+            )
+        require(
+            self.weight > 0, f"decode.draft_length_settings.weight={self.weight}: give more than 0"
+        )
+        require(
+            0 < self.forget <= 1,
+            f"decode.draft_length_settings.forget={self.forget}: give more than 0, at most 1",
+        )
+        require_between("decode.draft_length_settings.explore_every", self.explore_every, 0)
         self.tested, self.accepted = [0.0] * self.limit, [0.0] * self.limit
-        self.rounds = 0
+        self.steps = 0
 
     @abstractmethod
     def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:
         """Tokens per unit of time for γ = 0 … limit; any unit will do."""
 
     def gamma(self, batch: int) -> int:
-        self.rounds += 1
+        self.steps += 1
         alpha = self.by_depth()
         rates = self.speed_by_gamma(alpha, batch)
         best, every = rates.index(max(rates)), self.explore_every
-        if every == 0 or self.rounds % every or best == self.limit:
+        if every == 0 or self.steps % every or best == self.limit:
             return best
         hoped = self.speed_by_gamma(alpha[:best] + [1.0] * (len(alpha) - best), batch)
         return best + (max(hoped[best + 1 :]) > rates[best])
@@ -107,7 +119,7 @@ class Optimal(Adaptive):
     def use(self, figures: Any = None) -> None:
         require(
             self.c is not None,
-            "length.c is missing: give the time of a draft step divided by that of a target step, "
+            "decode.draft_length_settings.c is missing: give the time of a draft step divided by that of a target step, "
             "which an evaluation reports under costs",
         )
 
@@ -118,8 +130,9 @@ class Optimal(Adaptive):
 
 @dataclass
 class CostTable(SavedFigures):
-    """The time of a whole round, drafting and verifying: `seconds[i][j]` for `batches[i]` rows and
-    `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes first."""
+    """The time of a whole speculation step, drafting and verifying: `seconds[i][j]` for
+    `batches[i]` rows and `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes
+    first."""
 
     batches: list[int]
     gammas: list[int]
@@ -129,7 +142,7 @@ class CostTable(SavedFigures):
     stem = "cost-table"
 
     def summary(self, where: str) -> str:
-        return f"Rounds were timed {where}."
+        return f"Speculation steps were timed {where}."
 
     def __post_init__(self) -> None:
         for name in ("batches", "gammas"):
@@ -192,7 +205,7 @@ class Confidence(Length):
 
 LENGTHS: Plugins[type[Length]] = Plugins(
     "draftsmith.draft_lengths",
-    "decode.length",
+    "decode.draft_length",
     {"fixed": Fixed, "optimal": Optimal, "confidence": Confidence, "goodput": Goodput},
 )
 
@@ -200,6 +213,6 @@ LENGTHS: Plugins[type[Length]] = Plugins(
 def length(name: str, settings: Mapping[str, Any] | None = None, figures: Any = None) -> Length:
     """The policy of this name with these settings and the `figures` that were measured for it.
     Raises UserError for an unknown name or setting, or if a figure it needs is missing."""
-    policy = record(LENGTHS.named(name), dict(settings or {}), "length")
+    policy = record(LENGTHS.named(name), dict(settings or {}), "decode.draft_length_settings")
     policy.use(figures)
     return policy

@@ -1,5 +1,5 @@
-"""A decoder's rounds in a file, for training at the anchors that it visited: a line of JSON for
-each response (`Logged`)."""
+"""A decoder's speculation steps in a file, for training at the anchors that it visited: a line of
+JSON for each response (`Logged`)."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from specdec.errors import require
 from specdec.integrity import sealed
 
 # for each: the anchor's position in prompt + response, the number of accepted tokens, the draft
-Rounds = list[tuple[int, int, tuple[int, ...]]]
+LoggedSteps = list[tuple[int, int, tuple[int, ...]]]
 
 
 @dataclass
@@ -20,32 +20,33 @@ class Logged:
 
     prompt: list[int]
     ids: list[int]  # of the response
-    rounds: Rounds
+    speculation_steps: LoggedSteps
 
     def fits(self, vocab_size: int) -> bool:
         """Whether this line can come from a response of a target with this vocabulary."""
-        texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.rounds)]
+        texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.speculation_steps)]
         end = len(self.prompt) + len(self.ids)
         return (
             bool(self.prompt and self.ids)
             and all(0 <= token < vocab_size for ids in texts for token in ids)
-            and all(0 < at < end and 0 <= n <= len(ids) for at, n, ids in self.rounds)
+            and all(0 < at < end and 0 <= n <= len(ids) for at, n, ids in self.speculation_steps)
         )
 
 
-def rounds_of(response: Generation) -> Rounds:
-    """The rounds of a response as a log holds them. Raises UserError if trees were drafted."""
+def logged_steps(response: Generation) -> LoggedSteps:
+    """The speculation steps of a response as a log holds them. Raises UserError if trees were
+    drafted."""
     require(
-        all(r.tokens or not r.nodes for r in response.rounds),
-        "a log of rounds holds chains only: leave out --tree",
+        all(r.tokens or not r.nodes for r in response.steps),
+        "a log of speculation steps holds chains only: leave out --tree",
     )
-    return [(r.anchor, r.accepted, r.tokens) for r in response.rounds]
+    return [(r.anchor, r.accepted, r.tokens) for r in response.steps]
 
 
-def log_rounds(path: Path, responses: Sequence[Generation]) -> None:
-    """Append the rounds of some responses to a file."""
+def log_steps(path: Path, responses: Sequence[Generation]) -> None:
+    """Append the speculation steps of some responses to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for response in responses:
-            line = Logged(response.prompt, response.ids, rounds_of(response))
+            line = Logged(response.prompt, response.ids, logged_steps(response))
             file.write(json.dumps(sealed(asdict(line))) + "\n")

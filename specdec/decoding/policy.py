@@ -1,8 +1,8 @@
 """The interface of draft-length policies, and code that they share.
 
 A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
-i-th token may depend on past rounds and on the tokens drafted up to and including that one, and the
-token stays in the chain. Then both `rejection` and `block` give p exactly (see
+i-th token may depend on past speculation steps and on the tokens drafted up to and including that
+one, and the token stays in the chain. Then both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py).
 """
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 @dataclass
 class Length:
-    """How many tokens a round drafts: by default always `limit`, the maximum for every policy.
-    The fields of a policy are its settings. Rows keep their order during a round."""
+    """How many tokens a speculation step drafts: by default always `limit`, the maximum for every
+    policy. The fields of a policy are its settings. Rows keep their order during a step."""
 
     limit: int = 8
 
@@ -35,8 +35,10 @@ class Length:
     measured: ClassVar[str] = ""  # the setting that is measured if it is not given; "": none
 
     def __post_init__(self) -> None:
-        require_between("length.limit", self.limit, 0, DEEPEST)
-        require_between("length.threshold", getattr(self, "threshold", None), 0, 1)
+        require_between("decode.draft_length_settings.limit", self.limit, 0, DEEPEST)
+        require_between(
+            "decode.draft_length_settings.threshold", getattr(self, "threshold", None), 0, 1
+        )
 
     @classmethod
     def learn(cls, trials: "Trials", gamma: int) -> "tuple[dict[str, Any], SavedFigures | None]":
@@ -48,7 +50,8 @@ class Length:
         """Use measured figures, or else those in the settings; UserError if some are missing."""
 
     def gamma(self, batch: int) -> int:
-        """The most tokens to draft in the coming round of `batch` rows; 0 is a plain step."""
+        """The most tokens to draft in the coming speculation step of `batch` rows; 0 is a plain
+        step."""
         return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
@@ -58,7 +61,8 @@ class Length:
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Take the outcome of a round: tokens drafted and accepted, one entry for each row."""
+        """Take the outcome of a speculation step: tokens drafted and accepted, one entry for each
+        row."""
 
 
 class Trials(Protocol):
@@ -69,7 +73,7 @@ class Trials(Protocol):
         steps of vanilla decoding."""
 
     def cost_table(self) -> "SavedFigures":
-        """The times of whole rounds, by batch and γ."""
+        """The times of whole speculation steps, by batch and γ."""
 
     def decode_then(self, policy: Length, outcome: Callable[[], T]) -> T:
         """`outcome()` after some prompts were decoded with chains that `policy` shortens."""
@@ -96,5 +100,8 @@ class SavedFigures(ABC):
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read the file. Raises UserError if no file is named, or if it is missing or damaged."""
-        require(bool(path), f"length.{cls.setting} is missing: name a file ({cls.remedy})")
+        require(
+            bool(path),
+            f"decode.draft_length_settings.{cls.setting} is missing: name a file ({cls.remedy})",
+        )
         return read_record(cls, Path(path), cls.remedy)

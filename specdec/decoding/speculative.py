@@ -71,13 +71,13 @@ class Speculation:
     @property
     def tau(self) -> float:
         """Tokens per target pass, pooled over the rows; nan if all tokens came from prefill."""
-        passes = sum(len(g.rounds) for g in self.generations)
+        passes = sum(len(g.steps) for g in self.generations)
         return sum(g.emitted for g in self.generations) / passes if passes else math.nan
 
     @property
     def accepted_lengths(self) -> list[int]:
-        """How many rounds accepted 0, 1, 2, … drafted tokens."""
-        kept = [r.accepted for g in self.generations for r in g.rounds]
+        """How many speculation steps accepted 0, 1, 2, … drafted tokens."""
+        kept = [r.accepted for g in self.generations for r in g.steps]
         return [kept.count(n) for n in range(max(kept, default=0) + 1)]
 
 
@@ -89,8 +89,8 @@ def speculative_generate(
     *,
     generation_config: GenerationConfig | None = None,
     shape: Shape | None = None,
-    rule: str = "auto",
-    length: Length | None = None,
+    verification: str = "auto",
+    draft_length: Length | None = None,
     logits_processor: Sequence[Processor] = (),
     seed: int = 0,
     compiled: bool = False,
@@ -108,7 +108,10 @@ def speculative_generate(
     is the `on_tokens` of `decode`. Raises UserError for a field that is not supported.
     """
     config = _config(target, generation_config, overrides)
-    require(streamer is None or callable(streamer), "streamer: give a function (row, ids, round)")
+    require(
+        streamer is None or callable(streamer),
+        "streamer: give a function (row, ids, speculation step)",
+    )
     eos_ids, pad = _ids(config.eos_token_id), config.pad_token_id
     eos = eos_ids or (() if "eos_token_id" in overrides else target.eos)
     if attention_mask is None and pad is not None and pad not in (eos_ids or target.eos):
@@ -137,7 +140,14 @@ def speculative_generate(
     done = decode(
         target,
         prompts,
-        Way(drafter, shape, sampler=sampler, rule=rule, length=length, compiled=compiled),
+        Way(
+            drafter,
+            shape,
+            sampler=sampler,
+            verification=verification,
+            draft_length=draft_length,
+            compiled=compiled,
+        ),
         max_new_tokens=limit,
         eos=eos,
         stop=[stop] if isinstance(stop, str) else stop,

@@ -1,12 +1,14 @@
-"""Verification rules: which drafted tokens are kept, and what follows them.
+"""Verification methods: which drafted tokens are kept, and what follows them.
 
-A draft is a tree of nodes below the anchor; a chain is a tree with one child per node. A rule maps
-the draft's tokens, the q they were drawn from and the target's p to the *law* of the round: where
-the committed path ends, and how the next token is distributed there. It is lossless if the
-committed tokens follow p, taken over the draft's randomness too. verify.py draws from the law.
+A draft is a tree of nodes below the anchor; a chain is a tree with one child per node. A
+verification method maps the draft's tokens, the q they were drawn from and the target's p to the
+*law* of the speculation step: where the committed path ends, and how the next token is distributed
+there. It is lossless if the committed tokens follow p, taken over the draft's randomness too.
+verify.py draws from the law.
 
-Most rules are local: a function judges the children of one node, from the anchor downwards, so p
-is needed only where the path leads. The others weigh whole paths and need p everywhere.
+Most verification methods are local: a function judges the children of one node, from the anchor
+downwards, so p is needed only where the path leads. The others weigh whole paths and need p
+everywhere.
 
 `p_BMV` is the target's distribution after each place.
 """
@@ -46,14 +48,14 @@ JudgeGreedily = Callable[..., Verdict]  # (proposal, logits_BMV) -> Verdict
 
 
 @dataclass(frozen=True)
-class Rule:
+class VerificationMethod:
     """A function of one node's children or of the whole tree, and its guarantees.
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), or "fixed": chosen deterministically, which
     is also what a q of None means. `at_zero` judges at temperature 0; None is `greedy`, which is
-    lossless whatever the rule is above 0. `parameters` maps each name to its largest value; values
-    must be above 0.
+    lossless whatever the verification method is above 0. `parameters` maps each name to its largest
+    value; values must be above 0.
     """
 
     node: JudgeChildren | None = None
@@ -62,7 +64,7 @@ class Rule:
     lossless: bool = True
     at_zero: JudgeGreedily | None = None
     parameters: Mapping[str, float] = field(default_factory=dict)
-    name: str = "this rule"
+    name: str = "this verification method"
 
     @property
     def trees(self) -> bool:
@@ -72,17 +74,18 @@ class Rule:
         """Whether committed tokens follow the target, at temperature 0 (`greedy`) or above."""
         return self.at_zero is None if greedy else self.lossless
 
-    def tuned(self, **values: float) -> "Rule":
-        """This rule with other parameters: RULES["lenience"].tuned(factor=0.8). Raises UserError
-        for a parameter that it does not have, or a value out of range."""
+    def tuned(self, **values: float) -> "VerificationMethod":
+        """This verification method with other parameters:
+        VERIFICATION_METHODS["lenience"].tuned(factor=0.8). Raises UserError for a parameter that it
+        does not have, or a value out of range."""
         known = f"; known: {', '.join(self.parameters)}"
         has = known if self.parameters else ", which has no parameters"
         for key, value in values.items():
-            said = f"decode.rule: {key!r} is not a parameter of {self.name}{has}"
+            said = f"decode.verification: {key!r} is not a parameter of {self.name}{has}"
             require(key in self.parameters, said)
             most = self.parameters[key]
             bound = f" and at most {most:g}" if most < math.inf else ""
-            said = f"decode.rule={self.name}: {key}={value}; give a number above 0{bound}"
+            said = f"decode.verification={self.name}: {key}={value}; give a number above 0{bound}"
             require(0 < value <= most, said)
         settings = ",".join(f"{key}={value:g}" for key, value in values.items())
         judges = {kind: getattr(self, kind) for kind in ("node", "whole", "at_zero")}
@@ -90,7 +93,7 @@ class Rule:
         return replace(self, name=f"{self.name}:{settings}", **tuned)
 
 
-# --- local rules: the children of one node -------------------------------------------------
+# --- local verification methods: the children of one node ----------------------------------------
 
 
 def rejection(
@@ -137,7 +140,7 @@ def lenience(
     return rejection(tokens_BC, factor * q_BV, p_BV)
 
 
-# --- rules of the whole tree ---------------------------------------------------------------
+# --- verification methods of the whole tree ------------------------------------------------------
 
 
 def block(proposal: Proposal, p_BMV: Tensor) -> Law:
@@ -199,41 +202,43 @@ def lenience_at_zero(proposal: Proposal, logits_BMV: Tensor, factor: float = 0.5
 # --- by name -----------------------------------------------------------------------------------
 
 _CORE = {
-    "rejection": Rule(rejection),
-    "block": Rule(whole=block),
-    "recursive": Rule(recursive, siblings="without"),
-    "specinfer": Rule(rejection, siblings="with"),
-    "point_mass": Rule(point_mass, siblings="fixed"),
-    "typical": Rule(
+    "rejection": VerificationMethod(rejection),
+    "block": VerificationMethod(whole=block),
+    "recursive": VerificationMethod(recursive, siblings="without"),
+    "specinfer": VerificationMethod(rejection, siblings="with"),
+    "point_mass": VerificationMethod(point_mass, siblings="fixed"),
+    "typical": VerificationMethod(
         whole=typical,
         siblings="fixed",
         lossless=False,
         parameters={"epsilon": 1, "delta": math.inf},
     ),
-    "lenience": Rule(lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}),
+    "lenience": VerificationMethod(
+        lenience, lossless=False, at_zero=lenience_at_zero, parameters={"factor": 1}
+    ),
 }
-RULES: Plugins[Rule] = Plugins(
+VERIFICATION_METHODS: Plugins[VerificationMethod] = Plugins(
     "draftsmith.verification_methods",
-    "decode.rule",
-    {name: replace(rule, name=name) for name, rule in _CORE.items()},
+    "decode.verification",
+    {name: replace(verification, name=name) for name, verification in _CORE.items()},
 )
 
 
-def named(text: str) -> Rule:
-    """A rule by its name (of the core, the lab or an installed package), with other parameters
-    after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as `Rule.tuned`, and for
-    unknown names."""
+def named(text: str) -> VerificationMethod:
+    """A verification method by its name (of the core, the lab or an installed package), with other
+    parameters after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as
+    `VerificationMethod.tuned`, and for unknown names."""
     name, _, settings = text.partition(":")
-    rule = RULES.named(name)
+    verification = VERIFICATION_METHODS.named(name)
     values = {}
     for part in filter(None, settings.split(",")):
         key, _, value = part.partition("=")
         try:
             values[key] = float(value)
         except ValueError:
-            message = f"decode.rule={text!r}: {part!r} is not of the form factor=0.8"
+            message = f"decode.verification={text!r}: {part!r} is not of the form factor=0.8"
             raise UserError(message) from None
-    return rule.tuned(**values) if values else rule
+    return verification.tuned(**values) if values else verification
 
 
 # --- paths and numbers -------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from specdec.decoding.policy import Length
-from specdec.decoding.verification_methods import Rule, named
+from specdec.decoding.verification_methods import VerificationMethod, named
 from specdec.drafters.base import Drafter
 from specdec.errors import require
 from specdec.sampling.confidence import variant_of
@@ -20,42 +20,42 @@ class Way:
     """What proposes tokens and in what shape, how p and q follow from logits, and how drafts are
     judged. `Way()` is greedy plain decoding.
 
-    `shape` is what a round drafts (None: a chain as deep as the drafter was trained). `length` is a
-    policy that shortens chains, and may learn from one response to the next. `rule` judges drafts
-    (see `fitting_rule`). `greedy_draft` drafts the likeliest token at T > 0, as engines do by
-    default. `compiled` runs the passes of target and draft through `torch.compile`, over caches of
-    fixed size. Raises UserError as `require_draftable` and `fitting_rule` do, and for a policy
-    beside a tree.
+    `shape` is what a speculation step drafts (None: a chain as deep as the drafter was trained).
+    `length` is a policy that shortens chains, and may learn from one response to the next.
+    `verification` judges drafts (see `fitting_verification`). `greedy_draft` drafts the likeliest
+    token at T > 0, as engines do by default. `compiled` runs the passes of target and draft through
+    `torch.compile`, over caches of fixed size. Raises UserError as `require_draftable` and
+    `fitting_verification` do, and for a policy beside a tree.
     """
 
     drafter: Drafter | None = None  # None: plain decoding
     shape: Shape | None = None
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=0.0))
-    rule: str | Rule = "auto"
+    verification: str | VerificationMethod = "auto"
     greedy_draft: bool = False
-    length: Length | None = None
+    draft_length: Length | None = None
     compiled: bool = False
 
     def __post_init__(self) -> None:
         if self.drafter is not None:
             shape = self.shape or Chain(self.drafter.depth)
             object.__setattr__(self, "shape", shape)
-            require_draftable(self.drafter, shape.depth, type(self.length or Length()))
+            require_draftable(self.drafter, shape.depth, type(self.draft_length or Length()))
             require(
-                isinstance(shape, Chain) or self.length is None,
+                isinstance(shape, Chain) or self.draft_length is None,
                 "a length policy shortens chains, not trees: leave one out",
             )
-        _ = self.judge  # raises if the rule does not fit
+        _ = self.verification_method  # raises if the verification method does not fit
 
     @property
-    def judge(self) -> Rule:
-        """The rule that judges drafts."""
-        return fitting_rule(self.rule, self.shape, self.sampler, self.greedy_draft)
+    def verification_method(self) -> VerificationMethod:
+        """The verification method that judges drafts."""
+        return fitting_verification(self.verification, self.shape, self.sampler, self.greedy_draft)
 
     @property
     def variant(self) -> str:
         """The variant of α by which drafts are accepted."""
-        picked = self.greedy_draft or self.judge.siblings == "fixed"
+        picked = self.greedy_draft or self.verification_method.siblings == "fixed"
         return variant_of(self.sampler.greedy, picked)
 
     @property
@@ -65,33 +65,40 @@ class Way:
 
     def drafting(self, shape: Shape, length: Length | None = None) -> Self:
         """This way with the given shape and length policy in place of its own."""
-        return replace(self, shape=shape, length=length)
+        return replace(self, shape=shape, draft_length=length)
 
     def fresh(self) -> Self:
         """This way with a copy of its length policy, which learns on its own from here on."""
-        return replace(self, length=deepcopy(self.length))
+        return replace(self, draft_length=deepcopy(self.draft_length))
 
 
-def fitting_rule(
-    name: str | Rule, shape: Shape | None, sampler: Sampler, greedy_draft: bool = False
-) -> Rule:
-    """The verification rule of this name. "auto" is block for chains, recursive for trees drawn
-    from q, point_mass for other trees. Raises UserError for a rule that does not fit the shape."""
-    if isinstance(name, Rule):
+def fitting_verification(
+    name: str | VerificationMethod,
+    shape: Shape | None,
+    sampler: Sampler,
+    greedy_draft: bool = False,
+) -> VerificationMethod:
+    """The verification method of this name. "auto" is block for chains, recursive for trees drawn
+    from q, point_mass for other trees. Raises UserError for a verification method that does not fit
+    the shape."""
+    if isinstance(name, VerificationMethod):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
-    best = "point_mass" if picked else "recursive"  # the best rule for a tree
+    best = "point_mass" if picked else "recursive"  # the best verification method for a tree
     if name == "auto":
         name = "block" if not tree else "point_mass" if greedy_draft else best
-    rule = named(name)
+    verification = named(name)
     if tree and not sampler.greedy:
-        require(rule.trees, f"decode.rule={name} judges chains only: give {best} for this tree")
         require(
-            not picked or rule.siblings == "fixed",
-            f"decode.rule={name} needs siblings drawn from q, but this tree picks the likeliest: "
-            "give decode.rule=point_mass, or a static tree",
+            verification.trees,
+            f"decode.verification={name} judges chains only: give {best} for this tree",
         )
-    return rule
+        require(
+            not picked or verification.siblings == "fixed",
+            f"decode.verification={name} needs siblings drawn from q, but this tree picks the likeliest: "
+            "give decode.verification=point_mass, or a static tree",
+        )
+    return verification
 
 
 def require_read(target: TargetParts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
@@ -121,5 +128,5 @@ def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> Non
     )
     require(
         not length.reads_q or not drafter.copies,
-        f"{length.__name__} needs q, but {name} copies tokens: give another decode.length",
+        f"{length.__name__} needs q, but {name} copies tokens: give another decode.draft_length",
     )

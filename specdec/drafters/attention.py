@@ -101,7 +101,8 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
 
 def unread(cache: SlotCache, counts: list[int]) -> list[int]:
     """How many of each row's `counts[b]` entries a draft's cache has yet to read: at least 1, the
-    last, which is read again if none is new. The cache forgets the last round's drafts."""
+    last, which is read again if none is new. The cache forgets the last speculation step's
+    drafts."""
     cache.drop()
     if len(cache.lengths) != len(counts):
         cache.lengths = [0] * len(counts)

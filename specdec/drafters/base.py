@@ -156,8 +156,9 @@ class Drafter(nn.Module, ABC):
         saved."""
 
     def new_cache(self, capacity: int | None = None) -> Any:
-        """A cache that drafting keeps between the rounds of one generation, with a `select(rows)`
-        method, or None. `capacity` fixes the slots of families whose passes can be compiled."""
+        """A cache that drafting keeps between the speculation steps of one generation, with a
+        `select(rows)` method, or None. `capacity` fixes the slots of families whose passes can be
+        compiled."""
         return None
 
     @abstractmethod
@@ -523,9 +524,9 @@ def growth_over(
     cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 ) -> Growth:
     """The growth of a model with a cache of its own, which first reads the tokens committed since
-    the last round. `read(ids, slots, last)` gives the logits [B, T, S] after ids [B, T]. Each id
-    follows its slot in `slots` [B, T]; if that is None, the ids form a chain. With indices `last`
-    [B, 1], only the logits there [B, 1, S] are given."""
+    the last speculation step. `read(ids, slots, last)` gives the logits [B, T, S] after ids [B, T].
+    Each id follows its slot in `slots` [B, T]; if that is None, the ids form a chain. With indices
+    `last` [B, 1], only the logits there [B, 1, S] are given."""
     new = unread(cache, ctx.counts())
     ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
     first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)

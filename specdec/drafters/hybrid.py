@@ -1,11 +1,11 @@
 """A hybrid: a drafter that copies where the text repeats, and another one, its head, elsewhere.
 
-In each round every row drafts what should commit the most tokens per second: m copied tokens, γ
-tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023) gives the
-rate of each choice. The head's depends on its cost c and its acceptance, as calibrated or else its
-noted α. That of copied tokens, which cost nothing to draft, depends on the share that is right at
-each depth after matches of the same length and frequency. These shares start from `prior`, are
-counted in `fit`, and are scaled at each temperature to what `weigh` finds.
+In each speculation step every row drafts what should commit the most tokens per second: m copied
+tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023)
+gives the rate of each choice. The head's depends on its cost c and its acceptance, as calibrated or
+else its noted α. That of copied tokens, which cost nothing to draft, depends on the share that is
+right at each depth after matches of the same length and frequency. These shares start from `prior`,
+are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
 
 The choice reads nothing but the text, so it is the same in every batch and with every cache, and
 lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
@@ -260,8 +260,8 @@ class Hybrid(Drafter):
         return (WEIGHT * prior(tried_NK.shape[1]) + right_NK) / (WEIGHT + tried_NK)
 
     def speeds_of_members(self) -> tuple[list[list[float]], list[float]]:
-        """Tokens committed in the time of a plain step, by rounds of 0, 1, 2, … copied tokens in
-        each cell, and by rounds of 0, 1, 2, … tokens of the head."""
+        """Tokens committed in the time of a plain step, by speculation steps of 0, 1, 2, … copied
+        tokens in each cell, and by speculation steps of 0, 1, 2, … tokens of the head."""
         if self._rates is None:
             alpha, v = [*self.alpha, *self.alpha[-1:] * self.gamma], pass_cost(self.v)
             shares = (self.trust * self.shares()).clamp_max(1).tolist()

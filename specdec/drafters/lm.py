@@ -230,14 +230,14 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor) -> tupl
     step_T, (position_BT, document_BT) = torch.arange(T, device=device), ctx.documents()
     anchor_BN = anchors_BA.repeat_interleave(k, 1)
     step_N = torch.arange(k, device=device).repeat(anchors_BA.shape[1])
-    round_N = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
+    anchor_N = torch.arange(anchors_BA.shape[1], device=device).repeat_interleave(k)
     position_BN = position_BT.gather(1, anchor_BN) + 1 + step_N
     whole_position_BT = torch.cat([position_BT, position_BN], 1)
     whole_document_BT = torch.cat([document_BT, document_BT.gather(1, anchor_BN)], 1)
     last_BT = torch.cat([step_T.expand(B, T), anchor_BN], 1)  # last text token that each sees
     alike_BTT = whole_document_BT[:, :, None] == document_BT[:, None]
     of_text_BTT = alike_BTT & (last_BT[:, :, None] >= step_T)
-    own_NN = (round_N[:, None] == round_N) & (step_N[:, None] >= step_N)
+    own_NN = (anchor_N[:, None] == anchor_N) & (step_N[:, None] >= step_N)
     own_TN = torch.cat([own_NN.new_zeros(T, len(step_N)), own_NN])
     mask_BTT = torch.cat([of_text_BTT, own_TN.expand(B, -1, -1)], 2)
     whole_ids_BT = torch.cat([ctx.ids_BT, drafted_BAK.flatten(1)], 1)

@@ -96,12 +96,12 @@ def anchors_of(
 
     `mask_BT` marks the tokens that count; `document_BT` and `position_BT` are those of `Context`.
     Depth k at an anchor is valid if its token and all before it count and belong to the anchor's
-    document. With `drafted_BTK`, which has what a decoder's rounds drafted at their anchors and -1
-    elsewhere, it is valid if a token was drafted there. `weigh` maps the valid depths at the
-    positions of a row to their weights [T, K] (see `Trainable.anchors`); None: 1 where valid. `per`
-    "sequence" divides every weight by the number of valid positions in its document. `weight_BT`,
-    if given, is how much each token counts relative to others: an anchor counts as much as the
-    token after it or, in a decoder's round, as the anchor itself.
+    document. With `drafted_BTK`, which has what a decoder's speculation steps drafted at their
+    anchors and -1 elsewhere, it is valid if a token was drafted there. `weigh` maps the valid
+    depths at the positions of a row to their weights [T, K] (see `Trainable.anchors`); None: 1
+    where valid. `per` "sequence" divides every weight by the number of valid positions in its
+    document. `weight_BT`, if given, is how much each token counts relative to others: an anchor
+    counts as much as the token after it or, in a decoder's step, as the anchor itself.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

@@ -21,9 +21,10 @@ from specdec.targets.target import Target
 
 @dataclass
 class OnTrajectory:
-    """The rounds that a decoder made along the rows of a batch, in the order of their anchors.
-    Depth k is conditioned on the text up to the anchor and the first k tokens that were drafted
-    there; `final_NKD` is the target's final hidden state after them, from which p is computed."""
+    """The speculation steps that a decoder made along the rows of a batch, in the order of their
+    anchors. Depth k is conditioned on the text up to the anchor and the first k tokens that were
+    drafted there; `final_NKD` is the target's final hidden state after them, from which p is
+    computed."""
 
     place_N: Tensor  # of the anchor at position t of row b: b · T + t
     accepted_N: Tensor
@@ -41,7 +42,7 @@ class Batch:
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # the tokens that count for loss and α
     visited: OnTrajectory | None = (
-        None  # a decoder's rounds, whose anchors and drafts are then read
+        None  # a decoder's speculation steps, whose anchors and drafts are then read
     )
 
     @property
@@ -56,8 +57,8 @@ class Batch:
         return drafted
 
     def anchors(self, depth: int, per: str) -> Anchors:
-        """All valid positions; if rounds were `visited`, only those where one started. See
-        `anchors_of`."""
+        """All valid positions; if speculation steps were `visited`, only those where one started.
+        See `anchors_of`."""
         position_BT, document_BT = self.ctx.documents()
         text = self.mask_BT, document_BT, position_BT
         return anchors_of(*text, depth, per=per, drafted_BTK=self.drafted_BTK)
@@ -118,7 +119,7 @@ def read_drafts(
     shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
     tokens: list[int] = []
     parents: list[int] = []
-    places = []  # of each round and depth, in the text and then in the branches
+    places = []  # of each speculation step and depth, in the text and then in the branches
     for anchor, count, draft in zip(anchors, accepted, drafted_NK, strict=True):
         place = anchor
         places.append([place])

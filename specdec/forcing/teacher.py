@@ -288,10 +288,10 @@ class TeacherForcing(nn.Module):
         at_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
         states, accepted_NK = (batch.final_BTD, batch.summary), None
         if (visited := batch.visited) is not None:
-            round_N = torch.searchsorted(visited.place_N, row_N1[:, 0] * T + at_NK[:, 0])
-            accepted_NK = depths < visited.accepted_N[round_N, None]
+            visit_N = torch.searchsorted(visited.place_N, row_N1[:, 0] * T + at_NK[:, 0])
+            accepted_NK = depths < visited.accepted_N[visit_N, None]
             states = visited.final_NKD, visited.summary
-            where_NK = round_N[:, None] * len(depths) + depths
+            where_NK = visit_N[:, None] * len(depths) + depths
         else:
             near = anchors.nearest
             ahead = torch.arange(len(depths), device=near.row_N.device)

@@ -173,9 +173,10 @@ def expected_tree(
     Summed over the tree's D depths it is D - L, where 1 + L is E[τ]. Depths below the tree are 0.
 
     a_{k,r} is the probability that the sibling of rank r at depth k is the one accepted, when
-    siblings are drawn from q independently (SpecInfer's rule; `decode.rule=specinfer`). After r
-    siblings are rejected, p has shrunk to R_r / m_r, where m_r is the probability that all were,
-    R_0 = p and R_{r+1} = max(R_r - m_r q, 0) = max(p - M_{r+1} q, 0) with M_{r+1} = M_r + m_r. So
+    siblings are drawn from q independently (SpecInfer's verification method;
+    `decode.verification=specinfer`). After r siblings are rejected, p has shrunk to R_r / m_r,
+    where m_r is the probability that all were, R_0 = p and R_{r+1} = max(R_r - m_r q, 0) = max(p -
+    M_{r+1} q, 0) with M_{r+1} = M_r + m_r. So
 
         m_r = 1 - G_r,  G_r = Σ_x min(p, M_r q),  M_0 = 0,  M_{r+1} = M_r + 1 - G_r,
 
@@ -253,11 +254,12 @@ def smooth_l1(inputs: LossInputs, beta: float = 1.0) -> Tensor:
 
 def on_policy(inputs: LossInputs, decay: float = 0.8) -> Tensor:
     """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token;
-    from the first rejected token onwards, reverse KL · `decay`^k at depth k of the round.
-    On plain text, where there are no rounds, it is `kl`.
+    from the first rejected token onwards, reverse KL · `decay`^k at depth k of the speculation
+    step. On plain text, where there are no steps, it is `kl`.
 
     Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone and
-    divides by the sum of these weights; here they are exact, and divided by the number of rounds.
+    divides by the sum of these weights; here they are exact, and divided by the number of
+    speculation steps.
     """
     if inputs.accepted is None:
         return kl(inputs)

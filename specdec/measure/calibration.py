@@ -1,8 +1,8 @@
 """How far a draft's confidence is from acceptance, and the calibration that narrows the gap.
 
-Confidence and acceptance are compared at the anchors where a decoder's rounds started and, at each
-depth, over the cases in which all earlier tokens were accepted. This is done by teacher forcing,
-where p gives the probability of acceptance, so no outcome has to be drawn.
+Confidence and acceptance are compared at the anchors where a decoder's speculation steps started
+and, at each depth, over the cases in which all earlier tokens were accepted. This is done by
+teacher forcing, where p gives the probability of acceptance, so no outcome has to be drawn.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""What a round drafts at one temperature. Measurements choose what `DecodeConfig` leaves open, anew
-at each temperature, since acceptance depends on it: a tree by the acceptance of each rank and the
-times of whole rounds, a draft length by costs or by a stop classifier.
+"""What a speculation step drafts at one temperature. Measurements choose what `DecodeConfig` leaves
+open, anew at each temperature, since acceptance depends on it: a tree by the acceptance of each
+rank and the times of whole steps, a draft length by costs or by a stop classifier.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,14 +16,14 @@ from specdec.decoding.length import LENGTHS, CostTable, length
 from specdec.decoding.policy import Length, SavedFigures
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
-from specdec.measure.costs import OF_ROUNDS, TIMED, cost_table, costs, rounds_in_turn
+from specdec.measure.costs import OF_STEPS, TIMED, cost_table, costs, steps_in_turn
 from specdec.measure.setup import Setup
 from specdec.sampling.trees import BestFirst, Chain, Dynamic, Shape, Static, best_paths
 from specdec.theory.intervals import Interval
 
 T = TypeVar("T")
 NODES = 12  # nodes of a tree, unless given
-SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose rounds are timed, by device
+SIZES = {"cpu": (2, 3, 4, 6)}  # nodes of the trees whose speculation steps are timed, by device
 MORE = (3, 7, 15, 31, 63)  # on other devices
 WIDTH = 6  # children of a node, where the acceptance of each rank is measured
 OF_A_CHOICE = 11  # timings behind each cost that a choice depends on
@@ -90,17 +90,17 @@ def chosen(
             shape = best_static(acceptance_KC, cfg.nodes)
         learned = Learned(paths_of(shape), acceptance_KC.tolist())
         return chains.drafting(shape), learned
-    settings = {"limit": gamma} | dict(cfg.settings)
-    if cfg.length == "fixed":
+    settings = {"limit": gamma} | dict(cfg.draft_length_settings)
+    if cfg.draft_length == "fixed":
         return chains.drafting(Chain(length("fixed", settings).limit)), Learned()
     trials, figures = TrialsOfChains(setup, chains, learning), None
     if is_measured(cfg):
-        more, figures = LENGTHS.named(cfg.length).learn(trials, gamma)
+        more, figures = LENGTHS.named(cfg.draft_length).learn(trials, gamma)
         settings |= more
         if figures is not None:
             trials.learned.figures = file_of(figures)
-    policy = length(cfg.length, settings, figures)
-    return replace(chains, length=policy), trials.learned
+    policy = length(cfg.draft_length, settings, figures)
+    return replace(chains, draft_length=policy), trials.learned
 
 
 @dataclass
@@ -122,7 +122,9 @@ class TrialsOfChains:
 
     def decode_then(self, policy: Length, outcome: Callable[[], T]) -> T:
         def decoded() -> T:
-            self.setup.rounds(self.prompts, replace(self.chains, length=policy, compiled=False))
+            self.setup.steps(
+                self.prompts, replace(self.chains, draft_length=policy, compiled=False)
+            )
             return outcome()
 
         return self.setup.ranks.first(decoded)
@@ -150,10 +152,10 @@ def acceptance_by_rank(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = WIDTH
 ) -> Tensor:
     """Acceptance by depth and rank [K, C], up to the depth of the way's shape. It is measured with
-    a tree in which each node of the first-ranked chain has `width` children: of the rounds that
-    reached a node of that chain, it is the share that went on to its child of this rank. Rank r is
-    the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`), else the
-    r-th token drawn."""
+    a tree in which each node of the first-ranked chain has `width` children: of the speculation
+    steps that reached a node of that chain, it is the share that went on to its child of this rank.
+    Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`),
+    else the r-th token drawn."""
     assert way.shape is not None
     depth = way.shape.depth
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
@@ -161,16 +163,16 @@ def acceptance_by_rank(
     shape = Static(paths) if width > 1 else Chain(depth)
     wide = replace(way, shape=shape, compiled=False)
 
-    def rounds(prompt: Sequence[int]) -> list[SpeculationStep]:
+    def steps(prompt: Sequence[int]) -> list[SpeculationStep]:
         (response,) = setup.responses([prompt], wide, seeds=[0])
-        return response.rounds
+        return response.steps
 
     if setup.brief:
         seeds = [0] * len(prompts)
         together = setup.ranks.first(lambda: setup.responses(prompts, wide, seeds=seeds))
-        by_prompt = [response.rounds for response in together]
+        by_prompt = [response.steps for response in together]
     else:
-        by_prompt = setup.ranks.shared(prompts, rounds)
+        by_prompt = setup.ranks.shared(prompts, steps)
     for of_prompt in by_prompt:
         for r in of_prompt:
             kept = paths[r.path[-1]] if r.path else ()
@@ -191,7 +193,8 @@ def best_static(acceptance_KC: Tensor, nodes: int) -> Static:
 
 
 def expected_static(acceptance_KC: Tensor, paths: Sequence[Sequence[int]]) -> float:
-    """Expected tokens of a round that drafts these paths, including the target's own token."""
+    """Expected tokens of a speculation step that drafts these paths, including the target's own
+    token."""
     shares = (acceptance_KC[range(len(path)), list(path)].prod() for path in paths)
     return 1 + float(sum(shares))
 
@@ -210,15 +213,15 @@ def fastest_shape(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_KC: Tensor
 ) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of whole rounds on `prompts`; a
-    chain, where the target cannot read trees."""
+    given acceptance (see `acceptance_by_rank`) and the seconds of whole speculation steps on
+    `prompts`; a chain, where the target cannot read trees."""
     sizes = SIZES.get(setup.target.device.type, MORE) if setup.target.reads_trees else ()
     shapes = candidates(acceptance_KC, sizes)
-    ways = [replace(way, shape=shape, rule="auto") for shape in shapes]
-    seconds = rounds_in_turn(setup, ways, prompts)
+    ways = [replace(way, shape=shape, verification="auto") for shape in shapes]
+    seconds = steps_in_turn(setup, ways, prompts)
 
     tokens = [expected_static(acceptance_KC, paths_of(shape)) for shape in shapes]
-    rates = [n / of_round for n, of_round in zip(tokens, seconds, strict=True)]
+    rates = [n / of_step for n, of_step in zip(tokens, seconds, strict=True)]
     return shapes[rates.index(max(rates))]
 
 
@@ -226,7 +229,7 @@ def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
     """An upper bound on the passes, over one prompt at a time, that it takes on a CPU to choose the
     fastest shape of depth γ or less."""
     shapes = gamma * (1 + len(SIZES["cpu"]))
-    timed = (1 + OF_ROUNDS) * shapes * min(TIMED, cfg.max_new_tokens)
+    timed = (1 + OF_STEPS) * shapes * min(TIMED, cfg.max_new_tokens)
     return timed + LEARNING * cfg.max_new_tokens
 
 

@@ -1,7 +1,7 @@
-"""What decoding costs on this machine, in seconds: plain steps, verification, drafting, rounds.
-Things that are compared take turns, so that a change in the machine's speed affects all of them.
-Of several processes, only the first measures, by its own clock, while the others wait. Then all of
-them get what it found (see `specdec.ranks`)."""
+"""What decoding costs on this machine, in seconds: plain steps, verification, drafting, speculation
+steps. Things that are compared take turns, so that a change in the machine's speed affects all of
+them. Of several processes, only the first measures, by its own clock, while the others wait. Then
+all of them get what it found (see `specdec.ranks`)."""
 
 import math
 import statistics
@@ -33,9 +33,10 @@ from specdec.theory.intervals import Interval, median_interval
 T = TypeVar("T")
 TURNS = 31  # timings of each part
 OF_A_TABLE = 5  # timings behind each cell of a cost table
-TIMED = 24  # tokens decoded to time rounds
-OF_ROUNDS = 5  # timings of each shape whose rounds are compared
-# The same where measuring is brief: timings of each part, of each shape, and tokens to time rounds
+TIMED = 24  # tokens decoded to time speculation steps
+OF_STEPS = 5  # timings of each shape whose speculation steps are compared
+# The same where measuring is brief: timings of each part, of each shape, and tokens to time
+# speculation steps
 BRIEF_TURNS, BRIEF_ROUNDS, BRIEF_TIMED = 8, 2, 8
 
 
@@ -52,10 +53,11 @@ class Costs:
 
 
 def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int | None = None) -> Costs:
-    """The costs of the parts of a round, after a prompt on `setup.batch` rows. The verification
-    covers the anchor and as many tokens as the way's shape can draft. Parts take turns, so that
-    each finds the processor's caches as decoding leaves them. If passes are compiled, their caches
-    have room for `setup.max_new_tokens`. If a prompt is too long, only its end is read."""
+    """The costs of the parts of a speculation step, after a prompt on `setup.batch` rows. The
+    verification covers the anchor and as many tokens as the way's shape can draft. Parts take
+    turns, so that each finds the processor's caches as decoding leaves them. If passes are
+    compiled, their caches have room for `setup.max_new_tokens`. If a prompt is too long, only its
+    end is read."""
     turns = turns or (BRIEF_TURNS if setup.brief else TURNS)
     return setup.ranks.first(lambda: _costs(setup, way, prompt, turns))
 
@@ -150,38 +152,38 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def cost_table(setup: Setup, way: Way, prompt: Sequence[int]) -> CostTable:
-    """Seconds of a round by rows (up to `setup.batch`) and drafted tokens (up to the depth of the
-    way's shape), for length `goodput`."""
+    """Seconds of a speculation step by rows (up to `setup.batch`) and drafted tokens (up to the
+    depth of the way's shape), for length `goodput`."""
     _, shape = _drafting(way)
     batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (setup.batch, shape.depth))
     seconds = []
     for rows in batches:
         of_rows = replace(setup, batch=rows)
         each = [costs(of_rows, way.drafting(Chain(g)), prompt, OF_A_TABLE) for g in gammas]
-        rounds = [cost.verify_seconds.value + cost.draft_seconds.value for cost in each]
-        seconds.append([each[0].step_seconds.value, *rounds])
+        steps = [cost.verify_seconds.value + cost.draft_seconds.value for cost in each]
+        seconds.append([each[0].step_seconds.value, *steps])
     return CostTable(batches, [0, *gammas], seconds)
 
 
-def rounds_in_turn(
+def steps_in_turn(
     setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
-    """For each way, the seconds of a whole round when `setup.batch` prompts are decoded together:
-    medians of `OF_ROUNDS` timings, taken in turn after a warm-up; where
+    """For each way, the seconds of a whole speculation step when `setup.batch` prompts are decoded
+    together: medians of `OF_STEPS` timings, taken in turn after a warm-up; where
     measuring is brief, the shorter of two."""
-    return setup.ranks.first(lambda: _rounds_in_turn(setup, ways, prompts))
+    return setup.ranks.first(lambda: _steps_in_turn(setup, ways, prompts))
 
 
-def _rounds_in_turn(
+def _steps_in_turn(
     setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
     seconds = [list[float]() for _ in ways]
     batch = [prompts[b % len(prompts)] for b in range(setup.batch)]
     tokens = min(setup.max_new_tokens, BRIEF_TIMED if setup.brief else TIMED)
-    for turn in range(BRIEF_ROUNDS if setup.brief else 1 + OF_ROUNDS):
+    for turn in range(BRIEF_ROUNDS if setup.brief else 1 + OF_STEPS):
         for way, times in zip(ways, seconds, strict=True):
             responses = setup.responses(batch, way, eos=(), max_new_tokens=tokens)
-            rounds = max(1, max(len(g.rounds) for g in responses))
+            steps = max(1, max(len(g.steps) for g in responses))
             if turn or setup.brief:
-                times.append(max(g.seconds for g in responses) / rounds)
+                times.append(max(g.seconds for g in responses) / steps)
     return [min(times) if setup.brief else statistics.median(times) for times in seconds]

@@ -50,14 +50,14 @@ class DecodedPrompts:
     plain_tokens: list[int] = field(default_factory=list)
     plain_seconds: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)  # for as many tokens
-    row_rounds: list[int] = field(default_factory=list)  # the rounds of all rows
-    round_seconds: list[float] = field(default_factory=list)  # for as many rounds
+    row_steps: list[int] = field(default_factory=list)  # the speculation steps of all rows
+    speculation_seconds: list[float] = field(default_factory=list)  # for as many speculation steps
     spent: list[dict[str, float]] = field(default_factory=list)
     timed: int = 0  # how many prompts were timed, beginning with the first
 
     @property
-    def rounds(self) -> list[SpeculationStep]:
-        return [r for g in self.drafted for r in g.rounds]
+    def steps(self) -> list[SpeculationStep]:
+        return [r for g in self.drafted for r in g.steps]
 
     def add(self, plain: Sequence[Generation], drafted: Sequence[Generation]) -> None:
         """Add the responses to a batch of prompts."""
@@ -67,12 +67,12 @@ class DecodedPrompts:
     def time(self, plain: list[list[Generation]], drafted: list[list[Generation]]) -> None:
         """Add the times of a batch that was answered several times: counts come from the first
         time, seconds are medians."""
-        tokens, rounds = _tokens(plain[0]), max(1, sum(len(g.rounds) for g in drafted[0]))
+        tokens, steps = _tokens(plain[0]), max(1, sum(len(g.steps) for g in drafted[0]))
         self.plain_tokens.append(tokens)
-        self.row_rounds.append(rounds)
+        self.row_steps.append(steps)
         self.plain_seconds.append(tokens * statistics.median(_a_token(g) for g in plain))
         self.seconds.append(tokens * statistics.median(_a_token(g) for g in drafted))
-        self.round_seconds.append(rounds * statistics.median(_a_round(g) for g in drafted))
+        self.speculation_seconds.append(steps * statistics.median(_a_step(g) for g in drafted))
         slowest = max(drafted[0], key=lambda g: g.seconds)
         other = slowest.seconds - sum(slowest.spent.values())
         self.spent.append(slowest.spent | {"other": other})
@@ -124,7 +124,7 @@ def decoded_in_turn(
         return many
 
     def said(many: Sequence[DecodedPrompts], count: int) -> None:
-        taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.rounds)) for m in many]
+        taus = [sum(g.emitted for g in m.drafted) / max(1, len(m.steps)) for m in many]
         by_way = " and ".join(f"{tau:.2f}" for tau in taus)
         at = f"decoding  T={plain.sampler.temperature:g}"
         tell(advance=count, description=f"{at}  τ {by_way}")
@@ -167,8 +167,8 @@ def decoded_in_turn(
 
 
 def _tokens(batch: Sequence[Generation]) -> int:
-    """How many tokens of these responses the rounds made, since prefill emits the first of each; at
-    least 1, because callers divide by it."""
+    """How many tokens of these responses the speculation steps made, since prefill emits the first
+    of each; at least 1, because callers divide by it."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
 
 
@@ -177,9 +177,9 @@ def _a_token(batch: Sequence[Generation]) -> float:
     return max(g.seconds for g in batch) / _tokens(batch)
 
 
-def _a_round(batch: Sequence[Generation]) -> float:
-    """Seconds of a batch per round of one of its rows."""
-    return max(g.seconds for g in batch) / max(1, sum(len(g.rounds) for g in batch))
+def _a_step(batch: Sequence[Generation]) -> float:
+    """Seconds of a batch per speculation step of one of its rows."""
+    return max(g.seconds for g in batch) / max(1, sum(len(g.steps) for g in batch))
 
 
 def counting(

@@ -4,9 +4,10 @@ Acceptance and speed are different questions. Seconds come from the first prompt
 of them is answered plainly and in each way of decoding in turn. The other prompts are decoded many
 at a time, since in float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may be
 decided differently, as it may between any two passes). So τ and all counts come from many prompts,
-and a speedup combines them with the timed seconds of a round and of a plain step. α is taken over
-the target's own plain text at all positions, and over the decoded text at the anchors where rounds
-started. Intervals are over prompts, those of seconds over batches (see `theory.intervals`).
+and a speedup combines them with the timed seconds of a speculation step and of a plain step. α is
+taken over the target's own plain text at all positions, and over the decoded text at the anchors
+where speculation steps started. Intervals are over prompts, those of seconds over batches (see
+`theory.intervals`).
 
 Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
 them and is what one process would count: batches, seeds and order are the same. Seconds come from
@@ -25,7 +26,7 @@ from rich.progress import Progress
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import require_room
 from specdec.decoding.generation import Generation, SpeculationStep, pieces_of
-from specdec.decoding.logs import log_rounds
+from specdec.decoding.logs import log_steps
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
@@ -71,7 +72,7 @@ from specdec.theory.intervals import (
 from specdec.theory.leviathan import pass_cost
 from specdec.theory.oracle import Oracle, oracle
 
-LONG = 8  # tokens per round for the oracle, which must see where rejections fall
+LONG = 8  # tokens per speculation step for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
 LEAST_PROMPTS = 12  # that are decoded, however little time is left
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
@@ -112,8 +113,8 @@ def evaluate(
     prompt; if there are several, each has figures of its own.
     `left` returns the seconds that are left: then as many prompts are decoded at the first
     temperature as its part of them allows, but at least `LEAST_PROMPTS`, and the same at others.
-    The draft's rounds are appended to the file `log`. All of `ranks` call this with the same
-    arguments and get the same results. Raises UserError if there is no prompt."""
+    The draft's speculation steps are appended to the file `log`. All of `ranks` call this with the
+    same arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     asked = [list(p) for p in prompts[: cfg.prompts]]
     if not asked:
@@ -160,12 +161,12 @@ def evaluate(
             one = _figures(setup, described(title, own, way), learned, decodings, cost)
             if title == ways[0][0]:
                 _by_forcing(setup, one, way, decodings)
-                one.oracle = _oracle(setup, way, cost, learning, decodings.rounds)
+                one.oracle = _oracle(setup, way, cost, learning, decodings.steps)
                 one.samples = _samples(target, decodings, words, earlier)
                 one.slices = slices(one.prompts, kinds)
                 one.fastest = bool(repeated)
                 if log is not None and ranks.rank == 0:
-                    log_rounds(log, decodings.drafted)
+                    log_steps(log, decodings.drafted)
             measured[title].append(one)
     progress.remove_task(task)
     for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
@@ -203,15 +204,17 @@ def evaluate(
 def same_way(one: Way, other: Way) -> bool:
     """Whether two ways draft the same tokens and judge them alike, so that one measurement is that
     of both. Length policies learn, so two of them are never the same."""
-    fixed = one.length is other.length is None
-    how = [(w.sampler, w.rule, w.greedy_draft, w.compiled, repr(w.shape)) for w in (one, other)]
+    fixed = one.draft_length is other.draft_length is None
+    how = [
+        (w.sampler, w.verification, w.greedy_draft, w.compiled, repr(w.shape)) for w in (one, other)
+    ]
     return fixed and one.drafter is other.drafter and how[0] == how[1]
 
 
 def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
     """A way that `cfg` asked for, as it is written down."""
     assert way.drafter is not None and way.shape is not None
-    greedy, rule = way.sampler.greedy, way.judge
+    greedy, verification = way.sampler.greedy, way.verification_method
     return Described(
         title=title,
         drafter=way.drafter.config.name,
@@ -219,18 +222,18 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
         gamma=way.shape.depth,
         nodes=way.shape.nodes,
         chain=isinstance(way.shape, Chain),
-        rule="greedy" if greedy and rule.at_zero is None else rule.name,
-        lossless=rule.keeps_p(greedy),
+        verification="greedy" if greedy and verification.at_zero is None else verification.name,
+        lossless=verification.keeps_p(greedy),
         tree=cfg.tree,
-        length=cfg.length,
+        draft_length=cfg.draft_length,
         top_k=way.sampler.top_k,
         top_p=way.sampler.top_p,
         greedy_draft=way.greedy_draft,
         compiled=way.compiled,
-        asked=cfg.rule,
+        asked=cfg.verification,
         paths=paths_of(way.shape) if isinstance(way.shape, Static) else None,
         branches=cfg.branches if cfg.tree == "dynamic" else None,
-        settings=dict(cfg.settings),
+        draft_length_settings=dict(cfg.draft_length_settings),
     )
 
 
@@ -238,24 +241,25 @@ def _figures(
     setup: Setup, way: Described, learned: Learned, decodings: DecodedPrompts, cost: Costs
 ) -> Measured:
     """What was counted and timed in one way of decoding."""
-    gamma, depths, rounds = way.gamma, range(way.gamma), decodings.rounds
+    gamma, depths, steps = way.gamma, range(way.gamma), decodings.steps
 
     def of_prompts(count: Callable[[SpeculationStep], float]) -> list[float]:
-        """The sum of a count over the rounds of each prompt."""
-        return [sum(map(count, g.rounds)) for g in decodings.drafted]
+        """The sum of a count over the speculation steps of each prompt."""
+        return [sum(map(count, g.steps)) for g in decodings.drafted]
 
     def accepted(k: int, of_tested: bool = False) -> Interval:
-        """The share of rounds that accepted depth k: of all, or of those that tested it."""
+        """The share of speculation steps that accepted depth k: of all, or of those that tested
+        it."""
         tested = of_prompts(lambda r: r.tested > k or not of_tested)
         return share_interval(of_prompts(lambda r: r.accepted > k), tested)
 
     plain_step = decodings.plain_seconds, decodings.plain_tokens
-    a_round = decodings.row_rounds, decodings.round_seconds
-    kept = [g.emitted for g in decodings.drafted], [len(g.rounds) for g in decodings.drafted]
+    a_step = decodings.row_steps, decodings.speculation_seconds
+    kept = [g.emitted for g in decodings.drafted], [len(g.steps) for g in decodings.drafted]
     timed_speedup = ratio_interval(decodings.plain_seconds, decodings.seconds)
     if decodings.timed < len(decodings.drafted):
-        speedup = product_interval([kept], [plain_step, a_round])
-        tokens_per_second = product_interval([kept], [a_round])
+        speedup = product_interval([kept], [plain_step, a_step])
+        tokens_per_second = product_interval([kept], [a_step])
     else:
         speedup = timed_speedup
         tokens_per_second = ratio_interval(decodings.plain_tokens, decodings.seconds)
@@ -270,11 +274,11 @@ def _figures(
         timed_speedup=timed_speedup,
         tokens_per_second=tokens_per_second,
         plain_tokens_per_second=ratio_interval(decodings.plain_tokens, decodings.plain_seconds),
-        rounds=len(rounds),
-        drafted_per_round=ratio_interval(of_prompts(lambda r: r.nodes), kept[1]),
-        accepted_lengths=[sum(r.accepted == n for r in rounds) for n in range(gamma + 1)],
-        drafted=[sum(r.drafted > k for r in rounds) for k in depths],
-        accepted=[sum(r.accepted > k for r in rounds) for k in depths],
+        speculation_steps=len(steps),
+        drafted_per_step=ratio_interval(of_prompts(lambda r: r.nodes), kept[1]),
+        accepted_lengths=[sum(r.accepted == n for r in steps) for n in range(gamma + 1)],
+        drafted=[sum(r.drafted > k for r in steps) for k in depths],
+        accepted=[sum(r.accepted > k for r in steps) for k in depths],
         repetition=share_interval(*zip(*(repeated_ngrams(g.ids) for g in decodings.plain))),
         costs=cost,
         reached=[accepted(k) for k in depths],
@@ -329,7 +333,7 @@ def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Sl
         positions = [c.positions[0] for c in some]
         return Slice(
             len(some),
-            ratio_interval([c.emitted for c in some], [c.rounds for c in some]),
+            ratio_interval([c.emitted for c in some], [c.speculation_steps for c in some]),
             share_interval([c.sampled[0] for c in some], positions),
             share_interval([c.greedy[0] for c in some], positions),
         )
@@ -353,23 +357,23 @@ def _samples(
     before = [*earlier[: len(shown)], *([()] * len(shown[len(earlier) :]))]
     coloured = [pieces_of(target.tokenizer, g) for g in shown]
     return [
-        Sample(prompt, text(g.ids), g.emitted / max(1, len(g.rounds)), [*turns], parts)
+        Sample(prompt, text(g.ids), g.emitted / max(1, len(g.steps)), [*turns], parts)
         for prompt, g, turns, parts in zip(said, shown, before, coloured, strict=True)
     ]
 
 
 def _oracle(
-    setup: Setup, way: Way, cost: Costs, learning: list[list[int]], rounds: list[SpeculationStep]
+    setup: Setup, way: Way, cost: Costs, learning: list[list[int]], steps: list[SpeculationStep]
 ) -> Oracle | None:
-    """The bound of `specdec.theory.oracle.oracle`, for chains: from rounds of `LONG` tokens on
-    some prompts if the family can draft that many, otherwise from the measured rounds."""
+    """The bound of `specdec.theory.oracle.oracle`, for chains: from speculation steps of `LONG`
+    tokens on some prompts if the family can draft that many, otherwise from the measured steps."""
     drafter, shape = way.drafter, way.shape
     if not isinstance(shape, Chain) or drafter is None:
         return None
     if (long := min(LONG, drafter.limits.depth or LONG)) > shape.depth:
-        longer = replace(way, shape=Chain(long), length=None, compiled=False)
-        rounds = setup.rounds(learning[:LEARNING], longer)
-    if not any(r.drafted for r in rounds):
+        longer = replace(way, shape=Chain(long), draft_length=None, compiled=False)
+        steps = setup.steps(learning[:LEARNING], longer)
+    if not any(r.drafted for r in steps):
         return None
-    pairs = [(r.drafted, r.accepted) for r in rounds]
+    pairs = [(r.drafted, r.accepted) for r in steps]
     return oracle(pairs, cost.c.value, pass_cost({shape.depth: cost.v.value}))

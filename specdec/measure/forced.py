@@ -114,13 +114,13 @@ def whole(measured: Along, length: int, depth: int) -> ForcedText:
 
 
 def decoded(measured: Along, response: Generation, gamma: int, greedy: bool) -> ForcedText:
-    """The anchors at which a decoding's rounds started; `measured` holds the figures along its
-    text. At T = 0 all of them count, so that the products of greedy acceptance are the decoder's
-    own counts: a depth past the end of the text was not accepted. Above 0 only those with γ tokens
-    of text after them count, since sampled acceptance past the end is unknown."""
+    """The anchors at which a decoding's speculation steps started; `measured` holds the figures
+    along its text. At T = 0 all of them count, so that the products of greedy acceptance are the
+    decoder's own counts: a depth past the end of the text was not accepted. Above 0 only those with
+    γ tokens of text after them count, since sampled acceptance past the end is unknown."""
     length = len(response.ids) + len(response.overrun)
-    rounds = [(r.anchor - len(response.prompt), r.drafted) for r in response.rounds]
-    kept = [(t, drafted) for t, drafted in rounds if greedy or t + gamma < length]
+    steps = [(r.anchor - len(response.prompt), r.drafted) for r in response.steps]
+    kept = [(t, drafted) for t, drafted in steps if greedy or t + gamma < length]
     return ForcedText(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
 
 
@@ -134,8 +134,8 @@ def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: in
 
     variants = range(len(Acceptance._fields))
     given_text = (by_depth([t.measured.alpha[v][t.anchors] for t in every]) for v in variants)
-    rounds = (by_depth([in_a_row(t, t.measured.alpha[v]) for t in visited]) for v in variants)
-    return Forced(Alpha(*given_text), Alpha(*rounds))
+    steps = (by_depth([in_a_row(t, t.measured.alpha[v]) for t in visited]) for v in variants)
+    return Forced(Alpha(*given_text), Alpha(*steps))
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
@@ -180,11 +180,11 @@ def prompt_counts(
     every: ForcedText, plain: Generation, response: Generation, gamma: int, greedy: bool
 ) -> PromptCounts:
     """The counts of a prompt, from what was measured along its plain response and from its
-    rounds."""
+    speculation steps."""
     alpha = every.measured.alpha
     by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
     sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
     positions = [len(every.anchors)] * len(sampled)
     along_TK = (alpha.sampled, alpha.greedy)[greedy]
     walked = predicted_steps(along_TK[: plain.emitted, :gamma])
-    return PromptCounts(response.emitted, len(response.rounds), positions, sampled, same, walked)
+    return PromptCounts(response.emitted, len(response.steps), positions, sampled, same, walked)

@@ -36,8 +36,8 @@ class Alpha:
 @dataclass(frozen=True)
 class Forced:
     """α by teacher forcing: `all` over every position of the target's own text, each depth given
-    the text before it; `visited` at the anchors of the decoder's rounds, for each depth together
-    with all before it."""
+    the text before it; `visited` at the anchors of the decoder's speculation steps, for each depth
+    together with all before it."""
 
     all: Alpha
     visited: Alpha
@@ -49,7 +49,7 @@ class Lenient:
 
     factor: float
     alpha: Interval  # over all positions
-    visited: Interval | None = None  # at the anchors where the decoder's rounds started
+    visited: Interval | None = None  # at the anchors where the decoder's speculation steps started
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class Foreseen:
 
     divergence: list[Interval]  # D_LK by depth
     lenience: list[Lenient]  # at depth 0
-    rejection_tokens: Interval  # E[tokens per pass] of a chain under the rule `rejection`
+    rejection_tokens: Interval  # E[tokens per pass] of a chain under the method `rejection`
     block_tokens: Interval  # the same under `block`
-    non_iterative: Interval | None = None  # α at depth 0 by rule non_iterative
+    non_iterative: Interval | None = None  # α at depth 0 by verification method non_iterative
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ class Reliability:
 @dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
-    and the rounds that a decoder is expected to make along the plain response."""
+    and the speculation steps that a decoder is expected to make along the plain response."""
 
     emitted: int
-    rounds: int
+    speculation_steps: int
     positions: list[int]  # by depth; the next two are sums over them
     sampled: list[float]
     greedy: list[float]
@@ -127,39 +127,44 @@ class Described:
     title: str  # "chains" or "trees", "fastest" for the shape expected to be fastest, or a family
     drafter: str  # the family
     temperature: float
-    gamma: int  # the depth of what a round drafts
+    gamma: int  # the depth of what a speculation step drafts
     nodes: int
-    chain: bool  # whether a round drafts a chain rather than a tree
-    rule: str
+    chain: bool  # whether a speculation step drafts a chain rather than a tree
+    verification: str
     lossless: bool
     tree: str | None = None  # its kind
-    length: str = "fixed"
+    draft_length: str = "fixed"
     top_k: int = 0
     top_p: float = 1.0
     greedy_draft: bool = False
     compiled: bool = False
-    asked: str = "auto"  # the rule that was asked for
+    asked: str = "auto"  # the verification method that was asked for
     paths: list[list[int]] | None = None  # of a static tree
     branches: int | None = None  # of a dynamic tree
-    settings: dict[str, Any] = field(default_factory=dict)  # of the length policy
+    draft_length_settings: dict[str, Any] = field(default_factory=dict)  # of the length policy
 
     @property
     def shape(self) -> str:
-        """What a round drafts, in words."""
+        """What a speculation step drafts, in words."""
         if self.chain:
             shape = f"chains of γ = {self.gamma}"
         else:
             nodes = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
             shape = f"a {self.tree} tree of {nodes}, depth {self.gamma}"
-        return shape if self.length == "fixed" else f"{shape} at most, length {self.length}"
+        return (
+            shape
+            if self.draft_length == "fixed"
+            else f"{shape} at most, length {self.draft_length}"
+        )
 
 
 @dataclass
 class Measured:
     """All figures of one way of decoding. Counts come from all prompts, and seconds from those that
     were timed, in whole batches. If not all prompts were timed, `speedup` and `tokens_per_second`
-    combine the tokens that a round adds to a response, over all prompts, with the timed seconds of
-    a round and of a plain step; `timed_speedup` comes from the timed prompts alone."""
+    combine the tokens that a speculation step adds to a response, over all prompts, with the timed
+    seconds of a speculation step and of a plain step; `timed_speedup` comes from the timed prompts
+    alone."""
 
     way: Described
     tau: Interval
@@ -167,15 +172,15 @@ class Measured:
     timed_speedup: Interval
     tokens_per_second: Interval
     plain_tokens_per_second: Interval
-    rounds: int
-    drafted_per_round: Interval
-    accepted_lengths: list[int]  # rounds by the number of tokens they accepted, from 0
-    drafted: list[int]  # rounds that drafted a token at each depth
-    accepted: list[int]  # rounds that accepted it
+    speculation_steps: int
+    drafted_per_step: Interval
+    accepted_lengths: list[int]  # speculation steps by the number of tokens they accepted, from 0
+    drafted: list[int]  # speculation steps that drafted a token at each depth
+    accepted: list[int]  # speculation steps that accepted it
     repetition: Interval  # share of 4-grams that occurred earlier in the same response
     costs: Costs
     forced: Forced | None = None  # by teacher forcing, for the first way alone
-    reached: list[Interval] = field(default_factory=list)  # by depth: accepted / rounds
+    reached: list[Interval] = field(default_factory=list)  # by depth: accepted / speculation steps
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
     identical: int | None = None  # responses equal to plain decoding's, at T = 0
     learned: Learned = field(default_factory=Learned)

@@ -37,12 +37,13 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 
 @dataclass(frozen=True)
 class TimedResponse:
-    """A response, the seconds that it took with its prefill, the rounds that were drafted for it,
-    and how many of these accepted each position, beyond the end of the response too."""
+    """A response, the seconds that it took with its prefill, the speculation steps that were
+    drafted for it, and how many of these accepted each position, beyond the end of the response
+    too."""
 
     ids: list[int]
     seconds: float
-    rounds: int = 0
+    speculation_steps: int = 0
     accepted: tuple[int, ...] = ()
 
 
@@ -52,9 +53,9 @@ class ServedAt:
     serves plainly."""
 
     temperature: float
-    rounds: int
+    speculation_steps: int
     tau: Interval  # tokens of the responses per pass of the target
-    accepted: list[Interval]  # the share of rounds that accepted each position and all before it
+    accepted: list[Interval]  # the share of steps that accepted each position and all before it
     tokens_per_second: Interval
     plain_tokens_per_second: Interval | None = None
     speedup: Interval | None = None
@@ -123,7 +124,7 @@ class MeasuredServer:
             # the steps while a long prompt is read emit nothing, so there may be more than these
             require(
                 committed >= len(ids),
-                f"{self.server.url} says that its rounds made {committed} tokens for a response of "
+                f"{self.server.url} says that its speculation steps made {committed} tokens for a response of "
                 f"{len(ids)}: its figures do not fit its responses",
             )
         return TimedResponse(ids, seconds, counted.steps, counted.by_position)
@@ -207,7 +208,7 @@ def figures(
     temperature: float, drafted: Sequence[TimedResponse], plain: Sequence[TimedResponse] | None
 ) -> ServedAt:
     """The figures of responses with drafts, and of plain ones to the same prompts."""
-    rounds = [reply.rounds for reply in drafted]
+    speculation_steps = [reply.speculation_steps for reply in drafted]
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
     tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first
 
@@ -216,9 +217,9 @@ def figures(
 
     at = ServedAt(
         temperature=temperature,
-        rounds=sum(rounds),
-        tau=ratio_interval(tokens, rounds),
-        accepted=[share_interval(counts, rounds) for counts in by_position],
+        speculation_steps=sum(speculation_steps),
+        tau=ratio_interval(tokens, speculation_steps),
+        accepted=[share_interval(counts, speculation_steps) for counts in by_position],
         tokens_per_second=speed(drafted),
     )
     if plain is None:

@@ -37,17 +37,18 @@ class Setup:
             self.target, prompts, way, **{"max_new_tokens": self.max_new_tokens} | options
         )
 
-    def rounds(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
-        """The rounds when each prompt is answered alone. The prompts are shared out, unless there
-        is a length policy, which may learn from one response to the next. `brief`: together."""
-        if self.brief and way.length is None:
+    def steps(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
+        """The speculation steps when each prompt is answered alone. The prompts are shared out,
+        unless there is a length policy, which may learn from one response to the next. `brief`:
+        together."""
+        if self.brief and way.draft_length is None:
             seeds = range(self.seed, self.seed + len(prompts))
             together = self.ranks.first(lambda: self.responses(prompts, way, seeds=seeds))
-            return [r for response in together for r in response.rounds]
+            return [r for response in together for r in response.steps]
 
-        def rounds(i: int) -> list[SpeculationStep]:
+        def steps(i: int) -> list[SpeculationStep]:
             (response,) = self.responses([prompts[i]], way, seeds=[self.seed + i])
-            return response.rounds
+            return response.steps
 
-        ranks = self.ranks if way.length is None else ALONE
-        return [r for of_prompt in ranks.shared(range(len(prompts)), rounds) for r in of_prompt]
+        ranks = self.ranks if way.draft_length is None else ALONE
+        return [r for of_prompt in ranks.shared(range(len(prompts)), steps) for r in of_prompt]

@@ -120,22 +120,22 @@ def alpha_by_depth(path: Path, results: Results) -> None:
 
 
 def accepted_lengths(path: Path, results: Results) -> None:
-    """How many drafted tokens a round accepts."""
+    """How many drafted tokens a speculation step accepts."""
     ats = results.asked
     count = max(len(at.accepted_lengths) for at in ats) * len(ats)
     width = 0.8 / len(ats)
     with _axes(path, (max(6.4, 0.35 * count), 4.0), 1, min(2, len(ats))) as (ax,):
         for i, at in enumerate(ats):
-            shares = [n / max(1, at.rounds) for n in at.accepted_lengths]
+            shares = [n / max(1, at.speculation_steps) for n in at.accepted_lengths]
             x = [n + (i - (len(ats) - 1) / 2) * width for n in range(len(shares))]
-            label = f"T = {at.way.temperature:g}: τ {at.tau.value:.2f}, {at.rounds:,} rounds"
+            label = f"T = {at.way.temperature:g}: τ {at.tau.value:.2f}, {at.speculation_steps:,} speculation steps"
             colour = (BLUE, ORANGE, GREEN, GREY)[i % 4]
             bars = ax.bar(x, shares, width, color=colour, label=label)
             if count <= LABELLED:
                 ax.bar_label(bars, [f"{s:.0%}" for s in shares], fontsize=8, padding=2)
         ax.margins(y=0.12)
-        title = "Drafted tokens accepted in a round"
-        ax.set(title=title, xlabel="accepted", ylabel="share of rounds")
+        title = "Drafted tokens accepted in a speculation step"
+        ax.set(title=title, xlabel="accepted", ylabel="share of speculation steps")
 
 
 def reliability(path: Path, results: Results) -> None:

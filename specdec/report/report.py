@@ -14,8 +14,8 @@ from specdec.report import markdown, plots, report_page, verdict
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
     """Write the whole report into `folder`; returns the pictures. Measured stop classifiers and
-    cost tables are saved there too, for `--length disco --settings path=…` and
-    `--length goodput --settings table=…`."""
+    cost tables are saved there too, for `--draft-length disco --draft-length-settings path=…` and
+    `--draft-length goodput --draft-length-settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
     results.write(folder)
     pictures = plots.write_pictures(folder, results)

@@ -128,8 +128,8 @@ def _headline(one: Measured, results: Results) -> dict[str, str]:
         rows["the same with the best fixed γ"] = (
             f"{known.fixed_speedup:.2f} with γ = {known.fixed_gamma}"
         )
-        rows[f"rounds of up to {known.drafted} tokens behind the oracle"] = (
-            f"{known.rounds:,}, {known.censored:.0%} in full"
+        rows[f"speculation steps of up to {known.drafted} tokens behind the oracle"] = (
+            f"{known.speculation_steps:,}, {known.censored:.0%} in full"
         )
     return rows
 
@@ -137,12 +137,16 @@ def _headline(one: Measured, results: Results) -> dict[str, str]:
 def _counted(one: Measured, results: Results) -> dict[str, str]:
     way = one.way
     if one.identical is None:
-        same = "the same distribution" if way.lossless else f"another distribution ({way.rule})"
+        same = (
+            "the same distribution"
+            if way.lossless
+            else f"another distribution ({way.verification})"
+        )
     else:
         why = "" if results.machine.dtype == "float32" else " (near-ties flip outside float32)"
-        why = why if way.lossless else f" ({way.rule} is lossy)"
+        why = why if way.lossless else f" ({way.verification} is lossy)"
         same = f"{one.identical} of {results.prompts}{why}"
-    at_most = way.drafter != results.drafter and way.length == "fixed"
+    at_most = way.drafter != results.drafter and way.draft_length == "fixed"
     rows = {
         "drafts": way.shape + " at most" * at_most + FASTEST * one.fastest,
         "**speedup over plain decoding**": claimed(
@@ -155,8 +159,8 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
         "τ (tokens per target pass, pooled)": remarked(one.tau.text(), results.without_interval),
         "tokens/s, speculative": one.tokens_per_second.text(1),
         "tokens/s, plain": one.plain_tokens_per_second.text(1),
-        "rounds": f"{one.rounds:,}",
-        "verification": f"{way.rule} ({'lossless' if way.lossless else '**LOSSY**'})",
+        "speculation steps": f"{one.speculation_steps:,}",
+        "verification": f"{way.verification} ({'lossless' if way.lossless else '**LOSSY**'})",
         "same tokens as plain decoding": same,
         "repeated 4-grams in the responses": one.repetition.text(2),
     }
@@ -231,26 +235,26 @@ def _by_depth(one: Measured) -> str:
     rows = {name: [x.text() for x in by_depth] for name, by_depth in figures.items()}
     rows["all positions, n"] = [f"{x.n:,}" for x in one.alpha.all.greedy[: one.way.gamma]]
     rows["visited anchors, n"] = [f"{x.n:,}" for x in one.alpha.visited.greedy[: one.way.gamma]]
-    rows["rounds"] = [f"{one.rounds:,}" for _ in depths]
+    rows["speculation steps"] = [f"{one.speculation_steps:,}" for _ in depths]
     return table("", [f"depth {k}" for k in depths], rows)
 
 
 def _compare(one: Measured) -> str:
     """How the rows at visited anchors and the decoder's own count should compare."""
     if not one.way.lossless:
-        return f"The rule {one.way.rule} is lossy, and accepts more than α says."
+        return f"The verification method {one.way.verification} is lossy, and accepts more than α says."
     if not one.way.chain:
         return "α describes a chain at those anchors; the tree accepts more, thanks to siblings."
     if one.way.temperature == 0:
         return "In float32, the row at visited anchors and the decoder's own count are equal."
-    if one.way.rule == "rejection":
-        return "The rule `rejection` should accept as often as the row at visited anchors says."
-    return f"α describes the rule `rejection`, and the decoder judges by `{one.way.rule}`."
+    if one.way.verification == "rejection":
+        return "The verification method `rejection` should accept as often as the row at visited anchors says."
+    return f"α describes the verification method `rejection`, and the decoder judges by `{one.way.verification}`."
 
 
 def _costs(results: Results) -> list[str]:
-    """What a round costs in each shape of the draft. The costs of a second draft, such as a hybrid,
-    change from round to round."""
+    """What a speculation step costs in each shape of the draft. The costs of a second draft, such
+    as a hybrid, change from round to step."""
     shapes: dict[tuple[int, int], Measured] = {}
     for one in results.measured:
         if one.way.drafter == results.drafter:

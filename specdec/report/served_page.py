@@ -25,7 +25,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
     """A page of Markdown; texts in it are taken as they are. `promised` are the results of the
     draft's run."""
     deepest = max(len(at.accepted) for at in served.asked)
-    columns = ["τ", *(f"position {k + 1}" for k in range(deepest)), "rounds", "tokens/s"]
+    columns = ["τ", *(f"position {k + 1}" for k in range(deepest)), "speculation steps", "tokens/s"]
     columns += ["plain tokens/s", "speedup", "same responses"] if served.plain else []
     rows, told = dict[str, list[str]](), list[str]()
     for at in served.asked:
@@ -33,7 +33,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
         if promised is not None and (ours := _chains(promised, at.temperature)) is not None:
             shares = [share.text() for share in ours.reached[:deepest]]
             shares += ["—"] * (deepest - len(shares))
-            own = [ours.tau.text(2), *shares, f"{ours.rounds:,}"]
+            own = [ours.tau.text(2), *shares, f"{ours.speculation_steps:,}"]
             rows[f"T = {at.temperature:g}, the run's report"] = own
             told.append(_compared(at, ours))
     beside = f", in turn with {served.plain}, which serves without drafts" if served.plain else ""
@@ -42,7 +42,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
         f"These are the figures of {served.engine}{beside}, not of Draftsmith's decoder. "
         f"{served.prompts} {served.origin} were answered one at a time, with at most "
         f"{served.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
-        "of a position is the share of rounds that accepted it and all before it, also beyond the "
+        "of a position is the share of speculation steps that accepted it and all before it, also beyond the "
         "end of a response; τ counts the tokens of the responses. Brackets "
         "are 95 % intervals over prompts. An engine does not say which draft it loaded.",
         table("", columns, rows),
@@ -59,7 +59,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
 def _row(at: ServedAt, deepest: int, prompts: int) -> list[str]:
     shares = [share.text() for share in at.accepted]
     row = [at.tau.text(2), *shares, *["—"] * (deepest - len(shares))]
-    row += [f"{at.rounds:,}", at.tokens_per_second.text(1)]
+    row += [f"{at.speculation_steps:,}", at.tokens_per_second.text(1)]
     if at.plain_tokens_per_second is not None and at.speedup is not None:
         row += [at.plain_tokens_per_second.text(1), at.speedup.text(2)]
         row.append(f"{at.identical} of {prompts}")

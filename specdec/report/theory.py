@@ -22,9 +22,9 @@ def milliseconds(seconds: Interval) -> str:
 
 
 def foreseen_speedup(at: Measured) -> Interval:
-    """τ / (γc + v): the measured τ over what a round should cost."""
-    share = at.drafted_per_round.value / at.way.gamma if at.way.chain else 1.0
-    cost = leviathan.round_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
+    """τ / (γc + v): the measured τ over what a speculation step should cost."""
+    share = at.drafted_per_step.value / at.way.gamma if at.way.chain else 1.0
+    cost = leviathan.step_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
@@ -40,7 +40,7 @@ def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
 
 def section(results: Results) -> list[str]:
     """The section of the report, in blocks of Markdown."""
-    chains = [at for at in results.asked if at.way.chain and at.way.length == "fixed"]
+    chains = [at for at in results.asked if at.way.chain and at.way.draft_length == "fixed"]
     c_hat = results.asked[0].operations
     blocks = []
     if chains:
@@ -51,7 +51,7 @@ def section(results: Results) -> list[str]:
         if c_hat is not None:
             note += f" ĉ = {c_hat:.3f} (Definition 3.10), counted in matrix products."
         if any(at.way.temperature > 0 for at in chains):
-            note += " At T > 0 they describe the rule `rejection`."
+            note += " At T > 0 they describe the verification method `rejection`."
         blocks += [by_temperature(chains, lambda at: _closed_forms(at, results)), note]
     else:
         blocks.append(
@@ -112,9 +112,9 @@ def _measured_law(at: Measured) -> list[str]:
     blocks = [f"#### p and q along the text, T = {at.way.temperature:g}"]
     if at.way.chain:
         rows = {
-            "rule `rejection`, expected": [foreseen.rejection_tokens.text()],
-            "rule `block`, expected (never less)": [foreseen.block_tokens.text()],
-            f"rule `{at.way.rule}`, measured (τ)": [at.tau.text()],
+            "verification method `rejection`, expected": [foreseen.rejection_tokens.text()],
+            "verification method `block`, expected (never less)": [foreseen.block_tokens.text()],
+            f"verification method `{at.way.verification}`, measured (τ)": [at.tau.text()],
         }
         blocks.append(table("tokens per pass at the visited anchors", [""], rows))
     divergence = ", ".join(d.text() for d in foreseen.divergence[: at.way.gamma])

@@ -66,7 +66,7 @@ def named(way: Described, results: Results) -> str:
     if way.drafter != results.drafter:
         return way.title
     size = way.gamma if way.chain else way.nodes
-    tokens = f"{size} token{'s' * (size != 1)}{' at most' * (way.length != 'fixed')}"
+    tokens = f"{size} token{'s' * (size != 1)}{' at most' * (way.draft_length != 'fixed')}"
     return f"chains of {tokens}" if way.chain else f"a tree of {tokens}"
 
 
@@ -102,7 +102,7 @@ def sentence(results: Results) -> str:
     lossy = [one.way for one in served if not one.way.lossless]
     if lossy:
         at = " and ".join(f"T = {way.temperature:g}" for way in lossy)
-        said += f" The rule {lossy[0].rule} is lossy: responses at {at} are not the target's own."
+        said += f" The verification method {lossy[0].verification} is lossy: responses at {at} are not the target's own."
     if served and results.shift is not None:
         said += (
             f" The target was adapted along with the draft: {results.shift.same.value:.0%} of "
@@ -164,15 +164,17 @@ def _generate(one: Measured, results: Results) -> str:
         options += [f"--branches {way.branches}"] if way.branches else []
     elif way.drafter == results.drafter:
         options.append(f"--gamma {way.gamma}")
-    if way.length != "fixed":
-        options.append(f"--length {way.length}")
-        policy = (f"{name}={value}" for name, value in way.settings.items())
-        options += [f"--settings {shlex.join(policy)}"] if way.settings else []
+    if way.draft_length != "fixed":
+        options.append(f"--draft-length {way.draft_length}")
+        policy = (f"{name}={value}" for name, value in way.draft_length_settings.items())
+        options += (
+            [f"--draft-length-settings {shlex.join(policy)}"] if way.draft_length_settings else []
+        )
     settings: dict[str, tuple[bool, object]] = {
         "--temperature": (way.temperature > 0, f"{way.temperature:g}"),
         "--top-k": (way.top_k > 0, way.top_k),
         "--top-p": (way.top_p < 1, way.top_p),
-        "--rule": (way.asked != "auto", way.asked),
+        "--verification": (way.asked != "auto", way.asked),
         "--greedy-draft": (way.greedy_draft, ""),
         "--compile": (way.compiled, ""),
     }
@@ -183,7 +185,7 @@ def _generate(one: Measured, results: Results) -> str:
 def as_engines_draft(results: Results) -> list[Measured]:
     """What was measured with the draft alone in chains of one length, as engines serve it."""
     chains = [one for one in results.measured if one.way.drafter == results.drafter]
-    return [one for one in chains if one.way.chain and one.way.length == "fixed"]
+    return [one for one in chains if one.way.chain and one.way.draft_length == "fixed"]
 
 
 def _by_engine(engine: Engine, results: Results) -> Command | None:

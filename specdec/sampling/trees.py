@@ -1,7 +1,7 @@
 """The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
 
 A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
-siblings as the verification rule requires; the other trees pick the likeliest nodes.
+siblings as the verification method requires; the other trees pick the likeliest nodes.
 """
 
 import heapq
@@ -29,7 +29,8 @@ Stop = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Growth:
-    """A drafter's state in one round. Nodes are numbered in the order in which they grow.
+    """A drafter's state in one speculation step. Nodes are numbered in the order in which they
+    grow.
 
     `grow(tokens_BT, parents_BT)` gives the logits [B, T, S] after each new node. The parents are
     node numbers, -1 for the anchor; None continues the node that grew last (T = 1). All nodes of a
@@ -55,7 +56,7 @@ class Growth:
 
 
 class Shape(ABC):
-    """The shape of a round's draft."""
+    """The shape of a speculation step's draft."""
 
     depth: int  # drafted tokens on the longest path
     nodes: int  # the most drafted tokens
@@ -106,8 +107,9 @@ class Chain(Shape):
 
 @dataclass
 class Static(Shape):
-    """A tree that is the same in every round: `paths` of ranks, as in Medusa's choices. [[0], [1],
-    [0, 0]] are the two likeliest (or first drawn) tokens, and one after the first of them."""
+    """A tree that is the same in every speculation step: `paths` of ranks, as in Medusa's choices.
+    [[0], [1], [0, 0]] are the two likeliest (or first drawn) tokens, and one after the first of
+    them."""
 
     paths: Sequence[Sequence[int]]
     fixed: bool = False
@@ -122,7 +124,7 @@ class Static(Shape):
                 len(path) == 1 or path[:-1] in known,
                 f"tree: the path {list(path)} has no parent among the paths: add {list(path[:-1])}",
             )
-            before = (*path[:-1], path[-1] - 1)  # rules judge siblings in the order of drawing
+            before = (*path[:-1], path[-1] - 1)  # methods judge siblings in the order of drawing
             require(
                 path[-1] == 0 or before in known,
                 f"tree: the path {list(path)} has no sibling before it: add {list(before)}",

@@ -72,8 +72,9 @@ def _random_states_kept() -> Iterator[None]:
 PROMPTS = (4, 7, 13, LONGEST - 12)
 TREE = (-1, 0, -1, 1)  # of which node each node is a child; -1: of the last committed token
 PATHS = ((0, 1, 3), (2,))  # the nodes of the tree that follow one another
-# for each round after the prompt: how many tokens it reads, and what each row keeps of them
-ROUNDS: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = (
+# for each speculation step after the prompt: how many tokens it reads, and what each row keeps of
+# them
+STEPS: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = (
     (4, ((0, 1, 3), (2,), (0, 1), (0, 1, 3))),
     (1, ((0,), (0,), (0,), (0,))),
     (4, ((0,), (0, 1, 3), (2,), (0, 1))),
@@ -206,7 +207,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
             theirs = twin.logits(target, text, len(text))
             yield distance(ours[: len(text)][-len(theirs) :], theirs)
         cache.commit(prompts)
-        for seed, (tokens, kept) in enumerate(ROUNDS):
+        for seed, (tokens, kept) in enumerate(STEPS):
             room = target.room(min(map(len, texts))) - max(map(len, texts))
             if tokens > room:
                 break

@@ -57,11 +57,11 @@ class Reading(Enum):
     ROWS = "makes its own masks or positions, so only rows of equal length are read together"
     REPLAY = (
         "keeps what it has read in a way of its own, so accepted tokens are read again from the "
-        "start of their round"
+        "start of their speculation step"
     )
     APART = (
         "keeps what it has read in a way of its own, so rows are read one by one, and accepted "
-        "tokens again from the start of their round"
+        "tokens again from the start of their speculation step"
     )
     RECOMPUTE = "has no cache that can be used here, so every pass reads the whole text anew"
 

@@ -99,7 +99,8 @@ def expected_tokens(alpha_NK: Tensor) -> Tensor:
 
 
 def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
-    """E[tokens of a round] [N] under the rule `block`, from text that the target wrote itself.
+    """E[tokens of a speculation step] [N] under the verification method `block`, from text that the
+    target wrote itself.
 
     `ratio_NK` is s = q(x) / p(x) at the text's own token x at each depth. For a chain X ~ q with
     r_l = p(X_l) / q(X_l), at least i tokens are accepted with probability
@@ -115,11 +116,11 @@ def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
 
 
 def visits(alpha_TK: Tensor) -> Tensor:
-    """The expected number of rounds [T] that a decoder starts at each anchor of a text. `alpha_TK`
-    is the acceptance at anchor t and depth k, given that all tokens before k were accepted. The
-    first round starts at anchor 0; one at t that accepts n tokens is followed by one at t + n + 1.
-    With greedy acceptance (0 or 1) the visits are exactly the decoder's walk. Otherwise depths are
-    assumed independent given the text."""
+    """The expected number of speculation steps [T] that a decoder starts at each anchor of a text.
+    `alpha_TK` is the acceptance at anchor t and depth k, given that all tokens before k were
+    accepted. The first step starts at anchor 0; one at t that accepts n tokens is followed by one
+    at t + n + 1. With greedy acceptance (0 or 1) the visits are exactly the decoder's walk.
+    Otherwise depths are assumed independent given the text."""
     T, K = alpha_TK.shape
     reach_TK = alpha_TK.double().cumprod(-1)
     lengths = torch.cat([torch.ones(T, 1), reach_TK, torch.zeros(T, 1)], -1).diff(dim=-1).neg()

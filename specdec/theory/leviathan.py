@@ -5,7 +5,7 @@ that the token at depth k is accepted given that all before it were. Times are i
 one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
 3.3, "enough compute"). All forms leave out prefill and the cut at the end of a response. Impossible
 values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise UserError. γ
-(`gamma`) is the number of drafted tokens per round.
+(`gamma`) is the number of drafted tokens per speculation step.
 """
 
 from bisect import bisect_right
@@ -55,9 +55,10 @@ def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float
     return expected_tokens(alpha, gamma) / _cost(gamma, c, v)
 
 
-def round_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
-    """The cost of a round in plain steps: γc + v. If rounds draft only a `share` of γ on average,
-    the cost lies that share of the way from a plain step to a whole round."""
+def step_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
+    """The cost of a speculation step in plain steps: γc + v. If speculation steps draft only a
+    `share` of γ on average, the cost lies that share of the way from a plain step to a whole
+    speculation step."""
     return share * (gamma * c + v - 1) + 1
 
 
@@ -66,16 +67,16 @@ def guaranteed_factor(alpha: float, c: float) -> float:
     return max(1.0, walltime_factor(alpha, 1, c))
 
 
-def round_operations(gamma: float, c_hat: float) -> float:
-    """Arithmetic operations of a round that drafts γ tokens, in plain steps: γĉ + γ + 1, where ĉ is
-    the draft's operations per token divided by the target's (Definition 3.10)."""
+def step_operations(gamma: float, c_hat: float) -> float:
+    """Arithmetic operations of a speculation step that drafts γ tokens, in plain steps: γĉ + γ + 1,
+    where ĉ is the draft's operations per token divided by the target's (Definition 3.10)."""
     require(c_hat >= 0, f"c_hat={c_hat}: a ratio of operations is 0 or more")
     return gamma * c_hat + gamma + 1
 
 
 def operations_factor(alpha: Alpha, gamma: int, c_hat: float) -> float:
-    """Expected growth of arithmetic operations: `round_operations` / E[tokens] (Theorem 3.11)."""
-    return round_operations(gamma, c_hat) / expected_tokens(alpha, gamma)
+    """Expected growth of arithmetic operations: `step_operations` / E[tokens] (Theorem 3.11)."""
+    return step_operations(gamma, c_hat) / expected_tokens(alpha, gamma)
 
 
 def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> list[float]:
@@ -113,9 +114,10 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Speedup if each round drafts exactly the tokens that will be accepted: 1 / (1 - α + αc). A
-    round's 1 / (1 - α) expected tokens (Section 3.5) then cost α / (1 - α) draft steps and one pass
-    of the target, which still verifies (footnote 4), at v = 1. Infinite if α = 1 and c = 0."""
+    """Speedup if each speculation step drafts exactly the tokens that will be accepted: 1 / (1 - α
+    + αc). A speculation step's 1 / (1 - α) expected tokens (Section 3.5) then cost α / (1 - α)
+    draft steps and one pass of the target, which still verifies (footnote 4), at v = 1. Infinite if
+    α = 1 and c = 0."""
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c
     return 1 / cost if cost else float("inf")

@@ -14,22 +14,22 @@ class Oracle:
     speedup: float
     fixed_gamma: int
     fixed_speedup: float
-    censored: float  # share of rounds that were fully accepted, so no rejection was reached
-    rounds: int = 0
-    drafted: int = 0  # the most tokens in a round
+    censored: float  # share of steps that were fully accepted, so no rejection was reached
+    speculation_steps: int = 0
+    drafted: int = 0  # the most tokens in a speculation step
 
 
 def oracle(
-    rounds: Iterable[tuple[int, int]], c: float, v: leviathan.PassCost | None = None
+    speculation_steps: Iterable[tuple[int, int]], c: float, v: leviathan.PassCost | None = None
 ) -> Oracle:
-    """The cost if each round had drafted exactly as many tokens
-    as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given rounds (drafted,
-    accepted) that were decoded with a long fixed γ. A round that accepted n tokens emits n + 1, at
-    the lowest cost: in one round that drafts n, or in several if a wide pass costs more than a
-    second one. A censored round, which was fully accepted, counts as if a rejection followed, which
-    lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no rounds."""
-    pairs = list(rounds)
-    require(bool(pairs), "the oracle has no rounds: decode some first")
+    """The cost if each speculation step had drafted exactly as many tokens
+    as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given steps (drafted,
+    accepted) that were decoded with a long fixed γ. A step that accepted n tokens emits n + 1, at
+    the lowest cost: in one step that drafts n, or in several if a wide pass costs more than a
+    second one. A censored step, which was fully accepted, counts as if a rejection followed, which
+    lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no steps."""
+    pairs = list(speculation_steps)
+    require(bool(pairs), "the oracle has no speculation steps: decode some first")
     longest = max(max(d, a) for d, a in pairs)
     cost = [1.0] + [g * c + (v(g) if v else 1.0) for g in range(1, longest + 1)]
     cheapest = [0.0]  # time to emit m tokens, all of which the draft would get right
@@ -42,6 +42,6 @@ def oracle(
         fixed_gamma=fixed.index(min(fixed)),
         fixed_speedup=tokens / min(fixed),
         censored=sum(a >= d for d, a in pairs) / len(pairs),
-        rounds=len(pairs),
+        speculation_steps=len(pairs),
         drafted=longest,
     )

@@ -79,20 +79,20 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("n", range(3))
-def test_a_round_is_one_invocation_of_the_merged_scheme(
+def test_a_step_is_one_invocation_of_the_merged_scheme(
     target: Target, drafter: Medusa, n: int
 ) -> None:
     """The tokens, blocks and passes of the target are the same: one pass for the prompt and one per
-    block. A round commits the drafts that it accepts and then the target's own token; a block of
-    the paper is the own token of the last round and the drafts accepted in this one."""
+    block. A speculation step commits the drafts that it accepts and then the target's own token; a
+    block of the paper is the own token of the last step and the drafts accepted in this one."""
     prompt, passes = prompts()[n], list[int]()
     hook = target.layers[0].register_forward_hook(lambda *_: passes.append(1))
     found = generate(target, prompt, Way(drafter, Chain(K - 1)), max_new_tokens=NEW)
     ours = len(passes)
     hook.remove()
-    ids, sizes, invocations = blockwise(target, drafter, prompt, len(found.rounds))
-    assert sizes == [1 + r.accepted for r in found.rounds]
-    assert ours == invocations == 1 + len(found.rounds) < NEW
+    ids, sizes, invocations = blockwise(target, drafter, prompt, len(found.steps))
+    assert sizes == [1 + r.accepted for r in found.steps]
+    assert ours == invocations == 1 + len(found.steps) < NEW
     assert (found.ids + found.overrun)[:-1] == ids  # the last is the first of the next block
     assert min(sizes) < max(sizes)
 

@@ -44,7 +44,7 @@ from tests.tiny import architectures, make_tokenizer, random_drafter, random_tar
 
 
 def kept(generation: Generation) -> int:
-    return sum(r.accepted for r in generation.rounds)
+    return sum(r.accepted for r in generation.steps)
 
 
 PROMPTS = [text(seed, length)[0].tolist() for seed, length in ((0, 6), (1, 14), (2, 9))]
@@ -73,7 +73,7 @@ def test_max_new_tokens_is_exact(target: Target, drafter: Drafter, new: int) -> 
     for g in decode(target, PROMPTS[:1] * 2, Way(drafter), max_new_tokens=new):
         assert g.ids == plain[:new]
         assert g.emitted == new - 1
-        assert sum(r.accepted + 1 for r in g.rounds) == g.emitted + len(g.overrun)
+        assert sum(r.accepted + 1 for r in g.steps) == g.emitted + len(g.overrun)
         assert new < 17 or drafter.config.name == "eagle3" or kept(g) > 0
 
 
@@ -92,17 +92,17 @@ def test_streaming_gives_each_rows_answer_in_order(
     target: Target, drafter: Drafter, shape: Shape
 ) -> None:
     streamed: dict[int, list[int]] = {}
-    rounds: dict[int, list[SpeculationStep | None]] = {}
+    steps: dict[int, list[SpeculationStep | None]] = {}
 
     def show(row: int, ids: list[int], last: SpeculationStep | None) -> None:
         streamed.setdefault(row, []).extend(ids)
-        rounds.setdefault(row, []).append(last)
+        steps.setdefault(row, []).append(last)
 
     way = Way(drafter, shape)
     made = decode(target, PROMPTS, way, max_new_tokens=20, on_tokens=show, eos=(5,))
     for row, g in enumerate(made):
         assert streamed[row] == g.ids
-        assert rounds[row] == [None, *g.rounds]
+        assert steps[row] == [None, *g.steps]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
@@ -115,7 +115,7 @@ def test_rejected_drafts_stand_before_what_corrects_them(
     kinds: set[str] = set()
     for g in decode(words, PROMPTS, Way(drafter, shape), max_new_tokens=20, eos=(5,)):
         at = 1
-        for r in g.rounds:
+        for r in g.steps:
             assert bool(r.rejected) is not r.bonus and len(r.rejected) <= r.drafted
             if isinstance(shape, Chain):
                 assert r.rejected == r.tokens[r.accepted :]
@@ -165,18 +165,19 @@ def test_logits_processors_apply_to_target_and_draft(
     made = decode(target, PROMPTS, Way(oracle), max_new_tokens=16, processors=processors)
     plain = decode(target, PROMPTS, max_new_tokens=16, processors=processors)
     assert [g.ids for g in made] == [g.ids for g in plain]
-    assert all(r.accepted == r.tested for g in made for r in g.rounds)  # it says what p says
+    assert all(r.accepted == r.tested for g in made for r in g.steps)  # it says what p says
 
 
 def test_a_processor_makes_sampled_drafts_follow_its_p(target: Target) -> None:
-    """min-p on both sides: no token is committed that p forbids, under either rule."""
+    """min-p on both sides: no token is committed that p forbids, under either verification
+    method."""
     drafter = make_drafter("eagle3", target, noise=0.05)
     processor = MinPLogitsWarper(0.2)
-    for rule in ("rejection", "block"):
+    for verification in ("rejection", "block"):
         for g in decode(
             target,
             PROMPTS * 4,
-            Way(drafter, sampler=Sampler(1.0), rule=rule),
+            Way(drafter, sampler=Sampler(1.0), verification=verification),
             max_new_tokens=12,
             processors=[processor],
         ):
@@ -195,7 +196,7 @@ def test_a_sampled_rows_draws_do_not_depend_on_its_neighbours(
         together = decode(target, PROMPTS, way, max_new_tokens=16, seeds=[7, 8, 9])
         for seed, prompt, g in zip((7, 8, 9), PROMPTS, together, strict=True):
             (alone,) = decode(target, [prompt], way, max_new_tokens=16, seeds=[seed])
-            assert alone.ids == g.ids and alone.rounds == g.rounds
+            assert alone.ids == g.ids and alone.steps == g.steps
 
 
 @pytest.mark.parametrize("name", list(LENGTHS))
@@ -203,7 +204,7 @@ def test_every_length_leaves_greedy_decoding_as_it_is(
     target: Target, drafter: Drafter, name: str
 ) -> None:
     settings = {"confidence": {"threshold": 0.3}, "optimal": {"c": 0.2}}.get(name, {})
-    cfg = DecodeConfig(length=name, settings=settings, max_new_tokens=24)
+    cfg = DecodeConfig(draft_length=name, draft_length_settings=settings, max_new_tokens=24)
     way, _ = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
     plain = decode(target, PROMPTS, max_new_tokens=24)
     made = decode(target, PROMPTS, way, max_new_tokens=24)
@@ -278,7 +279,7 @@ def test_the_fastest_shape_weighs_tokens_against_seconds(
         shapes = [way.shape for way in ways if way.shape is not None]
         return [draft[shape.depth - 1] + verify(shape.nodes) for shape in shapes]
 
-    monkeypatch.setattr("specdec.measure.choosing.rounds_in_turn", times)
+    monkeypatch.setattr("specdec.measure.choosing.steps_in_turn", times)
     way = Way(make_drafter("lm", target), Chain(2))
     shape = fastest_shape(Setup(target), way, PROMPTS, table)
     assert paths_of(shape) == paths
@@ -302,8 +303,8 @@ def test_no_shape_is_timed_twice() -> None:
 def test_a_static_tree_without_nodes_is_chosen_by_its_times(
     target: Target, monkeypatch: pytest.MonkeyPatch, dear: str
 ) -> None:
-    """Where drafting on takes as long as 20 rounds, one level of siblings; where every node does,
-    one token; and where trees take longer than chains, a chain."""
+    """Where drafting on takes as long as 20 speculation steps, one level of siblings; where every
+    node does, one token; and where trees take longer than chains, a chain."""
 
     def times(_: Setup, ways: list[Way], __: Any) -> list[float]:
         found = []
@@ -314,7 +315,7 @@ def test_a_static_tree_without_nodes_is_chosen_by_its_times(
             found.append(draft + rest)
         return found
 
-    monkeypatch.setattr("specdec.measure.choosing.rounds_in_turn", times)
+    monkeypatch.setattr("specdec.measure.choosing.steps_in_turn", times)
     # of equally fast shapes the shortest is taken, so a chain of 3 must be accepted
     drafter = near(target) if dear == "trees" else make_drafter("lm", target, noise=0.3)
     cfg = DecodeConfig(tree="static", gamma=3, max_new_tokens=24)
@@ -334,7 +335,7 @@ def test_a_tree_accepts_at_least_what_its_chain_does(target: Target, tree: str) 
     way, _ = chosen(Setup.from_config(target, cfg), cfg, drafter, 0.0, PROMPTS)
     chain = decode(target, PROMPTS, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
     made = decode(target, PROMPTS, way, max_new_tokens=40, eos=())
-    assert sum(len(g.rounds) for g in made) <= sum(len(g.rounds) for g in chain)
+    assert sum(len(g.steps) for g in made) <= sum(len(g.steps) for g in chain)
     assert [g.ids for g in made] == [g.ids for g in chain]
 
 
@@ -352,7 +353,7 @@ def test_transformers_style_call(target: Target, drafter: Drafter) -> None:
         )[0].tolist()
         assert made.sequences[b, : len(hf)].tolist() == hf
     assert made.tau >= 1 and sum(made.accepted_lengths) == sum(
-        len(g.rounds) for g in made.generations
+        len(g.steps) for g in made.generations
     )
     again = speculative_generate(target, drafter, ids[1:2], max_new_tokens=3)
     assert again.sequences.shape == (1, longest + 3)
@@ -363,9 +364,9 @@ def test_transformers_style_call(target: Target, drafter: Drafter) -> None:
     [
         ({"num_beams": 2}, "num_beams"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"rule": "blok"}, "block"),
-        ({"shape": Dynamic(2, 4, 2), "do_sample": True, "rule": "recursive"}, "point_mass"),
-        ({"shape": Static([[0], [1]]), "do_sample": True, "rule": "block"}, "chains only"),
+        ({"verification": "blok"}, "block"),
+        ({"shape": Dynamic(2, 4, 2), "do_sample": True, "verification": "recursive"}, "point_mass"),
+        ({"shape": Static([[0], [1]]), "do_sample": True, "verification": "block"}, "chains only"),
     ],
 )
 def test_what_cannot_be_done_is_said(target: Target, options: dict[str, Any], word: str) -> None:
@@ -414,6 +415,6 @@ def test_compiled_passes_decode_the_same(
     passes.clear()
     fast = decode(target, asked, Way(drafter, shape, compiled=True), max_new_tokens=6)
     assert [g.ids for g in fast] == [g.ids for g in plain]
-    assert [g.rounds for g in fast] == [g.rounds for g in plain]
-    assert set(passes) == {256} and len(passes) > max(len(g.rounds) for g in plain)
+    assert [g.steps for g in fast] == [g.steps for g in plain]
+    assert set(passes) == {256} and len(passes) > max(len(g.steps) for g in plain)
     assert drafter.compiled.ways

@@ -16,7 +16,7 @@ from specdec.decoding.length import length
 from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.drafters.lm import LMConfig
 from specdec.errors import UserError
@@ -50,7 +50,7 @@ def test_drafts_end_where_the_targets_positions_do(name: str, shape: Shape) -> N
     made = generate(small, prompt, Way(drafter, shape), max_new_tokens=20, eos=())
     assert made.ids == plain.ids and len(made.ids) == 20
     if name in ("lm", "eagle3"):  # the others find little in so short a response
-        assert any(r.accepted for r in made.rounds)
+        assert any(r.accepted for r in made.steps)
 
 
 def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
@@ -61,8 +61,8 @@ def test_a_draft_of_fewer_positions_stops_drafting(target: Target) -> None:
     plain = generate(target, prompt, max_new_tokens=40, eos=())
     made = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=40, eos=())
     assert made.ids == plain.ids
-    assert all(r.drafted == 0 for r in made.rounds if r.anchor >= 24)
-    assert any(r.drafted == 3 for r in made.rounds)
+    assert all(r.drafted == 0 for r in made.steps if r.anchor >= 24)
+    assert any(r.drafted == 3 for r in made.steps)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "lookahead", "early_exit"])
@@ -97,13 +97,13 @@ def test_ids_of_another_tokenizer_are_refused(target: Target) -> None:
 # --- rows --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 @pytest.mark.parametrize(
     ("name", "policy"),
     [("ngram", ""), ("suffix", ""), ("lookahead", ""), ("copy", ""), ("lm", "confidence")],
 )
 def test_rows_that_draft_less_draw_as_if_alone(
-    target: Target, name: str, policy: str, rule: str
+    target: Target, name: str, policy: str, verification: str
 ) -> None:
     """T = 1: chains of unequal length in one batch; a row's tokens depend on its own seed only."""
     drafter = make_drafter(name, target, noise=0.05)
@@ -112,15 +112,15 @@ def test_rows_that_draft_less_draw_as_if_alone(
 
     def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         how = length(policy, settings) if policy else None
-        way = Way(drafter, Chain(4), T1, rule, length=how)
+        way = Way(drafter, Chain(4), T1, verification, draft_length=how)
         return decode(target, prompts, way, max_new_tokens=24, seeds=seeds)
 
     repeated = [p * 2 for p in PROMPTS]  # something to copy
     together = run(repeated, seeds)
-    assert len({r.drafted for g in together for r in g.rounds}) > 1  # they do differ
+    assert len({r.drafted for g in together for r in g.steps}) > 1  # they do differ
     for seed, prompt, g in zip(seeds, repeated, together, strict=True):
         (alone,) = run([prompt], [seed])
-        assert alone.ids == g.ids and alone.rounds == g.rounds
+        assert alone.ids == g.ids and alone.steps == g.steps
 
 
 @pytest.mark.parametrize(
@@ -140,26 +140,26 @@ def test_processors_see_tokens_where_a_row_has_none(
 
     def run(prompts: list[list[int]], seeds: list[int]) -> list[Any]:
         how = length(policy, {"limit": 5, "threshold": 0.05}) if policy else None
-        way = Way(drafter, shape, sampler, length=how)
+        way = Way(drafter, shape, sampler, draft_length=how)
         return decode(target, prompts, way, max_new_tokens=12, seeds=seeds, processors=processors)
 
     together = run(PROMPTS, [7, 8, 9])
-    nodes = zip(*[[r.nodes for r in g.rounds] for g in together])
+    nodes = zip(*[[r.nodes for r in g.steps] for g in together])
     assert any(min(n) + 1 < (max(n) if policy else shape.nodes) for n in nodes)  # a level went on
     for g, prompt, seed in zip(together, PROMPTS, (7, 8, 9), strict=True):
         (alone,) = run([prompt], [seed])
-        assert (alone.ids, alone.rounds) == (g.ids, g.rounds)
+        assert (alone.ids, alone.steps) == (g.ids, g.steps)
 
 
 class Pausing(Length):
-    """Two plain rounds, then three drafted tokens."""
+    """Two plain speculation steps, then three drafted tokens."""
 
     def __init__(self) -> None:
-        self.rounds = 0
+        self.steps = 0
 
     def gamma(self, batch: int) -> int:
-        self.rounds += 1
-        return 0 if self.rounds <= 2 else 3
+        self.steps += 1
+        return 0 if self.steps <= 2 else 3
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -169,7 +169,7 @@ def test_rows_may_leave_before_anything_was_drafted(target: Target, name: str) -
     options: dict[str, Any] = {"max_new_tokens": 10, "eos": (first,)}
     plain = decode(target, PROMPTS, **options)
     for policy in (None, Pausing()):
-        made = decode(target, PROMPTS, Way(drafter, Chain(2), length=policy), **options)
+        made = decode(target, PROMPTS, Way(drafter, Chain(2), draft_length=policy), **options)
         assert [g.ids for g in made] == [g.ids for g in plain]
 
 
@@ -192,7 +192,7 @@ def test_a_length_reads_the_q_of_the_token_that_was_drafted(target: Target) -> N
             return torch.zeros_like(token_B, dtype=torch.bool)
 
     processors = [RepetitionPenaltyLogitsProcessor(1.3)]
-    way = Way(drafter, length=Watching())
+    way = Way(drafter, draft_length=Watching())
     decode(target, PROMPTS, way, max_new_tokens=12, processors=processors)
     assert seen
 
@@ -206,8 +206,8 @@ def test_a_path_without_a_node_is_refused(path: list[int]) -> None:
         Static([path])
 
 
-@pytest.mark.parametrize("rule", ["recursive", "traversal"])
-def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) -> None:
+@pytest.mark.parametrize("verification", ["recursive", "traversal"])
+def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(verification: str) -> None:
     """q = p = (.9, .1): the second of two draws, judged as the first, makes token 1 too likely."""
     with pytest.raises(UserError, match="no sibling before it"):
         Static([[1]])
@@ -217,7 +217,9 @@ def test_a_second_sibling_alone_is_refused_for_it_would_not_follow_p(rule: str) 
     found = torch.zeros(2).double()
     for second, chance in ((1, 0.9), (0, 0.1)):  # the first draw took the other one
         made = law(
-            RULES[rule], Proposal(torch.tensor([[second]]), p[:, :1], torch.tensor([[-1]])), p
+            VERIFICATION_METHODS[verification],
+            Proposal(torch.tensor([[second]]), p[:, :1], torch.tensor([[-1]])),
+            p,
         )
         found[second] += chance * made.stop_BM[0, 1]
         found += chance * made.stop_BM[0, 0] * made.next_BMV[0, 0]
@@ -228,16 +230,16 @@ def test_what_was_tested_is_the_kept_path_and_its_children(target: Target) -> No
     """A path that ends at a leaf was not rejected there."""
     drafter = make_drafter("lm", target, noise=0.1)
     shape = Static([[0], [1], [0, 0], [0, 0, 0]])  # [1] is a leaf
-    rounds = [
+    steps = [
         r
         for g in decode(target, PROMPTS, Way(drafter, shape), max_new_tokens=60, eos=())
-        for r in g.rounds
+        for r in g.steps
     ]
-    leaves = [r for r in rounds if r.path == (1,)]
+    leaves = [r for r in steps if r.path == (1,)]
     assert leaves and all(r.tested == r.accepted == 1 for r in leaves)
-    assert all(r.tested == r.accepted + 1 for r in rounds if r.path in ((), (0,), (0, 2)))
-    assert all(r.bonus == (r.path in ((1,), (0, 2, 3))) for r in rounds)
-    assert all(r.bonus for r in generate(target, PROMPTS[0], max_new_tokens=5, eos=()).rounds)
+    assert all(r.tested == r.accepted + 1 for r in steps if r.path in ((), (0,), (0, 2)))
+    assert all(r.bonus == (r.path in ((1,), (0, 2, 3))) for r in steps)
+    assert all(r.bonus for r in generate(target, PROMPTS[0], max_new_tokens=5, eos=()).steps)
 
 
 def test_a_stop_string_of_many_bytes_is_found() -> None:
@@ -277,7 +279,7 @@ def test_the_same_prompt_is_read_once_for_all_its_rows(
     monkeypatch.setattr(target, "hidden_states", counted)
     made = decode(target, asked, way, max_new_tokens=12, seeds=seeds)
     assert read[0] == 2
-    assert [(g.ids, g.rounds) for g in made] == [(g.ids, g.rounds) for g in alone]
+    assert [(g.ids, g.steps) for g in made] == [(g.ids, g.steps) for g in alone]
 
 
 @pytest.mark.parametrize("lengths", [[6], [6, 6], [6, 4]], ids=str)

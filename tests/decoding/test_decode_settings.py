@@ -14,7 +14,7 @@ from specdec.decoding.decode import decode, generate
 from specdec.decoding.length import length
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.verification_methods import named
-from specdec.decoding.way import Way, fitting_rule
+from specdec.decoding.way import Way, fitting_verification
 from specdec.drafters import with_copying
 from specdec.errors import UserError
 from specdec.measure.choosing import chosen
@@ -38,15 +38,18 @@ def target() -> Target:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"length": "confidence", "settings": {"threshold": "x"}}, "threshold"),
-        ({"length": "confidence", "settings": {"limit": 2.5}}, "limit"),
-        ({"length": "optimal", "settings": {"alpha": 0.5, "c": 0.1}}, "alpha"),
-        ({"length": "optimal", "settings": {"thresh": 1, "c": 0.1}}, "thresh"),
-        ({"tree": "dynamic", "settings": {"limit": 3}}, "chains"),
+        ({"draft_length": "confidence", "draft_length_settings": {"threshold": "x"}}, "threshold"),
+        ({"draft_length": "confidence", "draft_length_settings": {"limit": 2.5}}, "limit"),
+        ({"draft_length": "optimal", "draft_length_settings": {"alpha": 0.5, "c": 0.1}}, "alpha"),
+        ({"draft_length": "optimal", "draft_length_settings": {"thresh": 1, "c": 0.1}}, "thresh"),
+        ({"tree": "dynamic", "draft_length_settings": {"limit": 3}}, "chains"),
         ({"paths": [[0]]}, "static"),
         ({"tree": "static", "paths": [[1]]}, "sibling"),
-        ({"settings": {"limit": 4}}, "would never be reached: give decode.gamma=4"),
-        ({"gamma": 2, "length": "confidence", "settings": {"limit": 3}}, "above γ = 2"),
+        ({"draft_length_settings": {"limit": 4}}, "would never be reached: give decode.gamma=4"),
+        (
+            {"gamma": 2, "draft_length": "confidence", "draft_length_settings": {"limit": 3}},
+            "above γ = 2",
+        ),
     ],
 )
 def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], words: str) -> None:
@@ -62,7 +65,7 @@ def test_wrong_settings_are_one_line(target: Target, options: dict[str, Any], wo
         ({"gamma": 9}, 9),
         ({"tree": "dynamic", "gamma": 5}, 5),
         ({"tree": "static", "paths": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]}, 4),
-        ({"gamma": 9, "settings": {"limit": 2}}, 2),
+        ({"gamma": 9, "draft_length_settings": {"limit": 2}}, 2),
         ({}, 0),
     ],
 )
@@ -89,16 +92,31 @@ def test_what_has_no_trained_depth_may_draft_as_deep_as_it_likes(target: Target)
 
 
 def test_settings_of_a_length_are_keys_of_the_command_line() -> None:
-    one = compose(["drafter=lm", "decode.length=confidence", "decode.settings.threshold=0.3"])
-    assert one.decode.settings == {"threshold": 0.3}
-    two = compose(["drafter=lm", "decode.length=optimal", "decode.settings={c: 0.1, v: {4: 1.2}}"])
-    dotted = {"c": 0.1, "v": {"4": 1.2}}  # as --settings v.4=1.2 gives it
-    for settings in (two.decode.settings, dotted):
+    one = compose(
+        [
+            "drafter=lm",
+            "decode.draft_length=confidence",
+            "decode.draft_length_settings.threshold=0.3",
+        ]
+    )
+    assert one.decode.draft_length_settings == {"threshold": 0.3}
+    two = compose(
+        [
+            "drafter=lm",
+            "decode.draft_length=optimal",
+            "decode.draft_length_settings={c: 0.1, v: {4: 1.2}}",
+        ]
+    )
+    dotted = {"c": 0.1, "v": {"4": 1.2}}  # as --draft-length-settings v.4=1.2 gives it
+    for settings in (two.decode.draft_length_settings, dotted):
         assert length("optimal", settings).pass_cost(4) == pytest.approx(1.2)  # type: ignore[attr-defined]
 
 
 def test_families_without_ranks_or_q_say_so_and_the_others_do_not(target: Target) -> None:
-    for name, options in (("suffix", {"tree": "static"}), ("ngram", {"length": "confidence"})):
+    for name, options in (
+        ("suffix", {"tree": "static"}),
+        ("ngram", {"draft_length": "confidence"}),
+    ):
         with pytest.raises(UserError, match="copies tokens"):
             cfg = DecodeConfig(**options)
             chosen(Setup(target), cfg, make_drafter(name, target), 1.0, PROMPTS)
@@ -130,25 +148,25 @@ def test_no_shape_is_the_trained_depth_and_no_way_is_plain(target: Target) -> No
     options: dict[str, Any] = {"max_new_tokens": 12, "eos": ()}
     ways = Way(drafter), Way(drafter, Chain(3)), Way()
     made = [generate(target, PROMPTS[0], way, **options) for way in ways]
-    assert made[0].rounds == made[1].rounds and made[0].rounds[0].drafted == drafter.depth == 3
-    assert made[2].rounds == generate(target, PROMPTS[0], **options).rounds
+    assert made[0].steps == made[1].steps and made[0].steps[0].drafted == drafter.depth == 3
+    assert made[2].steps == generate(target, PROMPTS[0], **options).steps
 
 
 def test_a_length_that_would_not_be_asked_is_refused(target: Target) -> None:
     lm, copies = make_drafter("lm", target), make_drafter("ngram", target)
     policy = length("confidence", {"limit": 2})
     with pytest.raises(UserError, match="chains, not trees"):
-        Way(lm, Static([[0], [1]]), length=policy)
+        Way(lm, Static([[0], [1]]), draft_length=policy)
     with pytest.raises(UserError, match="Confidence needs q, but ngram copies tokens"):
-        Way(copies, length=policy)
+        Way(copies, draft_length=policy)
 
 
-def test_the_rule_that_is_named_instead_does_fit(target: Target) -> None:
+def test_the_method_that_is_named_instead_does_fit(target: Target) -> None:
     for shape in (Static([[0], [1], [0, 0]]), Dynamic(3, 5, 2)):
         with pytest.raises(UserError, match="judges chains only") as caught:
-            fitting_rule("block", shape, T1)
+            fitting_verification("block", shape, T1)
         (name,) = re.findall(r"give (\w+) for this tree", str(caught.value))
-        assert fitting_rule(name, shape, T1).trees
+        assert fitting_verification(name, shape, T1).trees
 
 
 def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
@@ -160,25 +178,25 @@ def test_what_would_end_or_draft_nothing_is_refused(target: Target) -> None:
             BestFirst(depth, nodes)
 
 
-def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
+def test_parameters_of_a_method_follow_its_name(target: Target) -> None:
     for words in ("block", "lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"):
         assert named(words).name == words
     drafter = make_drafter("lm", target, noise=0.3)
     kept = [
-        sum(g.emitted for g in made) / sum(len(g.rounds) for g in made)
+        sum(g.emitted for g in made) / sum(len(g.steps) for g in made)
         for factor in ("1", "0.2")
-        for way in [Way(drafter, sampler=T1, rule=f"lenience:factor={factor}")]
+        for way in [Way(drafter, sampler=T1, verification=f"lenience:factor={factor}")]
         for made in [decode(target, PROMPTS * 4, way, max_new_tokens=24, eos=())]
     ]
     assert kept[1] > kept[0]
     zero = [
-        decode(target, PROMPTS, Way(drafter, rule=rule), max_new_tokens=24, eos=())
-        for rule in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
+        decode(target, PROMPTS, Way(drafter, verification=verification), max_new_tokens=24, eos=())
+        for verification in ("auto", "typical", "lenience:factor=1", "lenience:factor=0.2")
     ]  # at T = 0
     ids = [[g.ids for g in made] for made in zero]
     assert ids[0] == ids[1] == ids[2] != ids[3]
-    rounds = [sum(len(g.rounds) for g in made) for made in zero]
-    assert rounds[3] < rounds[2]
+    steps = [sum(len(g.steps) for g in made) for made in zero]
+    assert steps[3] < steps[2]
     for wrong, words in (
         ("lenience:foo=1", "known: factor"),
         ("block:x=1", "no parameters"),
@@ -188,7 +206,7 @@ def test_parameters_of_a_rule_follow_its_name(target: Target) -> None:
         ("lenience:factor=nan", "factor=nan; give"),
     ):
         with pytest.raises(UserError, match=words):
-            DecodeConfig(rule=wrong)
+            DecodeConfig(verification=wrong)
 
 
 def test_seeds_are_one_a_row(target: Target) -> None:

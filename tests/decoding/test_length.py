@@ -27,8 +27,8 @@ from specdec.theory.oracle import oracle
 from tests.lengths import rows, stops
 
 
-def told(policy: Length, *rounds: tuple[int, int]) -> None:
-    for drafted, accepted in rounds:
+def told(policy: Length, *steps: tuple[int, int]) -> None:
+    for drafted, accepted in steps:
         policy.observe([drafted], [accepted])
 
 
@@ -57,22 +57,26 @@ def test_lengths_by_name() -> None:
     [
         ("fixd", {}, "did you mean 'fixed'"),
         ("confidence", {"treshold": 0.3}, "did you mean 'threshold'"),
-        ("fixed", {"limit": -1}, "length.limit=-1"),
-        ("confidence", {"threshold": 1.5}, "length.threshold=1.5"),
-        ("optimal", {}, "length.c is missing"),
+        ("fixed", {"limit": -1}, "decode.draft_length_settings.limit=-1"),
+        ("confidence", {"threshold": 1.5}, "decode.draft_length_settings.threshold=1.5"),
+        ("optimal", {}, "decode.draft_length_settings.c is missing"),
         ("optimal", {"c": 0.1, "v": {4: 0.0}}, "v at gamma 4"),
-        ("optimal", {"c": 0.1, "alpha": [1.2]}, "length.alpha holds 1.2"),
-        ("optimal", {"c": 0.1, "alpha": []}, "length.alpha is empty"),
-        ("optimal", {"c": 0.1, "forget": 0.0}, "length.forget=0.0"),
-        ("optimal", {"c": 0.1, "weight": 0.0}, "length.weight=0.0"),
-        ("optimal", {"c": 0.1, "explore_every": -1}, "length.explore_every=-1"),
-        ("goodput", {}, "length.table is missing"),
+        ("optimal", {"c": 0.1, "alpha": [1.2]}, "decode.draft_length_settings.alpha holds 1.2"),
+        ("optimal", {"c": 0.1, "alpha": []}, "decode.draft_length_settings.alpha is empty"),
+        ("optimal", {"c": 0.1, "forget": 0.0}, "decode.draft_length_settings.forget=0.0"),
+        ("optimal", {"c": 0.1, "weight": 0.0}, "decode.draft_length_settings.weight=0.0"),
+        (
+            "optimal",
+            {"c": 0.1, "explore_every": -1},
+            "decode.draft_length_settings.explore_every=-1",
+        ),
+        ("goodput", {}, "decode.draft_length_settings.table is missing"),
         (
             "goodput",
             {"table": "/nowhere/table.json"},
             "does not exist, or is not a file; measure a cost table",
         ),
-        ("disco", {}, "length.path is missing"),
+        ("disco", {}, "decode.draft_length_settings.path is missing"),
         (
             "disco",
             {"path": "/nowhere/stop.json"},
@@ -100,7 +104,7 @@ def test_acceptance_by_depth_by_hand() -> None:
     assert known.by_depth() == pytest.approx([first, second, third, third])
 
 
-def test_a_prior_by_depth_holds_until_rounds_say_otherwise() -> None:
+def test_a_prior_by_depth_holds_until_steps_say_otherwise() -> None:
     known = Optimal(limit=3, alpha=[0.9, 0.4], weight=5.0, forget=1.0)
     assert known.by_depth() == pytest.approx([0.9, 0.4, 0.4])
     for _ in range(5000):
@@ -108,18 +112,18 @@ def test_a_prior_by_depth_holds_until_rounds_say_otherwise() -> None:
     assert known.by_depth() == pytest.approx([1.0, 0.0, 0.0], abs=1e-3)
 
 
-def test_order_matters_only_where_rounds_are_forgotten() -> None:
+def test_order_matters_only_where_steps_are_forgotten() -> None:
     good, bad = [(2, 2)] * 30, [(2, 0)] * 30
 
-    def after(forget: float, rounds: list[tuple[int, int]]) -> float:
+    def after(forget: float, steps: list[tuple[int, int]]) -> float:
         known = Optimal(limit=2, weight=1.0, forget=forget)
-        for drafted, accepted in rounds:
+        for drafted, accepted in steps:
             known.observe([drafted], [accepted])
         return known.by_depth()[0]
 
     assert after(1.0, good + bad) == after(1.0, bad + good)
     assert after(0.9, good + bad) < 0.3 < 0.7 < after(0.9, bad + good)
-    assert after(0.9, [(0, 0)] * 99) == 0.6  # rounds without a draft say nothing
+    assert after(0.9, [(0, 0)] * 99) == 0.6  # speculation steps without a draft say nothing
 
 
 # --- Optimal ----------------------------------------------------------------------------------
@@ -155,7 +159,7 @@ def test_optimal_by_hand() -> None:
     assert policy.gamma(1) == 8  # the deeper ones take after the last that was tested
 
 
-def test_exploring_goes_by_the_count_of_rounds_and_brings_a_length_back() -> None:
+def test_exploring_goes_by_the_count_of_steps_and_brings_a_length_back() -> None:
     def lengths() -> list[int]:
         policy = Optimal(limit=4, c=0.2, explore_every=10)
         told(policy, *[(4, 0)] * 300)
@@ -255,7 +259,7 @@ def test_confidence_stops_each_row_where_its_own_token_is_unlikely() -> None:
     assert (policy.gamma(3), policy.reads_q) == (5, True)
 
 
-def test_cumulative_confidence_multiplies_and_starts_anew_each_round() -> None:
+def test_cumulative_confidence_multiplies_and_starts_anew_each_step() -> None:
     policy = Confidence(threshold=0.5, cumulative=True)
     # .8, .64, .512, .4096 and .9, .45
     q_BK = [[0.8] * 4, [0.9, 0.5, 1.0, 1.0]]
@@ -290,14 +294,15 @@ def test_oracle_by_hand() -> None:
     # c = .5, v = 1: 4 tokens for 3 · .5 + 1, 1 for 1, 2 for .5 + 1: 7 tokens in 5 steps
     found = oracle([(4, 3), (4, 0), (4, 1)], c=0.5)
     assert found.speedup == pytest.approx(7 / 5)
-    assert (found.rounds, found.drafted) == (3, 4)
-    # γ = 1: 2 + 1 + 1 rounds of 1.5 = 6; γ = 2: 2 + 1 + 1 of 2; γ = 3: 3 of 2.5; γ = 0: 7
+    assert (found.speculation_steps, found.drafted) == (3, 4)
+    # γ = 1: 2 + 1 + 1 speculation steps of 1.5 = 6; γ = 2: 2 + 1 + 1 of 2; γ = 3: 3 of 2.5; γ = 0:
+    # 7
     assert (found.fixed_gamma, found.fixed_speedup) == (1, pytest.approx(7 / 6))
     assert found.censored == 0
     assert oracle([(2, 2), (2, 0)], c=0.5).censored == 0.5
 
 
-def test_oracle_splits_a_round_that_is_too_wide() -> None:
+def test_oracle_splits_a_step_that_is_too_wide() -> None:
     # 4 tokens: in one pass 1.5 + 4; two passes of 2: 2 · (.5 + 1) = 3; four plain steps: 4
     found = oracle([(3, 3)], c=0.5, v=lambda gamma: 1.0 if gamma <= 1 else 4.0)
     assert found.speedup == pytest.approx(4 / 3)
@@ -306,15 +311,17 @@ def test_oracle_splits_a_round_that_is_too_wide() -> None:
 
 
 def test_oracle_meets_its_closed_form() -> None:
-    """Rounds in the very shares of a geometric law of α = .8 (rounds of every n in proportion
-    to .8^n): 1 / (1 - α + αc), short of the tail that `longest` cuts, .8^40 · 1000 < 1."""
+    """Speculation steps in the very shares of a geometric law of α = .8 (steps of every n in
+    proportion to .8^n): 1 / (1 - α + αc), short of the tail that `longest` cuts, .8^40 · 1000 <
+    1."""
     found = [(41, n) for n in range(41) for _ in range(round(10_000 * 0.8**n * 0.2))]
     bound = oracle(found, c=0.1)
     assert bound.speedup == pytest.approx(oracle_factor(0.8, 0.1), rel=0.01)
-    # every round of a fixed γ meets fresh acceptances, so that it too has its closed form
+    # every speculation step of a fixed γ meets fresh acceptances, so that it too has its closed
+    # form
     assert bound.fixed_gamma == best_gamma(0.8, 0.1, 40)
     fixed = walltime_factor(0.8, bound.fixed_gamma, 0.1)
     assert bound.fixed_speedup == pytest.approx(fixed, rel=0.01)
     assert 1 < bound.speedup / bound.fixed_speedup < 1.6
-    with pytest.raises(UserError, match="no rounds"):
+    with pytest.raises(UserError, match="no speculation steps"):
         oracle([], c=0.1)

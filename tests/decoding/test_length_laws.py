@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.context import Proposal
 from specdec.decoding.length import Confidence, Fixed, Optimal, length
 from specdec.decoding.policy import Length
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.sampling.confidence import Calibration
 from specdec.sampling.trees import Growth
 from tests.laws import law
@@ -62,8 +62,8 @@ def drafts(
     gamma: int,
     calibration: Calibration | None = None,
 ) -> list[Chain]:
-    """Every chain that a round drafts after a prefix, as the decoder does it: the token is
-    drawn, and then the policy is asked whether to go on."""
+    """Every chain that a speculation step drafts after a prefix, as the decoder does it: the token
+    is drawn, and then the policy is asked whether to go on."""
     leaves: list[Chain] = []
     unread = torch.zeros(1, 1)
     growth = Growth(unread, lambda tokens, parents: unread, calibration=calibration)
@@ -88,8 +88,8 @@ def drafts(
     return leaves
 
 
-def round_laws(
-    rule: str, chains: list[Chain], p: Conditional, q: Conditional, prefix: Prefix
+def step_laws(
+    verification: str, chains: list[Chain], p: Conditional, q: Conditional, prefix: Prefix
 ) -> list[tuple[Prefix, int, float, list[float]]]:
     """(chain, accepted, probability, next token's law) for all chains at once, the shorter ones
     padded with -1 as in a batch."""
@@ -103,7 +103,7 @@ def round_laws(
         [p[prefix + x[:i]] if i <= len(x) else uniform for i in range(G + 1)] for x, _ in chains
     ]
     q_BGV, p_BMV = rows(*q_at), rows(*p_at)
-    stop_BM, next_BMV = law(RULES[rule], Proposal(tokens_BG, q_BGV), p_BMV)
+    stop_BM, next_BMV = law(VERIFICATION_METHODS[verification], Proposal(tokens_BG, q_BGV), p_BMV)
     return [
         (chain, n, mass * stop_BM[b, n].item(), next_BMV[b, n].tolist())
         for b, (chain, mass) in enumerate(chains)
@@ -114,14 +114,14 @@ def round_laws(
 
 def committed(
     policy: Length,
-    rule: str,
+    verification: str,
     p: Conditional,
     q: Conditional,
     drafts: Drafts = drafts,
-    rounds: int = 2,
+    steps: int = 2,
 ) -> dict[Prefix, float]:
-    """The exact law of HORIZON committed tokens: rounds of the policy, told what came of each,
-    and then the target's own tokens."""
+    """The exact law of HORIZON committed tokens: speculation steps of the policy, told what came of
+    each, and then the target's own tokens."""
     V = len(p[()])
     total = dict.fromkeys(product(range(V), repeat=HORIZON), 0.0)
 
@@ -132,7 +132,7 @@ def committed(
         policy = deepcopy(policy)
         gamma = min(policy.gamma(1), HORIZON - len(prefix) - 1) if left else 0
         chains = drafts(policy, q, prefix, gamma)
-        for chain, n, weight, after in round_laws(rule, chains, p, q, prefix):
+        for chain, n, weight, after in step_laws(verification, chains, p, q, prefix):
             assert n <= len(chain)
             told = deepcopy(policy)
             told.observe([len(chain)], [n])
@@ -140,7 +140,7 @@ def committed(
                 if after[x] > 0:
                     go(told, prefix + chain[:n] + (x,), mass * weight * after[x], left - 1)
 
-    go(policy, (), 1.0, rounds)
+    go(policy, (), 1.0, steps)
     return total
 
 
@@ -149,7 +149,7 @@ def error(found: dict[Prefix, float], p: Conditional, V: int) -> float:
 
 
 class Alternating(Fixed):
-    """A length that hangs on past rounds as strongly as can be: 3 after a round in which
+    """A length that hangs on past speculation steps as strongly as can be: 3 after a step in which
     something was rejected, else 1."""
 
     rejected = True
@@ -165,18 +165,20 @@ LOSSLESS: dict[str, Callable[[], Length]] = {
     "confidence": lambda: Confidence(3, threshold=0.35),
     "cumulative": lambda: Confidence(3, threshold=0.2, cumulative=True),
     "disco": lambda: length("disco", {"limit": 3, "threshold": 0.5}, likely(0.4)),
-    "past rounds": lambda: Alternating(),
+    "past speculation steps": lambda: Alternating(),
     "optimal": lambda: Optimal(3, weight=0.5, c=0.3, explore_every=2),
     "fixed": lambda: Fixed(3),
 }
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_a_length_that_stops_after_a_token_and_keeps_it_is_lossless(name: str, rule: str) -> None:
+def test_a_length_that_stops_after_a_token_and_keeps_it_is_lossless(
+    name: str, verification: str
+) -> None:
     for V, seed in ((2, 0), (2, 1), (2, 2), (3, 3)):
         p, q = conditionals(V, seed), conditionals(V, seed + 100)
-        found = committed(LOSSLESS[name](), rule, p, q, rounds=2 if V == 2 else 1)
+        found = committed(LOSSLESS[name](), verification, p, q, steps=2 if V == 2 else 1)
         assert error(found, p, V) < EXACT
 
 
@@ -188,14 +190,16 @@ def test_the_lengths_above_do_vary() -> None:
         assert len(lengths) > 1, name
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 @pytest.mark.parametrize("name", ["confidence", "cumulative"])
-def test_calibrated_confidence_is_lossless_too(name: str, rule: str) -> None:
+def test_calibrated_confidence_is_lossless_too(name: str, verification: str) -> None:
     """Calibration changes the lengths, since q = .35 at depth 0 becomes .30, but not the law."""
     calibrated = partial(drafts, calibration=Calibration([2.0, 0.5], [0.4, 0.2], [0.5, 0.5]))
     for V, seed in ((2, 1), (3, 3)):
         p, q = conditionals(V, seed), conditionals(V, seed + 100)
-        found = committed(LOSSLESS[name](), rule, p, q, calibrated, rounds=2 if V == 2 else 1)
+        found = committed(
+            LOSSLESS[name](), verification, p, q, calibrated, steps=2 if V == 2 else 1
+        )
         assert error(found, p, V) < EXACT
     plain, other = (make(LOSSLESS[name](), q, (), 3) for make in (drafts, calibrated))
     assert plain != other and len({len(chain) for chain, _ in other}) > 1
@@ -224,14 +228,16 @@ def drops_what_it_looked_at(looks_at: Conditional) -> Drafts:
     return drafts
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("verification", ["rejection", "block"])
 @pytest.mark.parametrize("looks_at", ["p", "q"])
-def test_a_length_that_drops_the_token_it_looked_at_is_caught(looks_at: str, rule: str) -> None:
+def test_a_length_that_drops_the_token_it_looked_at_is_caught(
+    looks_at: str, verification: str
+) -> None:
     """Looking at the target's p of the drafted tokens is the classical mistake; looking at q
     alone is no excuse. The bound is half a percent, nine orders above the tolerance."""
     p, q = conditionals(3, 3), conditionals(3, 103)
     broken = drops_what_it_looked_at(p if looks_at == "p" else q)
-    found = committed(Fixed(3), rule, p, q, drafts=broken, rounds=1)
+    found = committed(Fixed(3), verification, p, q, drafts=broken, steps=1)
     assert sum(found.values()) == pytest.approx(1)  # a law, but not the target's
     assert error(found, p, 3) > 0.005
 
@@ -255,10 +261,10 @@ def looks_ahead(p: Conditional) -> Drafts:
     return cut
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_a_length_that_cuts_where_the_target_would_reject_is_caught(rule: str) -> None:
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_a_length_that_cuts_where_the_target_would_reject_is_caught(verification: str) -> None:
     p, q = conditionals(3, 3), conditionals(3, 103)
-    found = committed(Fixed(3), rule, p, q, drafts=looks_ahead(p), rounds=1)
+    found = committed(Fixed(3), verification, p, q, drafts=looks_ahead(p), steps=1)
     assert error(found, p, 3) > 0.005
 
 
@@ -274,9 +280,9 @@ class LooksAtP(Fixed):
         return torch.tensor([self.p[self.chain[:-1]][self.chain[-1]] < 0.35])
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_what_counts_is_keeping_the_token_not_what_is_looked_at(rule: str) -> None:
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_what_counts_is_keeping_the_token_not_what_is_looked_at(verification: str) -> None:
     """p of the drafted tokens is a function of them, so that stopping by it after the token is
     a stopping time like any other, and lossless: the mistake is to leave the token out."""
     p, q = conditionals(3, 3), conditionals(3, 103)
-    assert error(committed(LooksAtP(p), rule, p, q, rounds=1), p, 3) < EXACT
+    assert error(committed(LooksAtP(p), verification, p, q, steps=1), p, 3) < EXACT

@@ -100,7 +100,7 @@ def test_warped_drafts_follow_p(target: Target, fields: dict[str, Any]) -> None:
             assert scores(target, g.prompt + g.ids[:t], **fields)[token].isfinite()
     copied = random_drafter(LMConfig(depth=2, layers=list(range(L))), target, 0.0)
     oracle = speculative_generate(target, copied, ids, **options)
-    assert all(r.accepted == r.drafted for g in oracle.generations for r in g.rounds)
+    assert all(r.accepted == r.drafted for g in oracle.generations for r in g.steps)
 
 
 def test_a_draft_with_nothing_to_propose_passes_every_warper() -> None:
@@ -269,7 +269,7 @@ def test_an_eos_that_never_comes_is_no_padding(target: Target) -> None:
     mask[0, :2] = 0
     fields = {"max_new_tokens": 1, "eos_token_id": -1}
     made = speculative_generate(target, None, torch.tensor(PROMPTS), mask, **fields)
-    assert made.sequences.min() >= 0 and math.isnan(made.tau)  # and no round was needed
+    assert made.sequences.min() >= 0 and math.isnan(made.tau)  # and no speculation step was needed
 
 
 def saying(target: Target, prompt: list[int], response: list[int]) -> Callable[..., Tensor]:

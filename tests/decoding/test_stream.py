@@ -1,4 +1,5 @@
-"""Streamed text: the pieces join to the decoded response, whatever the tokens and the rounds.
+"""Streamed text: the pieces join to the decoded response, whatever the tokens and the speculation
+steps.
 
 Run alone: python -m pytest tests/decoding/test_stream.py
 """
@@ -54,7 +55,8 @@ def whole(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
 
 
 def streamed(tokenizer: PreTrainedTokenizerFast, ids: list[int], cuts: list[int]) -> str:
-    """The pieces of a response whose rounds commit as many tokens as `cuts` say, in turn."""
+    """The pieces of a response whose speculation steps commit as many tokens as `cuts` say, in
+    turn."""
     stream, pieces, at = Stream(tokenizer), [], 0
     while at < len(ids):
         count = cuts[len(pieces) % len(cuts)]
@@ -127,7 +129,7 @@ def test_a_character_comes_with_the_token_that_completes_it() -> None:
         (WORDS, [10 + b for b in ("é🙂" * 150).encode()]),
     ],
 )
-def test_what_a_round_costs_does_not_grow_with_the_response(
+def test_what_a_step_costs_does_not_grow_with_the_response(
     tokenizer: PreTrainedTokenizerFast, ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, lengths, decode = whole(tokenizer, ids), [], tokenizer.decode

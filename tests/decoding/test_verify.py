@@ -1,4 +1,4 @@
-"""Chains: the law of a round, summed exactly over every draft, gives p.
+"""Chains: the law of a speculation step, summed exactly over every draft, gives p.
 
 Run alone: python -m pytest tests/decoding/test_verify.py
 
@@ -6,7 +6,8 @@ Nothing is sampled but in the tests of `draw`. p and q are whole conditional tab
 vocabulary, p_j [V^j, V] being the distribution after each of the V^j prefixes of length j, the
 prefix read as a number in base V. All in float64; sums of at most some hundred terms of at
 most 1 are exact to 1e-14, so the tolerance of 1e-12 leaves room for rounding alone. Trees, and
-the rules made for them, are in test_verify_trees.py and test_rules.py; here they judge chains.
+the verification methods made for them, are in test_verify_trees.py and
+test_verification_methods.py; here they judge chains.
 """
 
 from collections.abc import Callable
@@ -17,7 +18,12 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.verification_methods import RULES, Law, Rule, greedy
+from specdec.decoding.verification_methods import (
+    VERIFICATION_METHODS,
+    Law,
+    VerificationMethod,
+    greedy,
+)
 from specdec.decoding.verify import draw, verify
 from specdec.sampling.row_draws import RowDraws
 from tests.decoding.tree_laws import lookup
@@ -38,8 +44,14 @@ from tests.laws import (
 )
 
 EXACT = 1e-12
-LOSSLESS = {name: rule for name, rule in RULES.items() if rule.lossless}
-SAMPLED = {name: rule for name, rule in LOSSLESS.items() if name != "point_mass"}  # reads q
+LOSSLESS = {
+    name: verification
+    for name, verification in VERIFICATION_METHODS.items()
+    if verification.lossless
+}
+SAMPLED = {
+    name: verification for name, verification in LOSSLESS.items() if name != "point_mass"
+}  # reads q
 
 
 def normal(rows: Tensor) -> Tensor:
@@ -67,19 +79,25 @@ def at_chains(table: Tables, chains_BG: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def laws(rule: Rule, p: Tables, q: Tables) -> tuple[Tensor, Tensor, Law]:
-    """Every chain that q can draft [B, G], its probability [B], and the law of its round."""
+def laws(verification: VerificationMethod, p: Tables, q: Tables) -> tuple[Tensor, Tensor, Law]:
+    """Every chain that q can draft [B, G], its probability [B], and the law of its speculation
+    step."""
     chains, weight = prefixes(p[0].shape[-1], len(q)), joint(q)
     chains, weight = chains[weight > 0], weight[weight > 0]
-    return chains, weight, law(rule, Proposal(chains, at_chains(q, chains)), at_chains(p, chains))
+    return (
+        chains,
+        weight,
+        law(verification, Proposal(chains, at_chains(q, chains)), at_chains(p, chains)),
+    )
 
 
-def committed(p: Tables, chains_BG: Tensor, weight_B: Tensor, round_law: Law) -> Tensor:
-    """Distribution [V^M] of M tokens from one round and, where it is short, the target's own."""
+def committed(p: Tables, chains_BG: Tensor, weight_B: Tensor, step_law: Law) -> Tensor:
+    """Distribution [V^M] of M tokens from one speculation step and, where it is short, the target's
+    own."""
     V, G = p[0].shape[-1], chains_BG.shape[1]
     total, index = torch.zeros(V ** (G + 1), dtype=torch.float64), 0 * weight_B.long()
     for n in range(G + 1):
-        next_BV = (weight_B * round_law.stop_BM[:, n])[:, None] * round_law.next_BMV[:, n]
+        next_BV = (weight_B * step_law.stop_BM[:, n])[:, None] * step_law.next_BMV[:, n]
         mass = torch.zeros(V**n, V, dtype=torch.float64).index_add_(0, index, next_BV)
         total += extend(mass.reshape(-1), p[n + 1 :])
         if n < G:
@@ -87,13 +105,13 @@ def committed(p: Tables, chains_BG: Tensor, weight_B: Tensor, round_law: Law) ->
     return total
 
 
-def error(rule: Rule, p: Tables, q: Tables) -> float:
+def error(verification: VerificationMethod, p: Tables, q: Tables) -> float:
     """Largest difference from the target's joint distribution."""
-    return float((committed(p, *laws(rule, p, q)) - joint(p)).abs().max())
+    return float((committed(p, *laws(verification, p, q)) - joint(p)).abs().max())
 
 
-def expected_accepted(rule: Rule, p: Tables, q: Tables) -> float:
-    chains, weight, (stop_BM, _) = laws(rule, p, q)
+def expected_accepted(verification: VerificationMethod, p: Tables, q: Tables) -> float:
+    chains, weight, (stop_BM, _) = laws(verification, p, q)
     lengths = torch.arange(chains.shape[1] + 1, dtype=torch.float64)
     return float((weight * (stop_BM @ lengths)).sum())
 
@@ -126,21 +144,23 @@ CASES = cases()
 # --- losslessness --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_committed_tokens_follow_the_target(rule: Rule) -> None:
-    worst = max(error(rule, p, q) for p, q in CASES)
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_committed_tokens_follow_the_target(verification: VerificationMethod) -> None:
+    worst = max(error(verification, p, q) for p, q in CASES)
     assert worst < EXACT
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_a_fixed_chain_is_a_point_mass(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_a_fixed_chain_is_a_point_mass(verification: VerificationMethod) -> None:
     """q None: a chain drafted without chance. Whichever chain it is, the target's law holds."""
     for p, q in CASES:
         V, G = p[0].shape[-1], len(q)
         chains = prefixes(V, G)
         p_BMV = at_chains(p, chains)
-        fixed = law(rule, Proposal(chains), p_BMV)
-        explicit = law(rule, Proposal(chains, torch.eye(V, dtype=torch.float64)[chains]), p_BMV)
+        fixed = law(verification, Proposal(chains), p_BMV)
+        explicit = law(
+            verification, Proposal(chains, torch.eye(V, dtype=torch.float64)[chains]), p_BMV
+        )
         assert torch.allclose(fixed.stop_BM, explicit.stop_BM, atol=EXACT, rtol=0)
         assert torch.allclose(fixed.next_BMV, explicit.next_BMV, atol=EXACT, rtol=0)
         target, one = joint(p), torch.ones(1, dtype=torch.float64)
@@ -150,16 +170,16 @@ def test_a_fixed_chain_is_a_point_mass(rule: Rule) -> None:
             assert (got - target).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_a_law_is_made_of_distributions(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_a_law_is_made_of_distributions(verification: VerificationMethod) -> None:
     for p, q in CASES:
-        for x in laws(rule, p, q)[2]:
+        for x in laws(verification, p, q)[2]:
             assert x.isfinite().all() and (x >= 0).all()
             assert (x.sum(-1) - 1).abs().max() < EXACT
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_a_law_in_float32_over_a_real_vocabulary(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_a_law_in_float32_over_a_real_vocabulary(verification: VerificationMethod) -> None:
     """What the decoder runs. q is p, p but for rounding, and other; 1e-5 is 84 float32 epsilons,
     more than sums over 4,000 tokens lose."""
     generator = torch.Generator().manual_seed(1)
@@ -169,33 +189,33 @@ def test_a_law_in_float32_over_a_real_vocabulary(rule: Rule) -> None:
     other = torch.randn(6, 4, 4000, generator=generator).softmax(-1)
     for q_BGV in (p_BMV[:, :-1], near, other):
         tokens = torch.multinomial(q_BGV.reshape(24, -1), 1, generator=generator).reshape(6, 4)
-        round_law = law(rule, Proposal(tokens, q_BGV), p_BMV)
-        for x in round_law:
+        step_law = law(verification, Proposal(tokens, q_BGV), p_BMV)
+        for x in step_law:
             assert (x >= 0).all() and torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
-        if q_BGV is not other and rule is not RULES["point_mass"]:
-            assert (round_law.stop_BM[:, -1] > 0.999).all()
+        if q_BGV is not other and verification is not VERIFICATION_METHODS["point_mass"]:
+            assert (step_law.stop_BM[:, -1] > 0.999).all()
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_rows_of_a_batch_do_not_meet(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_rows_of_a_batch_do_not_meet(verification: VerificationMethod) -> None:
     p, q = next((p, q) for p, q in CASES if len(p[0][0]) == 3 and len(q) == 3)
-    chains, _, together = laws(rule, p, q)
+    chains, _, together = laws(verification, p, q)
     for b in range(len(chains)):
         one = chains[b : b + 1]
-        alone = law(rule, Proposal(one, at_chains(q, one)), at_chains(p, one))
+        alone = law(verification, Proposal(one, at_chains(q, one)), at_chains(p, one))
         assert torch.equal(alone.stop_BM[0], together.stop_BM[b])
         assert torch.equal(alone.next_BMV[0], together.next_BMV[b])
 
 
-@pytest.mark.parametrize("rule", LOSSLESS.values(), ids=LOSSLESS)
-def test_nothing_drafted_leaves_the_target_alone(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", LOSSLESS.values(), ids=LOSSLESS)
+def test_nothing_drafted_leaves_the_target_alone(verification: VerificationMethod) -> None:
     p = torch.tensor([[[0.2, 0.3, 0.5]]], dtype=torch.float64)
     nothing = torch.zeros(1, 0, dtype=torch.long)
     for parents, q in ((None, None), (None, p[:, :0]), (nothing, p[:, :0])):
-        stop_BM, next_BMV = law(rule, Proposal(nothing, q, parents), p)
+        stop_BM, next_BMV = law(verification, Proposal(nothing, q, parents), p)
         assert next_BMV.tolist() == p.tolist()
         assert stop_BM.tolist() == [[1.0]]
-        verdict = verify(rule, Proposal(nothing, q, parents), lookup(p), RowDraws([0]))
+        verdict = verify(verification, Proposal(nothing, q, parents), lookup(p), RowDraws([0]))
         assert verdict.accepted_B.tolist() == [0] and verdict.path_BK.shape == (1, 0)
 
 
@@ -207,7 +227,9 @@ def test_rejection_accepts_as_its_formula_says() -> None:
     for p, q in CASES:
         both = [torch.minimum(a, b) for a, b in zip(p, q)]
         hand = sum(float(joint(both[: n + 1]).sum()) for n in range(len(q)))
-        assert expected_accepted(RULES["rejection"], p, q) == pytest.approx(hand, abs=EXACT)
+        assert expected_accepted(VERIFICATION_METHODS["rejection"], p, q) == pytest.approx(
+            hand, abs=EXACT
+        )
 
 
 def test_non_iterative_rejection_accepts_as_its_formula_says() -> None:
@@ -220,9 +242,9 @@ def test_non_iterative_rejection_accepts_as_its_formula_says() -> None:
             least = (b / a).where(a > 0, torch.inf).amin(-1, keepdim=True)
             both.append(a * least)
         hand = sum(float(joint(both[: n + 1]).sum()) for n in range(len(q)))
-        found = expected_accepted(RULES["non_iterative"], p, q)
+        found = expected_accepted(VERIFICATION_METHODS["non_iterative"], p, q)
         assert found == pytest.approx(hand, abs=EXACT)
-        gains.append(expected_accepted(RULES["rejection"], p, q) - found)
+        gains.append(expected_accepted(VERIFICATION_METHODS["rejection"], p, q) - found)
     assert min(gains) > -EXACT and max(gains) > 0.5
 
 
@@ -234,13 +256,17 @@ def test_block_accepts_as_its_formula_says() -> None:
         for i in range(len(q)):
             r = torch.minimum(extend(r, [p[i]]), joint(q[: i + 1]))
             hand += float(r.sum())
-        assert expected_accepted(RULES["block"], p, q) == pytest.approx(hand, abs=EXACT)
+        assert expected_accepted(VERIFICATION_METHODS["block"], p, q) == pytest.approx(
+            hand, abs=EXACT
+        )
 
 
 def test_block_never_accepts_fewer_than_rejection() -> None:
     gains = []
     for p, q in CASES:
-        gain = expected_accepted(RULES["block"], p, q) - expected_accepted(RULES["rejection"], p, q)
+        gain = expected_accepted(VERIFICATION_METHODS["block"], p, q) - expected_accepted(
+            VERIFICATION_METHODS["rejection"], p, q
+        )
         assert gain > -EXACT
         if len(q) == 1:
             assert abs(gain) < EXACT
@@ -253,51 +279,60 @@ def test_the_papers_example() -> None:
     2/3 + 4/9 = 10/9; block: E[w_1] = 2/3, E[w_2] = 1/9 + 2/9 + 1/9 + 1/9 = 5/9, so 11/9."""
     p = [torch.tensor([[1.0, 2.0]]).double().expand(2**j, 2) / 3 for j in range(3)]
     q = [table.flip(-1) for table in p[:2]]
-    assert expected_accepted(RULES["rejection"], p, q) == pytest.approx(10 / 9, abs=EXACT)
-    assert expected_accepted(RULES["block"], p, q) == pytest.approx(11 / 9, abs=EXACT)
+    assert expected_accepted(VERIFICATION_METHODS["rejection"], p, q) == pytest.approx(
+        10 / 9, abs=EXACT
+    )
+    assert expected_accepted(VERIFICATION_METHODS["block"], p, q) == pytest.approx(
+        11 / 9, abs=EXACT
+    )
 
 
-@pytest.mark.parametrize("rule", SAMPLED.values(), ids=SAMPLED)
-def test_a_perfect_draft_is_kept_whole_and_a_disjoint_one_not_at_all(rule: Rule) -> None:
+@pytest.mark.parametrize("verification", SAMPLED.values(), ids=SAMPLED)
+def test_a_perfect_draft_is_kept_whole_and_a_disjoint_one_not_at_all(
+    verification: VerificationMethod,
+) -> None:
     for fill in (uniform, sharp, holes, one_hot, ties):
         p = tables(3, 4, fill)
-        assert expected_accepted(rule, p, p[:3]) == pytest.approx(3, abs=EXACT)
+        assert expected_accepted(verification, p, p[:3]) == pytest.approx(3, abs=EXACT)
     p, q = tables(4, 4, low_half), tables(4, 3, high_half)
-    assert expected_accepted(rule, p, q) == 0
+    assert expected_accepted(verification, p, q) == 0
 
 
 # --- the enumeration can fail ----------------------------------------------------------------
 
 
 def keeps_p_after_rejection(proposal: Proposal, p: Tensor) -> Law:
-    return Law(law(RULES["rejection"], proposal, p).stop_BM, p)
+    return Law(law(VERIFICATION_METHODS["rejection"], proposal, p).stop_BM, p)
 
 
 def accepts_by_p_alone(proposal: Proposal, p: Tensor) -> Law:
     fixed, right = (
-        law(RULES["rejection"], replace(proposal, q_BGV=x), p) for x in (None, proposal.q_BGV)
+        law(VERIFICATION_METHODS["rejection"], replace(proposal, q_BGV=x), p)
+        for x in (None, proposal.q_BGV)
     )
     return Law(fixed.stop_BM, right.next_BMV)
 
 
 def lenient(proposal: Proposal, p: Tensor) -> Law:
     assert proposal.q_BGV is not None
-    return law(RULES["rejection"], replace(proposal, q_BGV=0.9 * proposal.q_BGV), p)
+    return law(VERIFICATION_METHODS["rejection"], replace(proposal, q_BGV=0.9 * proposal.q_BGV), p)
 
 
 def block_with_residuals_of_rejection(proposal: Proposal, p: Tensor) -> Law:
-    block, rejection = (law(RULES[name], proposal, p) for name in ("block", "rejection"))
+    block, rejection = (
+        law(VERIFICATION_METHODS[name], proposal, p) for name in ("block", "rejection")
+    )
     return Law(block.stop_BM, rejection.next_BMV)
 
 
 def block_without_its_last_token(proposal: Proposal, p: Tensor) -> Law:
-    stop_BM, next_BMV = law(RULES["block"], proposal, p)
+    stop_BM, next_BMV = law(VERIFICATION_METHODS["block"], proposal, p)
     cut = torch.cat([stop_BM[:, :-2], stop_BM[:, -2:].sum(-1, keepdim=True)], -1)
     return Law(torch.cat([cut, torch.zeros_like(cut[:, :1])], -1), next_BMV)
 
 
 def next_token_one_place_late(proposal: Proposal, p: Tensor) -> Law:
-    stop_BM, next_BMV = law(RULES["rejection"], proposal, p)
+    stop_BM, next_BMV = law(VERIFICATION_METHODS["rejection"], proposal, p)
     return Law(stop_BM, next_BMV.roll(1, 1))
 
 
@@ -312,21 +347,23 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_rule_is_caught(broken: Callable[..., Law]) -> None:
+def test_a_broken_method_is_caught(broken: Callable[..., Law]) -> None:
     """Nine orders of magnitude above the tolerance on some of ten ordinary tables, for every G
-    above 1 (at G = 1 some of these rules are right)."""
+    above 1 (at G = 1 some of these verification methods are right)."""
     torch.manual_seed(2)
     for G in (2, 3):
         pairs = [(tables(3, G + 1, uniform), tables(3, G, uniform)) for _ in range(10)]
-        assert max(error(Rule(whole=broken), p, q) for p, q in pairs) > 1e-3
+        assert max(error(VerificationMethod(whole=broken), p, q) for p, q in pairs) > 1e-3
 
 
-def test_a_context_blind_rule_is_caught() -> None:
+def test_a_context_blind_method_is_caught() -> None:
     """Tables depend on the prefix: p of the wrong prefix is wrong."""
     torch.manual_seed(3)
     p, q = tables(3, 3, uniform), tables(3, 2, uniform)
     blind = [p[0], p[1].roll(1, 0), p[2]]
-    assert (committed(p, *laws(RULES["block"], blind, q)) - joint(p)).abs().max() > 1e-3
+    assert (
+        committed(p, *laws(VERIFICATION_METHODS["block"], blind, q)) - joint(p)
+    ).abs().max() > 1e-3
 
 
 # --- greedy ----------------------------------------------------------------------------------
@@ -359,14 +396,15 @@ def test_greedy_judges_each_row_by_itself() -> None:
     assert verdict.next_B.tolist() == [3, 0, 7]
 
 
-def test_greedy_is_the_limit_of_every_lossless_rule() -> None:
-    """One-hot p: each rule's law is certain, and it is the greedy verdict, for every chain."""
+def test_greedy_is_the_limit_of_every_lossless_method() -> None:
+    """One-hot p: each verification method's law is certain, and it is the greedy verdict, for every
+    chain."""
     torch.manual_seed(4)
-    for rule in LOSSLESS.values():
+    for verification in LOSSLESS.values():
         p = tables(3, 4, one_hot)
         chains = prefixes(3, 3)
         p_BMV = at_chains(p, chains)
-        stop_BM, next_BMV = law(rule, Proposal(chains), p_BMV)
+        stop_BM, next_BMV = law(verification, Proposal(chains), p_BMV)
         verdict = greedy(Proposal(chains), p_BMV.argmax(-1))
         row = torch.arange(len(chains))
         assert torch.equal(stop_BM[row, verdict.accepted_B], torch.ones(27).double())
@@ -389,8 +427,8 @@ def test_draw_follows_the_law() -> None:
     """Chi-square over the 6 outcomes (length, token) that can occur, 5 degrees of freedom. The
     seed is fixed; another seed would exceed 25.7 once in 10,000 times."""
     count = 50_000
-    round_law = Law(LAW.stop_BM.expand(count, -1), LAW.next_BMV.expand(count, -1, -1))
-    accepted_B, next_B, _ = draw(round_law, chains_of(count), RowDraws(range(count)))
+    step_law = Law(LAW.stop_BM.expand(count, -1), LAW.next_BMV.expand(count, -1, -1))
+    accepted_B, next_B, _ = draw(step_law, chains_of(count), RowDraws(range(count)))
     seen = torch.zeros(4, 3).index_put_((accepted_B, next_B), torch.ones(count), accumulate=True)
     expected = count * LAW.stop_BM[:, None] * LAW.next_BMV
     possible = expected > 0
@@ -412,9 +450,9 @@ def test_draw_takes_each_row_from_its_own_law() -> None:
 
 
 def test_draw_depends_on_the_seeds_alone() -> None:
-    round_law = Law(LAW.stop_BM.expand(64, -1), LAW.next_BMV.expand(64, -1, -1))
+    step_law = Law(LAW.stop_BM.expand(64, -1), LAW.next_BMV.expand(64, -1, -1))
     one, two, other = (
-        draw(round_law, chains_of(64), RowDraws(range(s, s + 64))) for s in (7, 7, 80)
+        draw(step_law, chains_of(64), RowDraws(range(s, s + 64))) for s in (7, 7, 80)
     )
     assert torch.equal(one.accepted_B, two.accepted_B) and torch.equal(one.next_B, two.next_B)
     assert not torch.equal(one.accepted_B, other.accepted_B)

@@ -1,4 +1,5 @@
-"""`verify` draws from the law of a round: the only tests of the rules that draw anything.
+"""`verify` draws from the law of a speculation step: the only tests of the verification methods
+that draw anything.
 
 Run alone: python -m pytest tests/decoding/test_verify_draws.py
 """
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.verify import verify
 from specdec.decoding.way import Way
 from specdec.sampling.row_draws import RowDraws
@@ -29,18 +30,18 @@ def chi_square_limit(freedom: int) -> float:
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["q", "q_None"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", VERIFICATION_METHODS)
 def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     """Chi-square over where the path ends and the next token, 25,000 draws of each of the four
     trees in one batch of mixed rows. The seed is fixed."""
-    rule, count = RULES[name], 25_000
-    tokens_BG, parents_BG, drawn_from_BGV, p_BMV = example(rule)
+    verification, count = VERIFICATION_METHODS[name], 25_000
+    tokens_BG, parents_BG, drawn_from_BGV, p_BMV = example(verification)
     q_BGV = drawn_from_BGV if sampled else None
-    exact = law(rule, Proposal(tokens_BG, q_BGV, parents_BG), p_BMV)
+    exact = law(verification, Proposal(tokens_BG, q_BGV, parents_BG), p_BMV)
     row_B = torch.arange(4 * count) % 4
     q_NGV = None if q_BGV is None else q_BGV[row_B]
     accepted_B, next_B, path_BG = verify(
-        rule,
+        verification,
         Proposal(tokens_BG[row_B], q_NGV, parents_BG[row_B]),
         lookup(p_BMV[row_B]),
         RowDraws(range(4 * count)),
@@ -65,9 +66,9 @@ def test_verify_follows_the_law(name: str, sampled: bool) -> None:
     assert distance < chi_square_limit(int(usual.sum()) - 4)
 
 
-def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
-    for name, rule in RULES.items():
-        tokens_BG, parents_BG, q_BGV, p_BMV = (x[:1] for x in example(rule))
+def test_local_methods_ask_for_p_only_where_they_come_by() -> None:
+    for name, verification in VERIFICATION_METHODS.items():
+        tokens_BG, parents_BG, q_BGV, p_BMV = (x[:1] for x in example(verification))
         for seed in range(20):
             asked: list[int | None] = []
 
@@ -78,28 +79,29 @@ def test_local_rules_ask_for_p_only_where_they_come_by() -> None:
                 return lookup(p)(place_B)
 
             proposal = Proposal(tokens_BG, q_BGV, parents_BG)
-            verdict = verify(rule, proposal, p_of, RowDraws([seed]))
+            verdict = verify(verification, proposal, p_of, RowDraws([seed]))
             path = [0] + [i + 1 for i in verdict.path_BK[0].tolist()]
-            assert asked == (path if rule.node else [None]), name
+            assert asked == (path if verification.node else [None]), name
 
 
 def test_verify_depends_on_the_seeds_alone() -> None:
-    for rule in RULES.values():
-        tokens, parents, q, p = (x.repeat_interleave(20, 0) for x in example(rule))
+    for verification in VERIFICATION_METHODS.values():
+        tokens, parents, q, p = (x.repeat_interleave(20, 0) for x in example(verification))
         seeds = range(len(tokens))
         one, two = (
-            verify(rule, Proposal(tokens, q, parents), lookup(p), RowDraws(seeds)) for _ in range(2)
+            verify(verification, Proposal(tokens, q, parents), lookup(p), RowDraws(seeds))
+            for _ in range(2)
         )
         assert all(torch.equal(a, b) for a, b in zip(one, two))
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["q", "q_None"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", VERIFICATION_METHODS)
 def test_a_row_draws_the_same_among_any_neighbours(name: str, sampled: bool) -> None:
     """Two verdicts one after the other, of 40 mixed rows: alone without their padding, together,
     permuted, and with a part of the rows gone."""
-    rule, count = RULES[name], 40
-    mixed = [torch.cat([x] * 10) for x in example(rule)]
+    verification, count = VERIFICATION_METHODS[name], 40
+    mixed = [torch.cat([x] * 10) for x in example(verification)]
     tokens_BG, parents_BG, drawn_from_BGV, p_BMV = mixed
     q_BGV, there_BG = drawn_from_BGV if sampled else None, tokens_BG >= 0
 
@@ -108,7 +110,7 @@ def test_a_row_draws_the_same_among_any_neighbours(name: str, sampled: bool) -> 
         q = None if q_BGV is None else q_BGV[rows, :nodes]
         proposal = Proposal(tokens_BG[rows, :nodes], q, parents_BG[rows, :nodes])
         p, draws = p_BMV[rows, : nodes + 1], RowDraws([100 + 7 * b for b in rows])
-        both = [verify(rule, proposal, lookup(p), draws) for _ in range(2)]
+        both = [verify(verification, proposal, lookup(p), draws) for _ in range(2)]
         paths = [[[i for i in row if i >= 0] for row in v.path_BK.tolist()] for v in both]
         return [*zip(*paths, *(v.next_B.tolist() for v in both), strict=True)]
 
@@ -120,12 +122,12 @@ def test_a_row_draws_the_same_among_any_neighbours(name: str, sampled: bool) -> 
         assert verdicts(rows, tokens_BG.shape[1]) == [alone[b] for b in rows]
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", VERIFICATION_METHODS)
 def test_float32_over_a_real_vocabulary(name: str) -> None:
     """What the decoder runs: p = q up to rounding, one-hot, a probability just above 1, disjoint,
     a drafted x with q(x) = 0, no q mass at all. 1e-5 is 84 float32 epsilons."""
-    rule, V, g = RULES[name], 4000, torch.Generator().manual_seed(1)
-    shape = SHAPES["binary"] if rule.trees else [-1, 0, 1, 2, 3, 4]
+    verification, V, g = VERIFICATION_METHODS[name], 4000, torch.Generator().manual_seed(1)
+    shape = SHAPES["binary"] if verification.trees else [-1, 0, 1, 2, 3, 4]
     parents_BG = torch.tensor(shape).expand(7, 6)
     logits = 4 * torch.randn(7, 7, V, generator=g)
     context_BMV = (logits + 1e-6 * torch.randn(7, 7, V, generator=g)).softmax(-1)
@@ -142,17 +144,21 @@ def test_float32_over_a_real_vocabulary(name: str) -> None:
     tokens_BG[4] = tokens_BG[4] % 100
     q_BGV = context_BMV[:, parents_BG[0] + 1]
     for q in (q_BGV, None):
-        for x in law(rule, Proposal(tokens_BG, q, parents_BG), p_BMV):
+        for x in law(verification, Proposal(tokens_BG, q, parents_BG), p_BMV):
             assert x.isfinite().all() and (x >= 0).all()
             assert torch.allclose(x.sum(-1), torch.ones(()), atol=1e-5)
         verdict = verify(
-            rule, Proposal(tokens_BG, q, parents_BG), lookup(p_BMV), RowDraws(range(7))
+            verification, Proposal(tokens_BG, q, parents_BG), lookup(p_BMV), RowDraws(range(7))
         )
         assert verdict.next_B[2] == 7 and ((verdict.next_B >= 0) & (verdict.next_B < V)).all()
         last_B = verdict.path_BK.amax(-1) if verdict.path_BK.shape[1] else torch.full((7,), -1)
-        if rule.lossless:
+        if verification.lossless:
             assert last_B[3] == -1 and verdict.next_B[3] >= V // 2
-        if rule.lossless and q is not None and rule is not RULES["point_mass"]:
+        if (
+            verification.lossless
+            and q is not None
+            and verification is not VERIFICATION_METHODS["point_mass"]
+        ):
             assert last_B[4] == -1 and last_B[5] == -1
 
 

@@ -12,7 +12,7 @@ import pytest
 from specdec.decoding.decode import decode
 from specdec.decoding.length import length
 from specdec.decoding.policy import Length
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
@@ -35,12 +35,28 @@ def target() -> Target:
     [
         ("medusa", {"shape": Chain(9)}, "gamma=9 .* is too deep: this medusa drafts at most"),
         ("medusa", {"shape": Dynamic(9, 12, 2)}, "gamma=9 .* is too deep"),
-        ("ngram", {"length": length("confidence", {})}, "Confidence needs q, but ngram copies"),
-        ("lm", {"shape": DRAWN, "length": Length(2)}, "shortens chains, not trees"),
-        ("lm", {"rule": "blok"}, "rule='blok' is unknown.*block"),
-        ("lm", {"shape": DRAWN, "sampler": T1, "rule": "block"}, "chains only: give recursive"),
-        ("lm", {"shape": PICKED, "sampler": T1, "rule": "block"}, "chains only: give point_mass"),
-        ("lm", {"shape": PICKED, "sampler": T1, "rule": "recursive"}, "needs siblings drawn from"),
+        (
+            "ngram",
+            {"draft_length": length("confidence", {})},
+            "Confidence needs q, but ngram copies",
+        ),
+        ("lm", {"shape": DRAWN, "draft_length": Length(2)}, "shortens chains, not trees"),
+        ("lm", {"verification": "blok"}, "verification='blok' is unknown.*block"),
+        (
+            "lm",
+            {"shape": DRAWN, "sampler": T1, "verification": "block"},
+            "chains only: give recursive",
+        ),
+        (
+            "lm",
+            {"shape": PICKED, "sampler": T1, "verification": "block"},
+            "chains only: give point_mass",
+        ),
+        (
+            "lm",
+            {"shape": PICKED, "sampler": T1, "verification": "recursive"},
+            "needs siblings drawn from",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
@@ -65,45 +81,49 @@ def test_no_shape_is_a_chain_as_deep_as_trained_and_no_drafter_is_plain(target: 
 
 
 @pytest.mark.parametrize(
-    ("options", "rule", "variant"),
+    ("options", "verification", "variant"),
     [
         ({}, "block", "greedy"),
         ({"greedy_draft": True}, "block", "greedy"),
         ({"sampler": T1}, "block", "sampled"),
         ({"sampler": T1, "greedy_draft": True}, "block", "greedy_draft"),
-        ({"sampler": T1, "rule": "rejection"}, "rejection", "sampled"),
-        ({"sampler": T1, "rule": RULES["rejection"]}, "rejection", "sampled"),
+        ({"sampler": T1, "verification": "rejection"}, "rejection", "sampled"),
+        (
+            {"sampler": T1, "verification": VERIFICATION_METHODS["rejection"]},
+            "rejection",
+            "sampled",
+        ),
         ({"sampler": T1, "shape": DRAWN}, "recursive", "sampled"),
         ({"sampler": T1, "shape": DRAWN, "greedy_draft": True}, "point_mass", "greedy_draft"),
         ({"sampler": T1, "shape": PICKED}, "point_mass", "greedy_draft"),
         ({"shape": PICKED}, "point_mass", "greedy"),
     ],
 )
-def test_the_rule_and_the_alpha_that_fit(
-    target: Target, options: dict[str, Any], rule: str, variant: str
+def test_the_method_and_the_alpha_that_fit(
+    target: Target, options: dict[str, Any], verification: str, variant: str
 ) -> None:
     way = Way(make_drafter("lm", target), **options)
-    assert (way.judge.name, way.variant) == (rule, variant)
+    assert (way.verification_method.name, way.variant) == (verification, variant)
 
 
 def test_another_shape_leaves_the_rest_as_it_is(target: Target) -> None:
     drafter, policy = make_drafter("lm", target), Length(2)
-    way = Way(drafter, Chain(3), T1, length=policy, compiled=True)
+    way = Way(drafter, Chain(3), T1, draft_length=policy, compiled=True)
     assert way.drafting(DRAWN) == Way(drafter, DRAWN, T1, compiled=True)
     assert way.drafting(Chain(2), policy) == Way(
-        drafter, Chain(2), T1, length=policy, compiled=True
+        drafter, Chain(2), T1, draft_length=policy, compiled=True
     )
     with pytest.raises(UserError, match="judges chains only"):
-        Way(drafter, sampler=T1, rule="rejection").drafting(DRAWN)
+        Way(drafter, sampler=T1, verification="rejection").drafting(DRAWN)
 
 
 def test_a_fresh_way_learns_apart(target: Target) -> None:
     """`goodput` and `optimal` learn from what is accepted; a warm-up must not teach them."""
     policy = length("optimal", {"limit": 3, "c": 0.1, "v": {3: 1.2}})
-    way = Way(make_drafter("lm", target, noise=0.05), length=policy)
+    way = Way(make_drafter("lm", target, noise=0.05), draft_length=policy)
     before, fresh = repr(vars(policy)), way.fresh()
     decode(target, PROMPTS, fresh, max_new_tokens=12)
-    assert repr(vars(policy)) == before != repr(vars(fresh.length))
+    assert repr(vars(policy)) == before != repr(vars(fresh.draft_length))
     assert (fresh.drafter, fresh.shape, fresh.sampler) == (way.drafter, way.shape, way.sampler)
     decode(target, PROMPTS, way, max_new_tokens=12)
-    assert repr(vars(policy)) == repr(vars(fresh.length))
+    assert repr(vars(policy)) == repr(vars(fresh.draft_length))

@@ -1,4 +1,4 @@
-"""The law of a round on a tree, summed exactly over every draft of a toy vocabulary.
+"""The law of a speculation step on a tree, summed exactly over every draft of a toy vocabulary.
 
 A tree's shape is the list of its nodes' parents. p and q are conditional tables over a toy
 vocabulary, p_j [N, V^j, V] being the distribution after each of the V^j prefixes of length j in
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.verification_methods import RULES, Law, Rule
+from specdec.decoding.verification_methods import VERIFICATION_METHODS, Law, VerificationMethod
 from tests.laws import FILLS, Fill, Tables, extend, joint, law
 
 EXACT = 1e-12
@@ -29,7 +29,11 @@ SHAPES = {
     "late": [-1, -1, -1, 2, 3],  # deep below the last child only
     "interleaved": [-1, 0, -1, 2, 0, 2],  # siblings are not neighbours
 }
-TREE_RULES = {name: rule for name, rule in RULES.items() if rule.lossless and rule.trees}
+TREE_METHODS = {
+    name: verification
+    for name, verification in VERIFICATION_METHODS.items()
+    if verification.lossless and verification.trees
+}
 
 
 class Drafts(NamedTuple):
@@ -86,38 +90,47 @@ def along(tables: Tables, shape: list[int], found: Drafts) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def judged(rule: Rule, shape: list[int], p: Tables, q: Tables | None, found: Drafts) -> Law:
+def judged(
+    verification: VerificationMethod, shape: list[int], p: Tables, q: Tables | None, found: Drafts
+) -> Law:
     """The law of each draft. q None: the tokens are point masses."""
     parents_BG = torch.tensor(shape).expand(found.tokens_BG.shape)
     q_BGV = None
     if q is not None:
         deep = q + [torch.zeros_like(p[-1])]  # nothing is drawn below the deepest nodes
         q_BGV = along(deep, shape, found)[:, parents_BG[0] + 1]
-    return law(rule, Proposal(found.tokens_BG, q_BGV, parents_BG), along(p, shape, found))
+    return law(verification, Proposal(found.tokens_BG, q_BGV, parents_BG), along(p, shape, found))
 
 
-def committed(shape: list[int], p: Tables, found: Drafts, round_law: Law) -> Tensor:
-    """Distribution [N, V^(depth + 1)] of a round's tokens, continued by p where they are fewer."""
+def committed(shape: list[int], p: Tables, found: Drafts, step_law: Law) -> Tensor:
+    """Distribution [N, V^(depth + 1)] of a speculation step's tokens, continued by p where they are
+    fewer."""
     N, V = len(p[0]), p[0].shape[-1]
     total = torch.zeros_like(joint(p))
     for m, d in enumerate(depths(shape)):
-        odds_BV = (found.weight_B * round_law.stop_BM[:, m])[:, None] * round_law.next_BMV[:, m]
+        odds_BV = (found.weight_B * step_law.stop_BM[:, m])[:, None] * step_law.next_BMV[:, m]
         mass = torch.zeros(N * V**d, V, dtype=torch.float64)
         mass.index_add_(0, found.case_B * V**d + found.context_BM[:, m], odds_BV)
         total += extend(mass.reshape(N, -1), p[d + 1 :])
     return total
 
 
-def error(rule: Rule, shape: list[int], p: Tables, q: Tables, siblings: str) -> float:
+def error(
+    verification: VerificationMethod, shape: list[int], p: Tables, q: Tables, siblings: str
+) -> float:
     found = drafts(shape, q, siblings)
-    got = committed(shape, p, found, judged(rule, shape, p, q, found))
+    got = committed(shape, p, found, judged(verification, shape, p, q, found))
     return float((got - joint(p)).abs().max())
 
 
-def expected_accepted(rule: Rule, shape: list[int], p: Tables, q: Tables) -> Tensor:
+def expected_accepted(
+    verification: VerificationMethod, shape: list[int], p: Tables, q: Tables
+) -> Tensor:
     """The expected number of accepted tokens in each case [N]."""
-    found = drafts(shape, q, "without" if rule.siblings == "none" else rule.siblings)
-    stop_BM = judged(rule, shape, p, q, found).stop_BM
+    found = drafts(
+        shape, q, "without" if verification.siblings == "none" else verification.siblings
+    )
+    stop_BM = judged(verification, shape, p, q, found).stop_BM
     mean_B = stop_BM @ torch.tensor(depths(shape), dtype=torch.float64)
     total = torch.zeros(len(p[0]), dtype=torch.float64)
     return total.index_add_(0, found.case_B, found.weight_B * mean_B)
@@ -151,9 +164,11 @@ def vocabularies(shape: list[int]) -> tuple[int, ...]:
     return (2, 3, 4) if len(shape) <= 3 else (2, 3)
 
 
-def example(rule: Rule, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+def example(
+    verification: VerificationMethod, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, ...]:
     """Four trees of different shapes over five tokens in one batch: full, a chain (the only one
-    for a rule of chains), one with a hole, and nothing."""
+    for a verification method of chains), one with a hole, and nothing."""
     g = torch.Generator().manual_seed(3)
     p_BMV = torch.rand(4, 7, 5, generator=g, dtype=dtype) ** 2
     context_BMV = torch.rand(4, 7, 5, generator=g, dtype=dtype) ** 2
@@ -162,7 +177,7 @@ def example(rule: Rule, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...
     tokens = [[0, 3, 1, 2, 0, 1], [2, 0, 1, 4, -1, -1], [4, -1, 1, 2, -1, 0], [-1] * 6]
     parents = [[-1, -1, 0, 0, 1, 2], [-1, 0, 1, 2, -1, -1], [-1, -1, -1, 2, -1, 2], [-1] * 6]
     tokens_BG, parents_BG = torch.tensor(tokens), torch.tensor(parents)
-    if not rule.trees:
+    if not verification.trees:
         tokens[0::2] = [[0, 3, 1, 2, 0, 1], [4] + [-1] * 5]
         tokens_BG = torch.tensor(tokens)
         parents_BG = torch.arange(-1, 5).expand(4, 6)

@@ -170,7 +170,7 @@ def drafted(drafter: Block, ctx: Context, shape: Any, cache: Any) -> Any:
 
 
 def test_drafting_is_the_same_block_and_its_keys_never_stay(target: Target, drafter: Block) -> None:
-    """The chain of likeliest tokens of the reference, round by round through one cache, for two
+    """The chain of likeliest tokens of the reference, step by step through one cache, for two
     rows of unequal length."""
     ids, cache = torch.cat([text(3), text(4)]), drafter.new_cache()
     for ends in ((4, 9), (7, 10), (12, 16)):

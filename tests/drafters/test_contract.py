@@ -214,7 +214,7 @@ def test_oracle_draft_has_alpha_one_at_every_depth(kind: PreTrainedConfig) -> No
     torch.testing.assert_close(alpha.sampled[valid], torch.ones(int(valid.sum())))
     assert (alpha.greedy[valid] == 1).all()
     result = generate(target, ids[:8], Way(drafter, Chain(3)), max_new_tokens=30)
-    assert all(r.accepted == r.drafted for r in result.rounds)
+    assert all(r.accepted == r.drafted for r in result.steps)
 
 
 @functools.cache
@@ -251,8 +251,8 @@ PAIRS = [
     ("name", "kind", "shape"), PAIRS, ids=lambda x: x if isinstance(x, str) else type(x).__name__
 )
 def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> None:
-    """Rows of unequal length end at different times. Each has the tokens and the rounds that it
-    would have alone."""
+    """Rows of unequal length end at different times. Each has the tokens and the speculation steps
+    that it would have alone."""
     target = of_kind(kind)
     drafter = make_drafter(name, target, noise=0.05)
     prompts = [text(seed, length)[0].tolist() for seed, length in ((0, 4), (1, 14), (2, 8))]
@@ -262,10 +262,8 @@ def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> N
     together = decode(target, prompts, way, **options)
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
-    assert [g.rounds for g in together] == [g.rounds for g in alone]
-    assert all(
-        sum(r.accepted + 1 for r in g.rounds) == g.emitted + len(g.overrun) for g in together
-    )
+    assert [g.steps for g in together] == [g.steps for g in alone]
+    assert all(sum(r.accepted + 1 for r in g.steps) == g.emitted + len(g.overrun) for g in together)
 
 
 @functools.cache
@@ -305,7 +303,7 @@ def test_every_family_accepts_and_stays_identical(target: Target, name: str) -> 
         prompts = [ids[:-40] for ids in texts]
         fast = decode(target, prompts, Way(drafter, shape), max_new_tokens=40)
         assert [p + g.ids for p, g in zip(prompts, fast, strict=True)] == texts
-        assert sum(r.accepted for g in fast for r in g.rounds) >= 3, shape
+        assert sum(r.accepted for g in fast for r in g.steps) >= 3, shape
 
 
 DECLARES = {  # the attribute that declares an ability, and the methods that a family then gives
@@ -351,12 +349,14 @@ def test_no_family_is_forgotten() -> None:
 TREE = Static([[0], [1], [0, 0], [0, 1], [1, 0]])
 
 
-RULES: list[tuple[str, bool, Shape]] = [  # for all families: q of a chain, q of siblings, no q
+VERIFICATIONS: list[
+    tuple[str, bool, Shape]
+] = [  # for all families: q of a chain, q of siblings, no q
     ("block", False, Chain(2)),
     ("recursive", False, TREE),
     ("point_mass", False, Dynamic(2, 6, 3)),
 ]
-MORE_RULES: list[tuple[str, bool, Shape]] = [
+MORE_VERIFICATIONS: list[tuple[str, bool, Shape]] = [
     ("rejection", False, Chain(2)),
     ("block", True, Chain(2)),
     ("specinfer", False, TREE),
@@ -386,20 +386,24 @@ def first_two() -> dict[tuple[int, int], float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "rule", "greedy_draft", "shape"),
-    [(name, *RULES[(i + j) % 3]) for i, name in enumerate(CONFIGS) for j in range(2)]
-    + [(name, *rule) for name in ("eagle3", "medusa") for rule in MORE_RULES],
+    ("name", "verification", "greedy_draft", "shape"),
+    [(name, *VERIFICATIONS[(i + j) % 3]) for i, name in enumerate(CONFIGS) for j in range(2)]
+    + [
+        (name, *verification)
+        for name in ("eagle3", "medusa")
+        for verification in MORE_VERIFICATIONS
+    ],
 )
 def test_committed_tokens_follow_p(
-    target: Target, name: str, rule: str, greedy_draft: bool, shape: Shape
+    target: Target, name: str, verification: str, greedy_draft: bool, shape: Shape
 ) -> None:
-    """test_verify.py enumerates the rules exactly; this test counts, end to end.
+    """test_verify.py enumerates the verification methods exactly; this test counts, end to end.
 
-    Rules know no family, so all run with a family that reads drafted tokens and one that does not.
-    The first two tokens of many generations are compared with p computed by the target. With n
-    draws the L1 distance of an empirical distribution over its c cells is about sqrt(2 c / (π n));
-    twice that, .2 for 16 cells, is the bound, which a rule that keeps every draft exceeds many
-    times over.
+    Verification methods know no family, so all run with a family that reads drafted tokens and one
+    that does not. The first two tokens of many generations are compared with p computed by the
+    target. With n draws the L1 distance of an empirical distribution over its c cells is about
+    sqrt(2 c / (π n)); twice that, .2 for 16 cells, is the bound, which a verification method that
+    keeps every draft exceeds many times over.
     """
     drafter, expected, n = make_drafter(name, target), first_two(), 1000
     counts = dict.fromkeys(expected, 0)
@@ -407,7 +411,13 @@ def test_committed_tokens_follow_p(
         results = decode(
             target,
             [PROMPT] * 100,
-            Way(drafter, shape, sampler=SAMPLED, rule=rule, greedy_draft=greedy_draft),
+            Way(
+                drafter,
+                shape,
+                sampler=SAMPLED,
+                verification=verification,
+                greedy_draft=greedy_draft,
+            ),
             max_new_tokens=2,
             seeds=range(start, start + 100),
         )
@@ -420,7 +430,8 @@ def test_committed_tokens_follow_p(
 def test_the_memory_of_a_generation_is_free_when_it_ends(
     target: Target, drafter: Drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the garbage collector: caches of large batches would pile up between its rounds."""
+    """Without the garbage collector: caches of large batches would pile up between its speculation
+    steps."""
     made: list[weakref.ref[SlotCache]] = []
     build = SlotCache.__init__
 

@@ -328,12 +328,13 @@ def test_lookahead_keeps_greedy_responses_and_accepts(any_target: Target, shape:
     plain = [generate(any_target, p, max_new_tokens=60, eos=()).ids for p in prompts]
     results = decode(any_target, prompts, Way(drafter, shape), max_new_tokens=60, eos=())
     assert [g.ids for g in results] == plain
-    assert sum(r.accepted for g in results for r in g.rounds) > 0
+    assert sum(r.accepted for g in results for r in g.steps) > 0
 
 
 @pytest.mark.parametrize("name", ["suffix", "lookahead", "copy"])
 def test_copied_trees_are_sampled_losslessly_as_fixed_children(target: Target, name: str) -> None:
-    """A tree of certain tokens under the rules that a static and a chosen tree take."""
+    """A tree of certain tokens under the verification methods that a static and a chosen tree
+    take."""
     drafter = DRAFTERS[name].build(DRAFTERS[name].Config(depth=3), target)
     prompts = [text(1, 10) * 2, text(2, 7) * 3]
     for shape in (Chain(3), TREE, Dynamic(3, 10, 4)):
@@ -345,5 +346,5 @@ def test_copied_trees_are_sampled_losslessly_as_fixed_children(target: Target, n
             seeds=[1, 2],
         )
         assert [len(g.ids) for g in results] == [12, 12]
-        assert all(r.nodes <= shape.nodes for g in results for r in g.rounds)
-        assert sum(r.nodes for g in results for r in g.rounds) > 0
+        assert all(r.nodes <= shape.nodes for g in results for r in g.steps)
+        assert sum(r.nodes for g in results for r in g.steps) > 0

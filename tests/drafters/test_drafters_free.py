@@ -62,7 +62,7 @@ def test_the_whole_target_accepts_itself(any_target: Target, config: Any, shape:
     results = decode(any_target, prompts, Way(drafter, shape), max_new_tokens=24)
     for prompt, result in zip(prompts, results, strict=True):
         assert result.ids == generate(any_target, prompt, max_new_tokens=24).ids
-        assert all(r.accepted == r.drafted == 3 for r in result.rounds)
+        assert all(r.accepted == r.drafted == 3 for r in result.steps)
         alpha = forced(drafter, any_target, prompt + result.ids)
         torch.testing.assert_close(alpha.sampled, torch.ones_like(alpha.sampled))
         assert (alpha.greedy == 1).all()
@@ -213,7 +213,7 @@ def test_what_was_learned_is_saved(target: Target, tmp_path: Path, config: Any) 
         ours, theirs = (
             generate(target, prompt, Way(d, shape), max_new_tokens=20) for d in (drafter, loaded)
         )
-        assert ours.ids == theirs.ids and ours.rounds == theirs.rounds
+        assert ours.ids == theirs.ids and ours.steps == theirs.steps
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,9 @@ def test_chains_are_the_references(target: Target, drafter: Drafter) -> None:
 
 
 def test_trees_are_the_references(target: Target, drafter: Drafter) -> None:
-    """Rounds as a decoder has them, with a cache if the family keeps one: rows of unequal lengths,
-    another tree in each row, and the default that reads every path from its start agrees."""
+    """Speculation steps as a decoder has them, with a cache if the family keeps one: rows of
+    unequal lengths, another tree in each row, and the default that reads every path from its start
+    agrees."""
     whole, cache = texts(target, drafter), drafter.new_cache()
     for ends in ([5, 8], [6, 8], [11, 9], [20, 12]):
         assert whole.final_BTD is not None

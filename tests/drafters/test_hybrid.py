@@ -12,7 +12,7 @@ import torch
 
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter, with_copying
 from specdec.drafters.base import vocabulary
@@ -90,12 +90,12 @@ def test_the_choice_by_hand(
 
 
 def test_counts_by_hand(target: Target) -> None:
-    """Of five texts, copying is counted on the last. Rounds start at its first said token, and
-    after an accepted copy where that ended."""
+    """Of five texts, copying is counted on the last. Speculation steps start at its first said
+    token, and after an accepted copy where that ended."""
     drafter = hybrid(target, copying="ngram")
     said = [5, 6, 7, 8, 5, 6, 7, 9, 6]
-    #  at 5: 6 7 8 5 is found after a match of 1, and 6 7 are right; the round ends at 9, where
-    #  nothing is found; at the last 6, the text ends
+    #  at 5: 6 7 8 5 is found after a match of 1, and 6 7 are right; the speculation step ends at 9,
+    # where  nothing is found; at the last 6, the text ends
     mask = [False] * 4 + [True] * 5
     texts = [ELSEWHERE] * 4 + [said]
     drafter.fit(texts, [[True] * len(ELSEWHERE)] * 4 + [mask])
@@ -127,14 +127,14 @@ def test_rows_of_a_batch_choose_for_themselves(target: Target, temperature: floa
         torch.testing.assert_close(both.q_BGV.sum(-1), torch.tensor([[1.0] * 4, [1.0, 1, 0, 0]]))
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection"])
-def test_a_copied_row_among_sampled_ones_keeps_p(rule: str) -> None:
+@pytest.mark.parametrize("verification", ["block", "rejection"])
+def test_a_copied_row_among_sampled_ones_keeps_p(verification: str) -> None:
     """The exact law of its first token is p: a point mass is judged as one."""
     generator = torch.Generator().manual_seed(1)
     p_BMV = torch.rand(2, 4, V, generator=generator, dtype=torch.float64).softmax(-1)
     q_BGV = torch.rand(2, 2, V, generator=generator, dtype=torch.float64).softmax(-1)
     proposal = replaced(Proposal(torch.tensor([[3, 4], [5, 6]]), q_BGV), [[9, 8, 7], []])
-    found = law(RULES[rule], proposal, p_BMV)
+    found = law(VERIFICATION_METHODS[verification], proposal, p_BMV)
     first_V = found.stop_BM[0, 0] * found.next_BMV[0, 0]
     first_V[9] += found.stop_BM[0, 1:].sum()
     torch.testing.assert_close(first_V, p_BMV[0, 0])
@@ -161,11 +161,11 @@ def test_a_tree_holds_both_drafts(target: Target) -> None:
         assert tree.q_BGV is None
 
 
-def test_the_heads_cache_is_right_after_rounds_without_it(
+def test_the_heads_cache_is_right_after_steps_without_it(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a response that comes to loop, the head drafts in some rounds and not in others; each
-    draft is the one made without a cache."""
+    """In a response that comes to loop, the head drafts in some speculation steps and not in
+    others; each draft is the one made without a cache."""
     drafter, used, whole = hybrid(target, v={1: 1.1, 4: 1.2}), [], Hybrid.draft
 
     def checked(self: Hybrid, ctx: Any, shape: Any, choose: Any, cache: Any) -> Proposal:

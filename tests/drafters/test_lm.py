@@ -33,7 +33,7 @@ def made(kind: str) -> tuple[Any, LM]:
 
 @pytest.mark.parametrize("shape", [Chain(3), Dynamic(2, 5, 3)])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral"])
-def test_rounds_are_those_of_the_modules(kind: str, shape: Shape) -> None:
+def test_steps_are_those_of_the_modules(kind: str, shape: Shape) -> None:
     target, drafter = made(kind)
     assert drafter.lean is not None
     temperature = 0.0 if isinstance(shape, Dynamic) else 1.0
@@ -44,8 +44,8 @@ def test_rounds_are_those_of_the_modules(kind: str, shape: Shape) -> None:
     inner = drafter.model.base_model.register_forward_hook(lambda *_: calls.append(1))
     theirs = answer(drafter, target, shape, temperature)
     hook.remove(), inner.remove()
-    assert calls and ours.ids == theirs.ids and ours.rounds == theirs.rounds
-    assert any(r.accepted for r in ours.rounds)
+    assert calls and ours.ids == theirs.ids and ours.steps == theirs.steps
+    assert any(r.accepted for r in ours.steps)
 
 
 def test_another_shape_keeps_its_modules() -> None:
@@ -97,6 +97,6 @@ def test_training_and_copies_are_followed() -> None:
         for x in drafter.parameters():
             x.normal_(0, 0.3)
     after = answer(drafter, target, Chain(3), 0.0)
-    assert after.ids == before.ids and after.rounds != before.rounds
+    assert after.ids == before.ids and after.steps != before.steps
     copied.attach(target)
-    assert answer(copied, target, Chain(3), 0.0).rounds == before.rounds
+    assert answer(copied, target, Chain(3), 0.0).steps == before.steps

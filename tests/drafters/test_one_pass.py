@@ -111,7 +111,7 @@ def trained(drafter: Drafter, target: Target) -> Calls:
 
 
 def drafted(drafter: Drafter, target: Target) -> Calls:
-    """Two rounds over one cache, in a chain and then in a tree."""
+    """Two speculation steps over one cache, in a chain and then in a tree."""
     cache, ends = drafter.new_cache(), (6, 9)
     contexts = [context(target, drafter, text(1)[:, :end]) for end in ends]
     shapes: list[Shape] = [Chain(3), Dynamic(3, 10, 4)]

@@ -89,9 +89,9 @@ def test_acceptance_without_positions(toy: Engine, target: Target, drafter: Draf
         measured = MeasuredServer(Server.at_address("--engine", server.url), target, True)
         assert measured.title == f"Toy at {server.url}"
         reply = measured.reply(PROMPT, NEW, Sampler(0.0), 0)
-    accepted = sum(r.accepted for r in ours.rounds)
+    accepted = sum(r.accepted for r in ours.steps)
     assert reply.ids == ours.ids and accepted > 0
-    assert (reply.rounds, reply.accepted) == (len(ours.ids) - 1 - accepted, ())
+    assert (reply.speculation_steps, reply.accepted) == (len(ours.ids) - 1 - accepted, ())
 
 
 def test_the_verdict_says_how_it_serves_a_draft(toy: Engine) -> None:

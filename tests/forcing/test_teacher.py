@@ -96,8 +96,8 @@ def test_anchors_by_hand() -> None:
 
 def test_weighted_anchors_by_hand() -> None:
     """The texts of `test_anchors_by_hand`; an anchor counts as much as the token after it, in a
-    decoder's round as much as itself. Shares of a text are those of its anchors' number, so that a
-    text of weight .5 counts half."""
+    decoder's speculation step as much as itself. Shares of a text are those of its anchors' number,
+    so that a text of weight .5 counts half."""
     mask = torch.tensor([[0, 0, 1, 1, 1, 0, 1, 1, 0]]).bool()
     document = torch.tensor([[0, 0, 0, 0, 0, 1, 1, 1, -1]])
     position = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 0]])
@@ -110,9 +110,9 @@ def test_weighted_anchors_by_hand() -> None:
     assert shared.total == pytest.approx(4.5)
     drafted = torch.full((1, 9, 2), -1)
     drafted[0, 3], drafted[0, 7, 0] = 1, 1
-    rounds = anchors_of(mask, document, position, 2, drafted_BTK=drafted, weight_BT=weight)
-    assert rounds.position_N.tolist() == [3, 7]
-    assert rounds.weight_NK.tolist() == [[2, 2], [3, 0]]
+    steps = anchors_of(mask, document, position, 2, drafted_BTK=drafted, weight_BT=weight)
+    assert steps.position_N.tolist() == [3, 7]
+    assert steps.weight_NK.tolist() == [[2, 2], [3, 0]]
     for totals, expected in (([], 1), ([0.0], 1), ([1 - 1e-7], 1), ([0.25, 0.5], 0.75), ([3.0], 3)):
         assert divisor(totals) == expected
 

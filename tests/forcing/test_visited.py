@@ -1,4 +1,5 @@
-"""A decoder's rounds as training data: anchors, drafts and p are those that the decoder had.
+"""A decoder's speculation steps as training data: anchors, drafts and p are those that the decoder
+had.
 
 Run alone: python -m pytest tests/forcing/test_visited.py
 """
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from specdec.decoding.decode import decode
 from specdec.decoding.generation import Generation
-from specdec.decoding.logs import log_rounds, rounds_of
+from specdec.decoding.logs import log_steps, logged_steps
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.errors import UserError
@@ -46,7 +47,7 @@ STEPS = 15
 
 
 class Made(NamedTuple):
-    """A draft, what it decoded with the target, and the batch of its rounds."""
+    """A draft, what it decoded with the target, and the batch of its speculation steps."""
 
     target: Target
     drafter: Drafter
@@ -62,7 +63,9 @@ def made(name: str, temperature: float = 0.0) -> Made:
     responses = decode(
         target, PROMPTS, Way(drafter, sampler=Sampler(temperature)), max_new_tokens=NEW, eos=()
     )
-    texts = [response_document("", g.prompt, g.ids, rounds_of(g), drafter.depth) for g in responses]
+    texts = [
+        response_document("", g.prompt, g.ids, logged_steps(g), drafter.depth) for g in responses
+    ]
     rows = pack_rows([d for d in texts if d is not None], LENGTH)
     source = OnlineBatches(target, drafter.needs, Sampler(1.0), rows)
     return Made(target, drafter, responses, source, source.batch(range(len(rows))))
@@ -90,7 +93,7 @@ def case(request: pytest.FixtureRequest) -> Made:
 
 
 def by_prompt(case: Made, x_N: torch.Tensor) -> dict[int, list[list[float]]]:
-    """What is known of each round, in order, by the number of its prompt."""
+    """What is known of each speculation step, in order, by the number of its prompt."""
     found: dict[int, list[list[float]]] = {}
     for place, x in zip(case.batch.visited.place_N.tolist(), x_N.tolist(), strict=True):
         row, at = divmod(place, case.batch.mask_BT.shape[1])
@@ -99,7 +102,7 @@ def by_prompt(case: Made, x_N: torch.Tensor) -> dict[int, list[list[float]]]:
 
 
 def test_at_zero_the_table_is_the_decoder_s_own_acceptance(case: Made) -> None:
-    """Round by round: the draft that training sees proposes what was drafted, and argmax p
+    """Step by step: the draft that training sees proposes what was drafted, and argmax p
     accepts of it what the decoder accepted."""
     forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
     table = forcing(case.batch, measure=True, more=lambda piece: (piece.log_q.argmax(-1),))
@@ -108,13 +111,13 @@ def test_at_zero_the_table_is_the_decoder_s_own_acceptance(case: Made) -> None:
     vocab_S = case.drafter.vocab_S
     proposed_NK = table.more[0] if vocab_S is None else vocab_S[table.more[0]]
     proposed = by_prompt(case, proposed_NK)
-    rounds = [r for g in case.responses for r in g.rounds]
-    assert sum(len(x) for x in accepted.values()) == len(rounds) > 8
+    steps = [r for g in case.responses for r in g.steps]
+    assert sum(len(x) for x in accepted.values()) == len(steps) > 8
     for i, response in enumerate(case.responses):
-        assert accepted[i] == [r.accepted for r in response.rounds]
-        for ours, theirs in zip(proposed[i], response.rounds, strict=True):
+        assert accepted[i] == [r.accepted for r in response.steps]
+        for ours, theirs in zip(proposed[i], response.steps, strict=True):
             assert tuple(ours[: theirs.drafted]) == theirs.tokens
-    counts = {r.accepted for r in rounds}
+    counts = {r.accepted for r in steps}
     assert 0 in counts and len(counts) > 1  # both kinds, or the test would show little
 
 
@@ -138,18 +141,18 @@ def test_p_after_a_draft_is_that_of_a_plain_pass_over_it(temperature: float) -> 
     assert after > 5
 
 
-def test_the_loss_of_a_batch_is_that_of_its_rounds_one_by_one(case: Made) -> None:
+def test_the_loss_of_a_batch_is_that_of_its_steps_one_by_one(case: Made) -> None:
     """From the drafter's `hidden` for one context each, and p of plain passes."""
     loss_config = LossConfig(terms={"on_policy": 1.0}, depth_decay=1.0)
     forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), loss_config, visited=True)
     loss, counted = forcing(case.batch)
-    drafted = [r.drafted for g in case.responses for r in g.rounds]
+    drafted = [r.drafted for g in case.responses for r in g.steps]
     assert counted[:, 0].tolist() == [sum(n > k for n in drafted) for k in range(3)]
     vocab_S = case.drafter.vocab_S
     total = 0.0
     for response in case.responses:
         whole = torch.tensor([response.prompt + response.ids + response.overrun])
-        for r in response.rounds:
+        for r in response.steps:
             ctx, _ = case.target.hidden_states(whole[:, : r.anchor + 1], case.drafter.needs)
             chain = torch.tensor([[r.tokens]])
             anchor = torch.tensor([[r.anchor]])
@@ -196,7 +199,7 @@ def test_draft_opd_switches_divergence_at_the_first_rejection() -> None:
 
 
 def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
-    """Anchors drawn from the rounds read the same rounds' drafts and states."""
+    """Anchors drawn from the speculation steps read the same steps' drafts and states."""
     forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
     row = case.source.rows[0]
     batch = case.source.batch([0])
@@ -218,12 +221,12 @@ def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
     assert whole == pytest.approx(sum(parts), rel=1e-5)
 
 
-def test_stored_rounds_equal_those_read_online(case: Made, tmp_path: Path) -> None:
-    """And a response's hidden states are shared with the same text without rounds."""
+def test_stored_steps_equal_those_read_online(case: Made, tmp_path: Path) -> None:
+    """And a response's hidden states are shared with the same text without speculation steps."""
     cfg, needs = HiddenStatesConfig(root=str(tmp_path)), case.drafter.needs
     store = HiddenStateStore(cfg, case.target, needs, Sampler(1.0))
     rows = case.source.rows
-    plain = [replace(row, rounds=None) for row in rows]
+    plain = [replace(row, speculation_steps=None) for row in rows]
     with bars(Console(quiet=True), False) as progress:
         filling.fill_from_batches(store, replace_rows(case.source, plain), progress)
         assert store.missing(plain) == [] and len(store.missing(rows)) == len(rows)
@@ -247,18 +250,18 @@ def replace_rows(source: OnlineBatches, rows: list[Row]) -> OnlineBatches:
 
 def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
     case = made("medusa")
-    log_rounds(tmp_path / "logs" / "a.jsonl", case.responses[:2])
-    log_rounds(tmp_path / "logs" / "a.jsonl", case.responses[2:])
+    log_steps(tmp_path / "logs" / "a.jsonl", case.responses[:2])
+    log_steps(tmp_path / "logs" / "a.jsonl", case.responses[2:])
     held_out = Prompt("x", np.array(PROMPTS[1], np.int32))
     found = documents_of_log(tmp_path / "logs", 2, case.target, [held_out])
     kept = [g for i, g in enumerate(case.responses) if i != 1]
     assert [d.ids.tolist() for d in found] == [g.prompt + g.ids for g in kept]
     for document, response in zip(found, kept, strict=True):
         assert document.mask.sum() == len(response.ids)
-        (anchors,) = (document.rounds[:, 0] >= 0).nonzero()
-        drafted = [r for r in response.rounds if r.drafted]
+        (anchors,) = (document.speculation_steps[:, 0] >= 0).nonzero()
+        drafted = [r for r in response.steps if r.drafted]
         assert anchors.tolist() == [r.anchor for r in drafted]
-        for row, r in zip(document.rounds[anchors].tolist(), drafted, strict=True):
+        for row, r in zip(document.speculation_steps[anchors].tolist(), drafted, strict=True):
             tokens = [*r.tokens[:2], -1, -1][:2]
             assert row == [min(r.accepted, 2), *tokens]
 
@@ -269,27 +272,27 @@ def test_a_log_reads_back_without_held_out_prompts(tmp_path: Path) -> None:
         ({"ids": [999]}, "its ids or anchors"),
         ({"ids": []}, "its ids or anchors"),
         ({"prompt": [-1]}, "its ids or anchors"),
-        ({"rounds": [[90, 0, [1]]]}, "its ids or anchors"),
-        ({"rounds": [[2, 3, [1]]]}, "its ids or anchors"),
+        ({"speculation_steps": [[90, 0, [1]]]}, "its ids or anchors"),
+        ({"speculation_steps": [[2, 3, [1]]]}, "its ids or anchors"),
         ({"prompt": "words"}, "prompt: expected"),
-        ({"rounds": [[2, 0]]}, r"rounds\[0\]: expected 3 values"),
-        ({"rounds": {"2": 0}}, "rounds: expected"),
+        ({"speculation_steps": [[2, 0]]}, r"speculation_steps\[0\]: expected 3 values"),
+        ({"speculation_steps": {"2": 0}}, "speculation_steps: expected"),
     ],
 )
 def test_a_log_of_another_target_or_shape_is_refused(
     tmp_path: Path, broken: dict[str, object], said: str
 ) -> None:
-    record = {"prompt": [1, 2], "ids": [3, 4, 5], "rounds": [[2, 0, [7, 8]]]}
+    record = {"prompt": [1, 2], "ids": [3, 4, 5], "speculation_steps": [[2, 0, [7, 8]]]}
     (tmp_path / "a.jsonl").write_text(json.dumps(record | broken) + "\n")
     with pytest.raises(UserError, match=rf"a\.jsonl, record 1: {said}"):
         documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
 
 
-def test_a_log_must_exist_and_have_rounds(tmp_path: Path) -> None:
+def test_a_log_must_exist_and_have_steps(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
     (tmp_path / "a.jsonl").write_text('{"prompt": [1], "ids": [2], "rounds": []}\n')
-    with pytest.raises(UserError, match="no round in it"):
+    with pytest.raises(UserError, match="no speculation step in it"):
         documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
 
 
@@ -300,4 +303,4 @@ def test_trees_are_not_logged(tmp_path: Path) -> None:
         target, PROMPTS[:1], Way(make_drafter("lm", target), shape), max_new_tokens=4
     )
     with pytest.raises(UserError, match="chains only"):
-        log_rounds(tmp_path / "a.jsonl", responses)
+        log_steps(tmp_path / "a.jsonl", responses)

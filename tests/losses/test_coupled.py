@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.errors import UserError
 from specdec.losses.loss_config import LossConfig
 from specdec.losses.loss_terms import (
@@ -242,11 +242,11 @@ def test_expected_tree_by_enumeration_of_all_drafts() -> None:
     forcing sees only the text's own branch, and what it says is measured: within 1 % here."""
     V = 3
     p, q = toy(V, 0.0)
-    exact = float(expected_accepted(RULES["specinfer"], PARENTS, p, q))
+    exact = float(expected_accepted(VERIFICATION_METHODS["specinfer"], PARENTS, p, q))
     assert over_texts(p, q, V, TREE) == pytest.approx(exact, abs=1e-12)
-    assert float(expected_accepted(RULES["recursive"], PARENTS, p, q)) > exact
+    assert float(expected_accepted(VERIFICATION_METHODS["recursive"], PARENTS, p, q)) > exact
     p, q = toy(V, 0.5)
-    exact = float(expected_accepted(RULES["specinfer"], PARENTS, p, q))
+    exact = float(expected_accepted(VERIFICATION_METHODS["specinfer"], PARENTS, p, q))
     assert over_texts(p, q, V, TREE) == pytest.approx(exact, rel=0.01)
 
 

@@ -57,29 +57,29 @@ def measured(target: Target, drafter: Drafter, cfg: DecodeConfig, **options: Any
         {"batch": 2},
         {"max_new_tokens": 3},
         {"gamma": 1},
-        {"length": "confidence", "settings": {"threshold": 0.2}},
+        {"draft_length": "confidence", "draft_length_settings": {"threshold": 0.2}},
     ],
     ids=str,
 )
 def test_visited_anchors_are_what_the_decoder_counts(
     target: Target, change: dict[str, Any]
 ) -> None:
-    """The same rounds on both sides, cut ones too: equal, not close. The draft is the target with
-    noise, so that rounds accept any number of tokens."""
+    """The same speculation steps on both sides, cut ones too: equal, not close. The draft is the
+    target with noise, so that steps accept any number of tokens."""
     (at,) = measured(target, lm(target), replace(GREEDY, **change)).asked
     visited = at.alpha.visited.greedy
     assert [x.value for x in visited] == [x.value for x in at.reached]
-    assert {x.n for x in visited} == {at.rounds} and at.identical == 5
+    assert {x.n for x in visited} == {at.speculation_steps} and at.identical == 5
     assert 0 < sum(at.accepted) < sum(at.drafted)
-    rounds = [(p.emitted, p.rounds) for p in at.prompts]
-    assert at.rounds == sum(n for _, n in rounds)
-    assert at.tau.value == sum(emitted for emitted, _ in rounds) / at.rounds
+    steps = [(p.emitted, p.speculation_steps) for p in at.prompts]
+    assert at.speculation_steps == sum(n for _, n in steps)
+    assert at.tau.value == sum(emitted for emitted, _ in steps) / at.speculation_steps
 
 
 @pytest.mark.parametrize("gamma", [1, 3])
 def test_a_walk_with_a_draft_that_is_the_target_commits_all(target: Target, gamma: int) -> None:
-    """γ + 1 tokens a round, at T = 0 and expected at T = 1: of 12 tokens, prefill emits one, and 6
-    rounds of 2 tokens or 3 of 4 emit the other 11."""
+    """γ + 1 tokens a speculation step, at T = 0 and expected at T = 1: of 12 tokens, prefill emits
+    one, and 6 steps of 2 tokens or 3 of 4 emit the other 11."""
     cfg = replace(GREEDY, temperatures=[0.0, 1.0], gamma=gamma)
     for at in measured(target, lm(target, 0.0), cfg).asked:
         for p in at.prompts:
@@ -89,7 +89,7 @@ def test_a_walk_with_a_draft_that_is_the_target_commits_all(target: Target, gamm
 @pytest.mark.parametrize("gamma", [2, 5])
 def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int) -> None:
     """Prompt lookup prefers a place that γ tokens follow, so α is measured at that γ: made for
-    5 tokens a round, it is asked for 2 here, after prompts that repeat themselves."""
+    5 tokens a speculation step, it is asked for 2 here, after prompts that repeat themselves."""
     copies = random_drafter(NgramConfig(depth=5), target, 0.0)
     prompts = [[5, 9, 7, 5, 9, 3, 8, 5, 9], [4, 6, 4, 6, 4], [11, 4, 11, 9, 11]]
     cfg = replace(GREEDY, prompts=3, max_new_tokens=60, temperatures=[0.0, 1.0], gamma=gamma)
@@ -103,7 +103,8 @@ def test_what_a_copying_draft_copies_depends_on_gamma(target: Target, gamma: int
 
 def test_a_draft_of_fewer_positions_is_measured() -> None:
     """The first prompt takes all 16 of them and more; of the second, of 2 tokens, 14 tokens of the
-    response remain, 11 of which three others follow. Rounds beyond them draft nothing."""
+    response remain, 11 of which three others follow. Speculation steps beyond them draft
+    nothing."""
     short = random_target(architectures(len(TOKENIZER), 4, positions=16)["gpt2"])
     short.tokenizer = TOKENIZER
     drafter = random_drafter(LMConfig(depth=3, layers=[0, 1]), short, 0.0)
@@ -117,11 +118,20 @@ def test_a_draft_of_fewer_positions_is_measured() -> None:
 
 
 def test_counts_do_not_depend_on_the_batch(target: Target) -> None:
-    """Of 5 prompts, in batches of 2, 2 and 1; random heads draft, so that rounds differ."""
+    """Of 5 prompts, in batches of 2, 2 and 1; random heads draft, so that speculation steps
+    differ."""
     cfg = replace(GREEDY, temperatures=[0.0, 1.0])
     results = {b: measured(target, medusa(target), replace(cfg, batch=b)) for b in (1, 2)}
     for one, two in zip(*(results[b].asked for b in (1, 2)), strict=True):
-        for key in ("tau", "rounds", "accepted", "drafted", "accepted_lengths", "prompts", "alpha"):
+        for key in (
+            "tau",
+            "speculation_steps",
+            "accepted",
+            "drafted",
+            "accepted_lengths",
+            "prompts",
+            "alpha",
+        ):
             assert getattr(one, key) == getattr(two, key), key
         assert 0 < sum(one.accepted) < sum(one.drafted)
     assert results[2].batch == 2 and "batch 2," in report_page.page(results[2], {})
@@ -131,13 +141,14 @@ def test_all_prompts_are_counted_and_the_first_are_timed(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of 5 prompts, 2 are timed, one at a time, and the others decoded together: τ and all counts
-    are those of each prompt alone. After the first prompt a plain token takes 2 s and a round 3 s,
-    after the second twice as long; the speedup takes the tokens of a round from all prompts."""
+    are those of each prompt alone. After the first prompt a plain token takes 2 s and a speculation
+    step 3 s, after the second twice as long; the speedup takes the tokens of a step from all
+    prompts."""
 
     def clocked(target: Target, prompts: Any, way: Way, **options: Any) -> list[Generation]:
         made = decode(target, prompts, way, **options)
         for g in made:
-            seconds = 3.0 * len(g.rounds) if way.drafter else 2.0 * (len(g.ids) - 1)
+            seconds = 3.0 * len(g.steps) if way.drafter else 2.0 * (len(g.ids) - 1)
             g.seconds = seconds * (1 if g.prompt == PROMPTS[0] else 2)
         return made
 
@@ -152,22 +163,22 @@ def test_all_prompts_are_counted_and_the_first_are_timed(
             [decode(target, [p], each, seeds=[i * 1009], **ends)[0] for i, p in enumerate(PROMPTS)]
             for each in (way, way.plain)
         )
-        rounds = [r for g in alone for r in g.rounds]
-        assert at.rounds == len(rounds)
-        assert at.tau.value == sum(len(g.ids) - 1 for g in alone) / len(rounds)
-        assert at.accepted_lengths == [sum(r.accepted == n for r in rounds) for n in range(4)]
-        assert at.accepted == [sum(r.accepted > k for r in rounds) for k in range(3)]
-        assert at.drafted == [sum(r.drafted > k for r in rounds) for k in range(3)]
-        assert [(p.emitted, p.rounds) for p in at.prompts] == [
-            (g.emitted, len(g.rounds)) for g in alone
+        steps = [r for g in alone for r in g.steps]
+        assert at.speculation_steps == len(steps)
+        assert at.tau.value == sum(len(g.ids) - 1 for g in alone) / len(steps)
+        assert at.accepted_lengths == [sum(r.accepted == n for r in steps) for n in range(4)]
+        assert at.accepted == [sum(r.accepted > k for r in steps) for k in range(3)]
+        assert at.drafted == [sum(r.drafted > k for r in steps) for k in range(3)]
+        assert [(p.emitted, p.speculation_steps) for p in at.prompts] == [
+            (g.emitted, len(g.steps)) for g in alone
         ]
         kept = sum(len(g.ids) - 1 for g in alone)
-        tokens, steps = ([len(g.ids) - 1 for g in plain[:2]], [len(g.rounds) for g in alone[:2]])
+        tokens, steps = ([len(g.ids) - 1 for g in plain[:2]], [len(g.steps) for g in alone[:2]])
         of_a_token = (2 * tokens[0] + 4 * tokens[1]) / sum(tokens)
-        of_a_round = (3 * steps[0] + 6 * steps[1]) / sum(steps)
-        in_a_round = kept / len(rounds)
-        assert at.speedup.value == pytest.approx(in_a_round * of_a_token / of_a_round)
-        assert at.tokens_per_second.value == pytest.approx(in_a_round / of_a_round)
+        of_a_step = (3 * steps[0] + 6 * steps[1]) / sum(steps)
+        in_a_step = kept / len(steps)
+        assert at.speedup.value == pytest.approx(in_a_step * of_a_token / of_a_step)
+        assert at.tokens_per_second.value == pytest.approx(in_a_step / of_a_step)
         assert at.plain_tokens_per_second.value == pytest.approx(1 / of_a_token)
         assert at.speedup.n == 5  # counts of so many prompts
         if at.way.temperature == 0:  # the same tokens, so the ratio of the seconds by hand
@@ -179,7 +190,7 @@ def test_all_prompts_are_counted_and_the_first_are_timed(
 
 def test_where_all_prompts_are_timed_the_speedup_is_that_of_the_clock(target: Target) -> None:
     """A length policy learns from one response to the next, so that with one all are timed."""
-    policy = {"length": "confidence", "settings": {"threshold": 0.2}}
+    policy = {"draft_length": "confidence", "draft_length_settings": {"threshold": 0.2}}
     for change in ({}, {"timed": 5, "batch": 2}, {"timed": 1} | policy):
         results = measured(target, medusa(target), replace(GREEDY, **change))  # type: ignore[arg-type]
         (at,) = results.asked
@@ -187,17 +198,20 @@ def test_where_all_prompts_are_timed_the_speedup_is_that_of_the_clock(target: Ta
         assert at.speedup == at.timed_speedup
 
 
-def test_a_lossy_rule_is_called_so(target: Target) -> None:
+def test_a_lossy_method_is_called_so(target: Target) -> None:
     """Typical acceptance at T = 0 is greedy decoding; lenience is lossy at every temperature."""
-    for rule, lossy in (("typical", [False, True]), ("lenience:factor=0.1", [True, True])):
-        cfg = DecodeConfig(prompts=3, max_new_tokens=8, rule=rule)
+    for verification, lossy in (("typical", [False, True]), ("lenience:factor=0.1", [True, True])):
+        cfg = DecodeConfig(prompts=3, max_new_tokens=8, verification=verification)
         results = measured(target, medusa(target), cfg)
         at = results.asked
         assert [not t.way.lossless for t in at] == lossy
-        assert at[0].way.rule == (rule if lossy[0] else "greedy") and at[1].way.rule == rule
+        assert (
+            at[0].way.verification == (verification if lossy[0] else "greedy")
+            and at[1].way.verification == verification
+        )
         text = report_page.page(results, {})
         assert text.count("LOSSY") == sum(lossy)
-        assert (f"({rule} is lossy)" in text) == lossy[0]
+        assert (f"({verification} is lossy)" in text) == lossy[0]
 
 
 def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
@@ -219,13 +233,13 @@ def test_a_static_tree_is_chosen_at_each_temperature(target: Target) -> None:
 def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     target: Target, monkeypatch: pytest.MonkeyPatch, tree: bool
 ) -> None:
-    """The rounds of a tree are said to take as long as those of chains, so that the largest tree
-    commits the most, or far longer, so that chains are fastest."""
+    """The speculation steps of a tree are said to take as long as those of chains, so that the
+    largest tree commits the most, or far longer, so that chains are fastest."""
 
     def times(_: Any, ways: Sequence[Way], __: Any) -> list[float]:
         return [1.0 if tree or isinstance(way.shape, Chain) else 99.0 for way in ways]
 
-    monkeypatch.setattr(choosing, "rounds_in_turn", times)
+    monkeypatch.setattr(choosing, "steps_in_turn", times)
     cfg = DecodeConfig(prompts=2, max_new_tokens=9, gamma=2, fastest=True)
     head = lm(target)
     subject = Subject("run", target, head, "prompts", with_copying(head, "ngram", target, 2))
@@ -258,14 +272,16 @@ def test_the_fastest_shape_takes_turns_with_chains_and_a_hybrid(
     "settings",
     [
         {"tree": "dynamic"},
-        {"length": "confidence"},
-        {"settings": {"limit": 1}},
-        {"rule": "block"},
+        {"draft_length": "confidence"},
+        {"draft_length_settings": {"limit": 1}},
+        {"verification": "block"},
     ],
     ids=str,
 )
 def test_the_fastest_shape_is_measured_beside_chains_alone(settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"decode\.(fastest=true compares|rule=block judges)"):
+    with pytest.raises(
+        UserError, match=r"decode\.(fastest=true compares|verification=block judges)"
+    ):
         DecodeConfig(fastest=True, **settings)
 
 
@@ -292,7 +308,7 @@ def test_a_choice_takes_no_more_passes_than_a_plan_counts(
 
 
 def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None:
-    cfg = DecodeConfig(prompts=2, max_new_tokens=24, length="disco")
+    cfg = DecodeConfig(prompts=2, max_new_tokens=24, draft_length="disco")
     greedy, sampled = measured(target, lm(target), cfg).asked
     fitted = [at.learned.figures for at in (greedy, sampled)]
     assert all(file and file.stem == "stop-classifier" for file in fitted)
@@ -302,8 +318,8 @@ def test_a_stop_classifier_is_fitted_at_each_temperature(target: Target) -> None
 
 def test_what_p_and_q_say_of_a_sampled_chain(target: Target) -> None:
     """D_LK is 1 - α, computed apart from it; block expects at least what rejection does, and both
-    lie between one token and γ + 1; a more lenient rule accepts more, over all positions and at
-    visited anchors; non-iterative rejection accepts less."""
+    lie between one token and γ + 1; a more lenient verification method accepts more, over all
+    positions and at visited anchors; non-iterative rejection accepts less."""
     greedy, at = measured(target, lm(target), replace(GREEDY, temperatures=[0.0, 1.0])).asked
     assert greedy.foreseen is None and at.foreseen is not None
     for d, alpha in zip(at.foreseen.divergence, at.alpha.all.sampled, strict=True):
@@ -332,25 +348,27 @@ def test_the_operations_of_a_step_are_those_of_its_products(target: Target) -> N
 
 
 def test_a_copying_draft_that_is_the_target_is_foreseen_whole(target: Target) -> None:
-    """Of a draft that is the target, s = 1 everywhere: γ + 1 tokens by either rule, and D_LK 0.
-    Three rounds emit the 11 tokens after the first; the twelfth lies beyond the end. A response may
-    end earlier with a drawn end token."""
+    """Of a draft that is the target, s = 1 everywhere: γ + 1 tokens by either verification method,
+    and D_LK 0. Three speculation steps emit the 11 tokens after the first; the twelfth lies beyond
+    the end. A response may end earlier with a drawn end token."""
     (at,) = measured(target, lm(target, 0.0), replace(GREEDY, temperatures=[1.0])).asked
-    assert all(one.rounds == math.ceil(one.emitted / 4) for one in at.prompts)
-    emitted, rounds = (sum(getattr(x, of) for x in at.prompts) for of in ("emitted", "rounds"))
+    assert all(one.speculation_steps == math.ceil(one.emitted / 4) for one in at.prompts)
+    emitted, steps = (
+        sum(getattr(x, of) for x in at.prompts) for of in ("emitted", "speculation_steps")
+    )
     assert [one.emitted for one in at.prompts].count(11) >= 4
-    assert at.foreseen is not None and at.tau.value == emitted / rounds
+    assert at.foreseen is not None and at.tau.value == emitted / steps
     assert at.foreseen.block_tokens.value == pytest.approx(4, abs=1e-4)
     assert at.foreseen.rejection_tokens.value == pytest.approx(4, abs=1e-3)
     assert at.foreseen.divergence[2].value == pytest.approx(0, abs=1e-5)
     assert at.foreseen.non_iterative and at.foreseen.non_iterative.value > 0.99
 
 
-def test_the_oracle_sees_long_rounds_and_uses_v(
+def test_the_oracle_sees_long_steps_and_uses_v(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """γ = 1 is measured, eight tokens a round are asked of the oracle. A verification that costs
-    three steps makes it slower than one that costs one."""
+    """γ = 1 is measured, eight tokens a speculation step are asked of the oracle. A verification
+    that costs three steps makes it slower than one that costs one."""
 
     def bound(v: float) -> float:
         def costs(*_: Any, **__: Any) -> Costs:
@@ -358,7 +376,7 @@ def test_the_oracle_sees_long_rounds_and_uses_v(
 
         monkeypatch.setattr(module, "costs", costs)
         (at,) = measured(target, lm(target), replace(GREEDY, gamma=1)).asked
-        assert at.oracle is not None and at.oracle.drafted == 8 and at.oracle.rounds > 0
+        assert at.oracle is not None and at.oracle.drafted == 8 and at.oracle.speculation_steps > 0
         return at.oracle.speedup
 
     assert bound(3.0) < bound(1.0)
@@ -459,7 +477,7 @@ def test_a_batch_that_does_not_fit_is_counted_in_halves(
         ({"batch": 8}, 24),
         ({"batch": 16}, 48),
         ({"batch": 16, "prompts": 20}, 20),
-        ({"length": "goodput"}, 100),
+        ({"draft_length": "goodput"}, 100),
     ],
     ids=str,
 )
@@ -480,7 +498,7 @@ def counted(value: Any) -> Any:
     [
         (2, {"timed": 3}, 3, True),
         (2, {"batch": 2, "repeats": 2, "counting": 32}, 5, False),  # three batches
-        (2, {"length": "confidence", "settings": {"threshold": 0.2}}, 5, False),
+        (2, {"draft_length": "confidence", "draft_length_settings": {"threshold": 0.2}}, 5, False),
         (3, {"tree": "static", "nodes": 3}, 1, True),
         (6, {"timed": 2}, 2, True),  # of the 6, some have no prompt to answer
     ],

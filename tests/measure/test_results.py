@@ -55,7 +55,7 @@ def temperature(t: float) -> Measured:
             gamma=2,
             nodes=2,
             chain=True,
-            rule="block" if t else "greedy",
+            verification="block" if t else "greedy",
             lossless=True,
         ),
         tau=at(1.5),
@@ -63,8 +63,8 @@ def temperature(t: float) -> Measured:
         timed_speedup=at(1.2),
         tokens_per_second=at(57.0, 3),
         plain_tokens_per_second=at(48.0, 2),
-        rounds=900,
-        drafted_per_round=at(2.0, 0.0),
+        speculation_steps=900,
+        drafted_per_step=at(2.0, 0.0),
         accepted_lengths=[500, 250, 150],
         drafted=[900, 900],
         accepted=[400, 150],
@@ -191,12 +191,12 @@ def test_damaged_results_are_one_line(tmp_path: Path, text: str, words: str) -> 
 
 
 def test_the_closed_forms_stand_for_chains_alone() -> None:
-    """Theorem 3.8 and its corollaries describe chains of one length; block is said to be the rule
-    at T = 1, with its own expected length."""
+    """Theorem 3.8 and its corollaries describe chains of one length; block is said to be the
+    verification method at T = 1, with its own expected length."""
     chain = report_page.page(results(), {})
     for words in ("Theorem 3.8", "Corollary 3.9", "Theorem 3.11", "Section 3.4", "Appendix A.4"):
         assert words in chain
-    assert "rule `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
+    assert "verification method `block`, expected (never less) | 1.500 [1.450, 1.550]" in chain
     # 270 MB / 20 ms; .27 GFLOP a token, so .81 for the 3 of a verification, in 22 ms
     assert "| plain step | 1 | 20.0 [19.0, 21.0] | 270 | 0.27 | 1.00 | 13.5 [" in chain
     assert "| verification | 3 | 22.0 [21.0, 23.0] | 270 | 0.81 | 3.00 | 12.3 [" in chain
@@ -204,10 +204,10 @@ def test_the_closed_forms_stand_for_chains_alone() -> None:
     trees = results()
     trees.measured = beside(trees, "trees", "eagle3", tree="dynamic", nodes=6, chain=False)
     page = report_page.page(trees, {})
-    assert "Theorem 3.8" not in page and "rule `block`, expected" not in page
+    assert "Theorem 3.8" not in page and "verification method `block`, expected" not in page
     assert "a dynamic tree of 6 nodes, depth 2" in page
     shortened = results()
-    shortened.measured = beside(shortened, "chains", "eagle3", length="confidence")
+    shortened.measured = beside(shortened, "chains", "eagle3", draft_length="confidence")
     assert "Theorem 3.8" not in report_page.page(shortened, {})
 
 
@@ -275,7 +275,7 @@ def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
 @pytest.mark.parametrize("length", ["fixed", "optimal"])
 def test_a_second_draft_drafts_at_most_so_much_said_once(length: str) -> None:
     first = results()
-    first.measured += beside(first, "hybrid", "hybrid", length=length)
+    first.measured += beside(first, "hybrid", "hybrid", draft_length=length)
     text = report_page.page(first, {})
     said = [line for line in text.splitlines() if line.startswith("| drafts |")]
     assert [line.count("at most") for line in said] == [0, len(first.asked)]  # at each temperature

@@ -81,13 +81,13 @@ def test_the_counters_give_what_our_decoder_counts(
     way = Way(drafter, Chain(2))
     greedy, sampled = measured(target, serve(drafts=way), serve())
     made = [generate(target, prompt, way, max_new_tokens=NEW) for prompt in PROMPTS]
-    rounds = [r for g in made for r in g.rounds]
-    assert greedy.rounds == len(rounds)
-    assert greedy.tau.value == pytest.approx(sum(len(g.ids) - 1 for g in made) / len(rounds))
-    shares = [sum(r.accepted > k for r in rounds) / len(rounds) for k in range(2)]
+    steps = [r for g in made for r in g.steps]
+    assert greedy.speculation_steps == len(steps)
+    assert greedy.tau.value == pytest.approx(sum(len(g.ids) - 1 for g in made) / len(steps))
+    shares = [sum(r.accepted > k for r in steps) / len(steps) for k in range(2)]
     assert [share.value for share in greedy.accepted] == pytest.approx(shares) and shares[0] > 0
     assert greedy.identical == len(PROMPTS)
-    assert sampled.temperature == 1.0 and sampled.rounds > 0
+    assert sampled.temperature == 1.0 and sampled.speculation_steps > 0
 
 
 def test_figures_of_each_response_are_taken_where_the_engine_gives_them(
@@ -97,7 +97,11 @@ def test_figures_of_each_response_are_taken_where_the_engine_gives_them(
     not fit their response are told."""
     way = Way(drafter, Chain(2))
     counted, own = (measured(target, serve(drafts=way, per_request=x))[0] for x in (False, True))
-    assert (own.rounds, own.tau, own.accepted) == (counted.rounds, counted.tau, counted.accepted)
+    assert (own.speculation_steps, own.tau, own.accepted) == (
+        counted.speculation_steps,
+        counted.tau,
+        counted.accepted,
+    )
     busy = serve(drafts=way, per_request=True)
     busy.fault = lambda _n, reply: busy.counts.update(dict.fromkeys(busy.counts, 50)) or reply
     assert measured(target, busy)[0].tau == own.tau
@@ -116,7 +120,8 @@ def test_figures_of_each_response_are_taken_where_the_engine_gives_them(
 
 
 def test_tokens_beyond_the_end_of_a_response_are_none_of_its_own() -> None:
-    """One round accepts five tokens, of which the second is the end: 2 tokens in 1 pass, not 6."""
+    """One speculation step accepts five tokens, of which the second is the end: 2 tokens in 1 pass,
+    not 6."""
     at = figures(0.0, [TimedResponse([1, 2, 3], 1.0, 1, (1, 1, 1, 1, 1))], None)
     assert at.tau.value == 2.0
 
@@ -142,12 +147,12 @@ def test_the_speedup_is_the_quotient_of_the_two_speeds() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Two prompts: 3 rounds with 2 and 1 accepted, 1 round with none; 7 and 2 tokens, of which
-    prefill emits one each."""
+    """Two prompts: 3 speculation steps with 2 and 1 accepted, 1 step with none; 7 and 2 tokens, of
+    which prefill emits one each."""
     drafted = [TimedResponse([1] * 7, 2.0, 3, (2, 1)), TimedResponse([2] * 2, 1.0, 1, (0,))]
     plain = [TimedResponse([1] * 7, 6.0), TimedResponse([2, 3], 1.0)]
     at = figures(0.0, drafted, plain)
-    assert at.tau.value == (6 + 1) / 4 and at.rounds == 4
+    assert at.tau.value == (6 + 1) / 4 and at.speculation_steps == 4
     assert [share.value for share in at.accepted] == [2 / 4, 1 / 4]
     assert at.tokens_per_second.value == 9 / 3
     assert at.plain_tokens_per_second is not None and at.plain_tokens_per_second.value == 9 / 7

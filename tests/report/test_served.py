@@ -36,7 +36,7 @@ def test_the_runs_own_figures_stand_below_the_engines(tmp_path: Path) -> None:
     shown = served_page.write_served_page(tmp_path, near, tmp_path)
     rows = [line for line in shown.splitlines() if line.startswith("| T = 0")]
     assert [row.split(" | ")[0] for row in rows] == ["| T = 0", "| T = 0, the run's report"]
-    assert f"| {ours.tau.text(2)} |" in rows[1] and f"| {ours.rounds:,} |" in rows[1]
+    assert f"| {ours.tau.text(2)} |" in rows[1] and f"| {ours.speculation_steps:,} |" in rows[1]
     assert "At T = 0 the two intervals of τ overlap." in shown
     beyond = ours.tau.high + 1
     far = engine(Interval(beyond, beyond - 0.1, beyond + 0.1, 8), ours.way.gamma)

@@ -127,14 +127,17 @@ def test_without_an_interval_nothing_is_claimed(change: dict[str, Any], why: str
     assert not any("generate" in line for line in lines(results))
 
 
-def test_a_lossy_rule_is_named_with_the_gain() -> None:
-    lossy = at(MORE, 1.0, rule="typical", asked="typical", lossless=False)
+def test_a_lossy_method_is_named_with_the_gain() -> None:
+    lossy = at(MORE, 1.0, verification="typical", asked="typical", lossless=False)
     results = of(at(GAIN), lossy)
-    said = " The rule typical is lossy: responses at T = 1 are not the target's own."
+    said = " The verification method typical is lossy: responses at T = 1 are not the target's own."
     assert verdict.sentence(results).endswith(said)
     assert "lossy" not in verdict.sentence(of(at(GAIN), replace(lossy, speedup=at(NONE).speedup)))
     (own,) = (line for line in lines(of(lossy)) if "generate" in line)
-    assert own == "scripts/generate runs/run/best --chat --gamma 2 --temperature 1 --rule typical"
+    assert (
+        own
+        == "scripts/generate runs/run/best --chat --gamma 2 --temperature 1 --verification typical"
+    )
 
 
 def test_an_adapted_target_is_named_with_the_gain() -> None:
@@ -191,8 +194,8 @@ def test_an_engine_drafts_the_chains_that_were_fastest() -> None:
             "--tree dynamic --gamma 2 --nodes 12 --branches 3",
         ),
         (
-            {"length": "confidence", "settings": {"threshold": 0.3}},
-            "--gamma 2 --length confidence --settings threshold=0.3",
+            {"draft_length": "confidence", "draft_length_settings": {"threshold": 0.3}},
+            "--gamma 2 --draft-length confidence --draft-length-settings threshold=0.3",
         ),
     ],
     ids=str,

@@ -98,11 +98,11 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
             Way(
                 calibrated(drafter, of, shift),
                 sampler=SAMPLERS[variant],
-                length=Confidence(3, threshold=0.3),
+                draft_length=Confidence(3, threshold=0.3),
             ),
             max_new_tokens=8,
         )
-        lengths[of] = {r.drafted for g in made for r in g.rounds}
+        lengths[of] = {r.drafted for g in made for r in g.steps}
         assert drafted is None or lengths[of] == drafted
         if variant == "greedy":
             assert [g.ids for g in made] == [g.ids for g in plain]
@@ -112,11 +112,11 @@ def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, varia
         Way(
             calibrated(drafter, variant, Calibration([1.0], [0.0], [0.5])),
             sampler=SAMPLERS[variant],
-            length=Confidence(3, threshold=0.3),
+            draft_length=Confidence(3, threshold=0.3),
         ),
         max_new_tokens=8,
     )
-    assert {r.drafted for g in raw for r in g.rounds} == lengths["greedy_draft"]
+    assert {r.drafted for g in raw for r in g.steps} == lengths["greedy_draft"]
 
 
 def proposed(drafter: Drafter, target: Target, shape: Shape, temperature: float) -> Proposal:

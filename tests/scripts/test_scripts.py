@@ -65,7 +65,8 @@ def test_every_prompt_warms_up_what_is_compiled() -> None:
 def test_an_answerer_stands_beside_the_fastest_of_its_rivals(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 rounds."""
+    """Of two prompts, answered in 2 tokens each; τ = 1 + (3 + 1) / 4 accepted of 4 speculation
+    steps."""
     from benches.turns import ResponseWriter, TimedGeneration, compare
 
     each = {name: ResponseWriter(None) for name in ("slow", "fast")}  # type: ignore[arg-type]
@@ -216,9 +217,9 @@ def test_options_stand_before_between_and_after_positional_arguments(
         ({"gamma": 1, "fastest": True}, "", "chains of 1 token, as {run} says"),
         ({"gamma": None}, "", "chains of 3 tokens, as {run} says"),
         (
-            {"gamma": 2, "length": "confidence", "settings": {"threshold": 0.4}},
+            {"gamma": 2, "draft_length": "confidence", "draft_length_settings": {"threshold": 0.4}},
             "",
-            "chains of 2 tokens or fewer (length=confidence), as {run} says",
+            "chains of 2 tokens or fewer (draft_length=confidence), as {run} says",
         ),
         (
             {"gamma": 2, "tree": "dynamic", "nodes": 5},
@@ -318,8 +319,10 @@ def test_the_commands_of_a_verdict_decode_as_was_measured(tmp_path: Path) -> Non
     paths = [[0], [1], [0, 0]]
     assert read(tree(GAIN, 1.0)) == DecodeConfig(tree="static", paths=paths)
     more: dict[str, Any] = dict(top_k=5, top_p=0.9, greedy_draft=True)
-    typical = at(GAIN, 0.7, rule="typical", asked="typical", lossless=False, compiled=True, **more)
-    assert read(typical) == DecodeConfig(gamma=2, rule="typical", compile=True, **more)
+    typical = at(
+        GAIN, 0.7, verification="typical", asked="typical", lossless=False, compiled=True, **more
+    )
+    assert read(typical) == DecodeConfig(gamma=2, verification="typical", compile=True, **more)
 
 
 @pytest.mark.slow
@@ -389,11 +392,12 @@ def test_an_engine_is_spoken_to_line_by_line(
     assert json.loads(second) == plain and json.loads(first) == plain | drafted
 
 
-def test_the_parts_of_a_round_stand_beside_what_it_should_gain(
+def test_the_parts_of_a_step_stand_beside_what_it_should_gain(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A draft that is the target has every token accepted: γ + 1 = 3 tokens a round, α = 1 at each
-    depth, so that the best γ is the largest or, where drafting costs more than it gains, 0."""
+    """A draft that is the target has every token accepted: γ + 1 = 3 tokens a speculation step, α =
+    1 at each depth, so that the best γ is the largest or, where drafting costs more than it gains,
+    0."""
     from benches import speed
     from benches.setting import BenchSetting, Timing
 

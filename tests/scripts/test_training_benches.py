@@ -42,7 +42,8 @@ from train.folder import data_of_run
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of training runs. Results with known acceptance stand in for them: of 10
     positions per prompt, starting from the target accepts .2 more, nla .1 more, and the second rate
-    .05 more for random starts alone. A walk takes 10 rounds for 10 tokens and the accepted ones."""
+    .05 more for random starts alone. A walk takes 10 speculation steps for 10 tokens and the
+    accepted ones."""
     from benches import recipe
 
     commands: list[list[str]] = []
@@ -235,7 +236,7 @@ def test_the_papers_experiments_stand_on_one_page(tmp_path: Path, tiny_runs: lis
         assert float(after[4].split()[0]) == pytest.approx(grown, abs=0.0051)
         assert in_a_pass[0] == str(gamma + 1)
     (lenient,) = Results.load(run / "lenience-factor=0.1").asked
-    assert lenient.way.rule == "lenience:factor=0.1" and not lenient.way.lossless
+    assert lenient.way.verification == "lenience:factor=0.1" and not lenient.way.lossless
     assert lenient.foreseen
     (row,) = rows["`lenience:factor=0.1`"]
     assert row[0] == str(lenient.foreseen.lenience[-1].visited) and row[2] == str(lenient.tau)

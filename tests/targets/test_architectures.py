@@ -227,7 +227,7 @@ def test_llama4_drafts_for_itself(family: str) -> None:
     made = generate(target, prompt, Way(drafter), max_new_tokens=20, eos=())
     assert made.ids == transformers_ids(target, prompt, 20)
     if family == "sparse":  # its budget holds all of the text, so it drafts what the target writes
-        assert all(r.accepted == r.drafted for r in made.rounds[:-1])
+        assert all(r.accepted == r.drafted for r in made.steps[:-1])
 
 
 # --- Layers that share keys and values ----------------------------------------------------------
@@ -247,7 +247,7 @@ def test_layers_may_read_the_keys_of_others(family: str, shape: Any) -> None:
     learn(drafter, [prompt + plain, [plain[0], plain[3]] * 3])
     made = generate(target, prompt, Way(drafter, shape), max_new_tokens=40, eos=())
     assert made.ids == plain
-    assert any(r.accepted for r in made.rounds)
+    assert any(r.accepted for r in made.steps)
 
 
 # --- Other kinds of attention -------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_chunks_and_sparse_attention_in_batches_and_trees(kind: str, config: Any
     for shape in (Chain(2), TREE):
         made = decode(target, prompts, Way(drafter, shape), max_new_tokens=24, eos=())
         assert [g.ids for g in made] == expected
-        assert any(r.accepted for g in made for r in g.rounds)
+        assert any(r.accepted for g in made for r in g.steps)
 
 
 def test_sparse_attention_keeps_its_name() -> None:
@@ -348,7 +348,7 @@ def test_kept_layers_keep_their_kind(first: str) -> None:
         nn.init.zeros_(part.weight)
     drafter = DRAFTERS["lm"].build(LMConfig(depth=3, layers=[1, 2, 3]), target).float().eval()
     made = generate(target, list(range(3, 30)), Way(drafter), max_new_tokens=40, eos=())
-    assert all(r.accepted == 3 for r in made.rounds)
+    assert all(r.accepted == 3 for r in made.steps)
 
 
 @pytest.mark.parametrize("layers", [None, [3, 7]])
@@ -448,7 +448,7 @@ def test_models_with_ways_of_their_own(kind: str) -> None:
     for shape in (Chain(2), TREE) if target.reads_trees else (Chain(2),):
         made = decode(target, prompts, Way(drafter, shape), max_new_tokens=16, eos=())
         assert [response.ids for response in made] == expected
-        assert any(r.accepted for response in made for r in response.rounds)
+        assert any(r.accepted for response in made for r in response.steps)
     needs = HiddenStateSpec(layers=(1, 4))
     alone = [target.hidden_states(torch.tensor([ids]), needs)[0].layers_BTF for ids in prompts]
     position = torch.tensor([[*range(13), *range(6)]])
@@ -655,7 +655,7 @@ def test_a_model_that_runs_layers_twice_keeps_its_rows_and_paths() -> None:
     shape = Static([[0], [1], [2], [0, 0], [1, 0]])
     made = decode(target, prompts, Way(drafter, shape), max_new_tokens=20, eos=())
     assert [response.ids for response in made] == expected
-    assert any(r.accepted for response in made for r in response.rounds)
+    assert any(r.accepted for response in made for r in response.steps)
 
 
 def test_layers_that_pass_other_states_than_the_head_reads_are_refused_in_one_line() -> None:

@@ -425,7 +425,7 @@ def test_a_target_of_quantised_layers_drafts_and_is_drafted_for(quantise: Any) -
     for draft in (drafter, eagle):
         drafted = generate(target, ids[0].tolist(), Way(draft), max_new_tokens=12, eos=())
         assert drafted.ids == response.ids
-        assert draft is eagle or all(r.accepted == r.drafted for r in drafted.rounds)
+        assert draft is eagle or all(r.accepted == r.drafted for r in drafted.steps)
     assert target.checksum() == before
     with torch.no_grad():
         parameter = next(p for n, p in model.named_parameters() if "q_proj.weight" in n)

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.context import HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode
 from specdec.decoding.speculative import speculative_generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle3 import Eagle3Config
@@ -173,7 +173,7 @@ def test_200_responses_are_those_of_transformers(target: Target) -> None:
         batch = order[start : start + 20]
         made = decode(target, [prompts[i] for i in batch], Way(drafter), max_new_tokens=12, eos=())
         same += sum(g.ids == expected[i] for g, i in zip(made, batch, strict=True))
-        counts += [r.accepted for g in made for r in g.rounds]
+        counts += [r.accepted for g in made for r in g.steps]
     assert same == len(prompts) == 10 * len(lengths)
     assert {0, 1, 2, 3} == set(counts)
 
@@ -241,7 +241,7 @@ def test_sampled_tokens_follow_p_exactly(kind: str) -> None:
     p_BMV = p_of(target.step(ids, HiddenStateSpec(), cache)[1])
     cache.commit((n + 1).tolist())
     q_BGV = torch.stack([first_V.expand(len(a), -1), then_VV[a]], 1)
-    rule = law(RULES["rejection"], Proposal(ids[:, 1:], q_BGV), p_BMV)
+    rule = law(VERIFICATION_METHODS["rejection"], Proposal(ids[:, 1:], q_BGV), p_BMV)
     mass_B = first_V[a] * then_VV[a, b] * rule.stop_BM[rows, n]
     next_BV, joint = rule.next_BMV[rows, n], torch.zeros(V, V, V, dtype=torch.float64)
 
@@ -407,7 +407,7 @@ def test_a_draft_is_accepted_as_often_as_teacher_forcing_says(target: Target) ->
         whole = torch.tensor([g.prompt + g.ids + g.overrun])
         ctx, final = target.hidden_states(whole, drafter.needs)
         best = target.logits(final)[0].argmax(-1).tolist()
-        for r in g.rounds:
+        for r in g.steps:
             hidden = drafter.hidden(
                 ctx, torch.tensor([[r.anchor]]), torch.tensor([[r.tokens[:-1]]])
             )
@@ -417,15 +417,16 @@ def test_a_draft_is_accepted_as_often_as_teacher_forcing_says(target: Target) ->
 
 
 def test_the_states_after_each_draft_are_those_of_a_plain_pass(target: Target) -> None:
-    """What training on the draft's own rounds reads: the rejected tokens branch off the text."""
+    """What training on the draft's own speculation steps reads: the rejected tokens branch off the
+    text."""
     ids = texts(1, 12)[0]
-    rounds = [(3, 1, [ids[4], 7, 8]), (5, 0, [9, 9, 2]), (6, 2, [ids[7], ids[8], 5])]
-    anchors, accepted, drafted = zip(*rounds, strict=True)
+    steps = [(3, 1, [ids[4], 7, 8]), (5, 0, [9, 9, 2]), (6, 2, [ids[7], ids[8], 5])]
+    anchors, accepted, drafted = zip(*steps, strict=True)
     ctx, final, after = read_drafts(target, HiddenStateSpec((2,)), ids, anchors, accepted, drafted)
     whole, theirs = target.hidden_states(torch.tensor([ids]), HiddenStateSpec((2,)))
     torch.testing.assert_close(final, theirs)
     torch.testing.assert_close(ctx.layers_BTF, whole.layers_BTF)
-    for (anchor, _, draft), states in zip(rounds, after, strict=True):
+    for (anchor, _, draft), states in zip(steps, after, strict=True):
         for k, state in enumerate(states):
             text = torch.tensor([[*ids[: anchor + 1], *draft[:k]]])
             own = target.hidden_states(text, HiddenStateSpec())[1][0, -1]
@@ -446,7 +447,7 @@ def test_the_states_after_each_draft_are_those_of_a_plain_pass(target: Target) -
             ["data.responses=target", "rounds.count=2", "rounds.data=on_policy"],
         ),
         ("lfm2", "dflash", ["decode.batch=2"]),
-        ("lfm2", "eagle3", ["decode.length=goodput"]),
+        ("lfm2", "eagle3", ["decode.draft_length=goodput"]),
     ],
 )
 def test_a_whole_job(kind: str, drafter: str, more: list[str], tmp_path: Path) -> None:

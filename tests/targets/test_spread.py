@@ -86,7 +86,7 @@ def test_a_draft_decodes_with_it(
     for each in (target, whole):
         again = draft_checkpoint.load_draft(tmp_path / "draft", each)
         made = decode(each, prompts, Way(again), max_new_tokens=16, eos=())
-        assert [g.ids for g in made] == right and all(g.rounds for g in made)
+        assert [g.ids for g in made] == right and all(g.steps for g in made)
 
 
 def test_a_job_loads_it_in_parts_and_in_whole(cfg: TargetConfig, whole: Target) -> None:

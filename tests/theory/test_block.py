@@ -1,4 +1,5 @@
-"""Expected tokens by rejection and block, from the text alone, against the rules' exact laws.
+"""Expected tokens by rejection and block, from the text alone, against the verification methods'
+exact laws.
 
 Run alone: python -m pytest tests/theory/test_block.py
 """
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from specdec.context import Proposal
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.theory.alpha import block_expected_tokens, expected_tokens
 from tests.laws import FILLS, Tables, law
 
@@ -31,8 +32,9 @@ def by_rejection(ratio_NK: torch.Tensor) -> torch.Tensor:
     return expected_tokens(ratio_NK.clamp_max(1))
 
 
-def tokens_of_drafts(rule: str, p: Tables, q: Tables) -> float:
-    """E[tokens of a round], over every draft of q and the rule's own law of what it keeps."""
+def tokens_of_drafts(verification: str, p: Tables, q: Tables) -> float:
+    """E[tokens of a speculation step], over every draft of q and the verification method's own law
+    of what it keeps."""
     total = 0.0
     for draft in product(range(V), repeat=K):
         index = [sum(draft[j] * V ** (k - 1 - j) for j in range(k)) for k in range(K + 1)]
@@ -41,7 +43,9 @@ def tokens_of_drafts(rule: str, p: Tables, q: Tables) -> float:
             continue
         q_BGV = torch.stack([q[k][index[k]] for k in range(K)])[None]
         p_BMV = torch.stack([p[k][index[k]] for k in range(K + 1)])[None]
-        kept = law(RULES[rule], Proposal(torch.tensor([draft]), q_BGV), p_BMV).stop_BM[0]
+        kept = law(
+            VERIFICATION_METHODS[verification], Proposal(torch.tensor([draft]), q_BGV), p_BMV
+        ).stop_BM[0]
         total += float(probability * (kept * torch.arange(1.0, K + 2)).sum())
     return total
 
@@ -64,12 +68,12 @@ def ratios(p: Tables, q: Tables) -> tuple[torch.Tensor, torch.Tensor]:
 def test_text_of_the_target_gives_what_drafts_give(fill_p: int, fill_q: int) -> None:
     p, q = tables(fill_p, fill_q, seed=7 * fill_p + fill_q)
     ratio_NK, weight_N = ratios(p, q)
-    for rule, expected in (
+    for verification, expected in (
         ("rejection", by_rejection),
         ("block", block_expected_tokens),
     ):
         ours = float((weight_N * expected(ratio_NK)).sum())
-        assert ours == pytest.approx(tokens_of_drafts(rule, p, q), abs=1e-9), rule
+        assert ours == pytest.approx(tokens_of_drafts(verification, p, q), abs=1e-9), verification
 
 
 def test_hand_numbers_and_order() -> None:

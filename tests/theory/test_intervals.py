@@ -45,10 +45,11 @@ def test_prompts_that_one_side_lacks_are_left_out() -> None:
 
 
 def test_a_product_of_ratios_by_hand() -> None:
-    """15/6 tokens a round over 3 prompts; 6/3 s a token and 3/9 rounds a second over 3 others."""
+    """15/6 tokens a speculation step over 3 prompts; 6/3 s a token and 3/9 steps a second over 3
+    others."""
     kept = [6.0, 4.0, 5.0], [2.0, 2.0, 2.0]
-    step, rounds = ([2.0, 1.0, 3.0], [1.0] * 3), ([1.0] * 3, [4.0, 2.0, 3.0])
-    found = product_interval([kept], [step, rounds])
+    step, speculation_steps = ([2.0, 1.0, 3.0], [1.0] * 3), ([1.0] * 3, [4.0, 2.0, 3.0])
+    found = product_interval([kept], [step, speculation_steps])
     assert found.value == pytest.approx(15 / 6 * 6 / 3 * 3 / 9) and found.n == 3
     assert found.low < found.value < found.high
     alone, ratio = product_interval([kept]), ratio_interval(*kept)

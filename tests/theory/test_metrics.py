@@ -179,9 +179,9 @@ def test_expected_tokens_at_one_alpha_is_tokens() -> None:
         assert got == pytest.approx(tokens(alpha, 5))
 
 
-def test_expected_tokens_is_the_mean_of_simulated_rounds() -> None:
-    """100,000 rounds; a length between 1 and 5 has a standard error below 2/√100,000 = 0.0063,
-    and 0.025 is four of them."""
+def test_expected_tokens_is_the_mean_of_simulated_steps() -> None:
+    """100,000 speculation steps; a length between 1 and 5 has a standard error below 2/√100,000 =
+    0.0063, and 0.025 is four of them."""
     alpha = torch.tensor([0.9, 0.6, 0.8, 0.3], dtype=torch.float64)
     coins = torch.rand(100_000, 4, generator=torch.Generator().manual_seed(5)) < alpha
     simulated = 1 + coins.long().cumprod(-1).sum(-1).double().mean().item()
@@ -247,7 +247,7 @@ def test_interval_as_text() -> None:
 
 
 def walk(alpha_TK: Tensor, coin: random.Random) -> list[int]:
-    """The anchors at which a decoder starts its rounds."""
+    """The anchors at which a decoder starts its speculation steps."""
     t, anchors = 0, []
     while t < len(alpha_TK):
         anchors.append(t)
@@ -259,7 +259,7 @@ def walk(alpha_TK: Tensor, coin: random.Random) -> list[int]:
 
 
 def test_visits_on_paper() -> None:
-    """α .5 then .4: a round emits 1, 2 or 3 tokens with probability .5, .3 and .2."""
+    """α .5 then .4: a speculation step emits 1, 2 or 3 tokens with probability .5, .3 and .2."""
     alpha = torch.tensor([[0.5, 0.4]]).expand(4, 2)
     wanted = [1, 0.5, 0.5 * 0.5 + 0.3, 0.55 * 0.5 + 0.5 * 0.3 + 0.2]
     assert visits(alpha).tolist() == pytest.approx(wanted, abs=1e-7)
@@ -278,8 +278,8 @@ def test_greedy_visits_are_the_walk_of_a_greedy_decoder(K: int, share: float) ->
 
 
 def test_visits_conserve_probability() -> None:
-    """Each token is emitted by one round: over the rounds at or before t, the probability of
-    starting there and reaching past t sums to 1. A round at s reaches past t if it accepts at
+    """Each token is emitted by one speculation step: over the steps at or before t, the probability
+    of starting there and reaching past t sums to 1. A step at s reaches past t if it accepts at
     least t - s tokens, with probability Π_{j < t-s} α_{s,j}, and none if t - s > K."""
     for K in (1, 3, 6):
         torch.manual_seed(K)

@@ -23,7 +23,7 @@ from specdec.theory.leviathan import (
     operations_factor,
     oracle_factor,
     pass_cost,
-    round_cost,
+    step_cost,
     tokens_by_gamma,
     walltime_by_gamma,
     walltime_factor,
@@ -129,11 +129,11 @@ def test_corollary_3_9(alpha: float, c: float) -> None:
         assert (gamma, gain, guaranteed_factor(alpha, c)) == (0, 1, 1)
 
 
-def test_round_cost_by_hand() -> None:
-    assert round_cost(3, 0.25, 1.5) == pytest.approx(2.25)  # γc + v
-    assert round_cost(3, 0.25, 1.5, share=0.4) == pytest.approx(1.5)  # 1 + .4 · 1.25
-    assert round_cost(3, 0.25, 1.5, share=0) == 1  # rounds that draft nothing are plain steps
-    gain = expected_tokens(0.5, 3) / round_cost(3, 0.25, 1.5)
+def test_step_cost_by_hand() -> None:
+    assert step_cost(3, 0.25, 1.5) == pytest.approx(2.25)  # γc + v
+    assert step_cost(3, 0.25, 1.5, share=0.4) == pytest.approx(1.5)  # 1 + .4 · 1.25
+    assert step_cost(3, 0.25, 1.5, share=0) == 1  # steps that draft nothing are plain steps
+    gain = expected_tokens(0.5, 3) / step_cost(3, 0.25, 1.5)
     assert walltime_factor(0.5, 3, 0.25, v=1.5) == pytest.approx(gain)
 
 

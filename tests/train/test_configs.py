@@ -190,7 +190,10 @@ def test_terms_that_change_over_a_run() -> None:
         ("responses.seed=4294967296", [r"responses\.seed"]),
         ("decode.seed=-1", [r"decode\.seed=-1"]),
         ("name=''", ["name=''", "inside runs/"]),
-        ("decode.rule=lenience:facto=0.8", [r"decode\.rule", "'facto' is not a parameter"]),
+        (
+            "decode.verification=lenience:facto=0.8",
+            [r"decode\.verification", "'facto' is not a parameter"],
+        ),
         ("loop.rows", ["loop.rows"]),
     ],
 )
@@ -238,7 +241,7 @@ def test_the_nearest_key_is_one_of_the_drafter_that_was_chosen(
         ("drafter.depth=0", ["drafter.depth"]),
         ("drafter.initialisation=targett", ["drafter.initialisation", "did you mean 'target'"]),
         ("drafter.layers=[1,2,99]", ["99", "to 4"]),
-        ("decode.rule=blok", ["decode.rule|blok", "did you mean 'block'"]),
+        ("decode.verification=blok", ["decode.verification|blok", "did you mean 'block'"]),
         ("decode.gamma=0", ["decode.gamma"]),
         ("decode.prompts=-1", ["prompts"]),
         ("decode.repeats=0", ["decode.repeats"]),
@@ -265,10 +268,12 @@ def test_a_value_that_cannot_be(
     assert not (tmp_path / "run" / "checkpoints").exists(), "told only after training"
 
 
-@pytest.mark.parametrize("rule", ["lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"])
-def test_a_rule_is_written_as_the_readme_writes_it(rule: str) -> None:
-    assert compose([f"decode.rule={rule}"]).decode.rule == rule
-    assert compose([f"decode.rule='{rule}'"]).decode.rule == rule  # quoted for Hydra by the user
+@pytest.mark.parametrize("verification", ["lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"])
+def test_a_method_is_written_as_the_readme_writes_it(verification: str) -> None:
+    assert compose([f"decode.verification={verification}"]).decode.verification == verification
+    assert (
+        compose([f"decode.verification='{verification}'"]).decode.verification == verification
+    )  # quoted for Hydra by the user
 
 
 UNTOUCHED = ["-m", "--help", "--config-dir=a=b", "drafter=lm", "data.path='a=b'", "a={b: c=d}"]

@@ -136,7 +136,7 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
     assert found["weight_bytes"] == expected["weight_bytes"]
     assert found["target_operations"] == expected["target_operations"]
     ours_at, theirs_at = found["measured"][0], expected["measured"][0]
-    for name in ("rounds", "accepted_lengths", "drafted", "accepted", "identical"):
+    for name in ("speculation_steps", "accepted_lengths", "drafted", "accepted", "identical"):
         assert ours_at[name] == theirs_at[name]
     assert ours_at["identical"] == found["prompts"]
     for alpha, other in zip(

@@ -71,8 +71,9 @@ def test_promised_tau_is_that_of_the_decoder_on_the_target_s_own_responses(
     family: str, gamma: int
 ) -> None:
     """Greedy, in float64, at the γ that is decoded, below and beyond the trained depth of 3: each
-    round of the decoder starts where the walk along its response says, and tokens beyond the end of
-    a response count on neither side. The responses end at their limit or at an end token."""
+    speculation step of the decoder starts where the walk along its response says, and tokens beyond
+    the end of a response count on neither side. The responses end at their limit or at an end
+    token."""
     target = make_target()
     drafter = lm(target, 0.02) if family == "lm" else make_drafter(family, target)
     drafter = drafter.double().eval()
@@ -91,7 +92,7 @@ def test_promised_tau_is_that_of_the_decoder_on_the_target_s_own_responses(
     forcing = TeacherForcing(drafter, target, Sampler(1.0))
     chain = drafter.depth, gamma
     found = evaluate(forcing, source, 2, Process(0, 1), chain)  # type: ignore[arg-type]
-    rounds, emitted = sum(len(g.rounds) for g in made), sum(len(g.ids) - 1 for g in made)
-    assert found.tau_greedy == pytest.approx(emitted / rounds, abs=1e-9)
-    assert family != "lm" or emitted > 1.1 * rounds
+    steps, emitted = sum(len(g.steps) for g in made), sum(len(g.ids) - 1 for g in made)
+    assert found.tau_greedy == pytest.approx(emitted / steps, abs=1e-9)
+    assert family != "lm" or emitted > 1.1 * steps
     assert found.gamma == gamma and len(found.positions) == drafter.depth

@@ -61,10 +61,26 @@ def target(tiny: Tiny) -> Target:
 @pytest.mark.parametrize(
     ("drafter", "more", "said"),
     [
-        ("medusa", ["+decode.settings.foo=1"], "decode.settings: unknown key 'foo'"),
-        ("medusa", ["decode.length=confidence", "+decode.settings.threshold=2"], "threshold=2"),
-        ("medusa", ["decode.length=confidence", "+decode.settings.limit=5"], "decode.gamma=5"),
-        ("medusa", ["decode.length=disco", "+decode.settings.path=/nope"], "/nope"),
+        (
+            "medusa",
+            ["+decode.draft_length_settings.foo=1"],
+            "decode.draft_length_settings: unknown key 'foo'",
+        ),
+        (
+            "medusa",
+            ["decode.draft_length=confidence", "+decode.draft_length_settings.threshold=2"],
+            "threshold=2",
+        ),
+        (
+            "medusa",
+            ["decode.draft_length=confidence", "+decode.draft_length_settings.limit=5"],
+            "decode.gamma=5",
+        ),
+        (
+            "medusa",
+            ["decode.draft_length=disco", "+decode.draft_length_settings.path=/nope"],
+            "/nope",
+        ),
         ("medusa", ["decode.gamma=9"], "at most 2 tokens"),
         (
             "medusa",
@@ -420,7 +436,7 @@ def test_a_document_is_read_again_in_other_rows(
         filling.fill_from_batches(store, few, bar)
         others = []
         for rows in ([*source.rows[:2], source.rows[4]], source.rows[2:]):
-            columns = zip(*(astuple(row)[:4] for row in rows))  # none has rounds
+            columns = zip(*(astuple(row)[:4] for row in rows))  # none has speculation steps
             others.append(Row(*(np.concatenate([a[4:], b[:4], c]) for a, b, c in columns)))
         left = store.missing(others)
         assert [r.ids.tolist() for r in left] == [source.rows[4].ids.tolist()] * 2

@@ -92,10 +92,10 @@ def test_accelerate_launch_trains_as_one_process_does(
     assert texts[0]["of"] == texts[1]["of"] and texts[0]["records"] == texts[1]["records"]
     assert [found["processes"] for found in results] == [2, 1]
     ours, theirs = (found["measured"][0] for found in results)
-    for name in ("rounds", "accepted_lengths", "drafted", "accepted", "identical"):
+    for name in ("speculation_steps", "accepted_lengths", "drafted", "accepted", "identical"):
         assert ours[name] == theirs[name]
     for ours_of, theirs_of in zip(ours["prompts"], theirs["prompts"], strict=True):
-        for name in ("emitted", "rounds", "positions", "greedy"):
+        for name in ("emitted", "speculation_steps", "positions", "greedy"):
             assert ours_of[name] == theirs_of[name]
     assert [s["prompt"] for s in ours["samples"]] == [s["prompt"] for s in theirs["samples"]]
 

@@ -48,7 +48,7 @@ def test_the_report_has_figures_for_both(
         assert [*one.slices] == ["with reasoning", "without reasoning"]
         parts = one.slices.values()
         assert sum(part.prompts for part in parts) == len(one.prompts) == 8
-        assert sum(part.tau.n for part in parts) == one.rounds
+        assert sum(part.tau.n for part in parts) == one.speculation_steps
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "### Kinds of prompts" in page and "| without reasoning | " in page
     read, write = list[str](), BoundedTemplate.render

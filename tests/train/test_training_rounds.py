@@ -86,7 +86,7 @@ def test_interrupted_rounds_equal_whole_ones(
 
 def test_a_run_that_continues_keeps_its_rounds(tiny: Tiny, tmp_path: Path, whole: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    for change in ("rounds.count=4", "rounds.rule=rejection", "rounds.data=mixed"):
+    for change in ("rounds.count=4", "rounds.verification=rejection", "rounds.data=mixed"):
         with pytest.raises(UserError, match=change.split("=")[0]):
             tiny.job(tmp_path / "run", "medusa", *ROUNDS, "rounds.data=draft", change)
 
@@ -122,9 +122,9 @@ def test_a_later_round_of_longer_rows_ends_a_run_with_its_last_draft(
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == lines
 
 
-def test_by_a_lossless_rule_the_text_is_the_target_s(tiny: Tiny, tmp_path: Path) -> None:
+def test_by_a_lossless_method_the_text_is_the_target_s(tiny: Tiny, tmp_path: Path) -> None:
     """At temperature 0 that is the very same text, token for token."""
-    more = [*ROUNDS, "rounds.count=2", "rounds.data=draft", "rounds.rule=rejection"]
+    more = [*ROUNDS, "rounds.count=2", "rounds.data=draft", "rounds.verification=rejection"]
     tiny.job(tmp_path / "run", "medusa", *more)
     alone = of_target(tiny)
     found = written(tmp_path / "run", 1)
@@ -179,10 +179,10 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
     alone, records = of_target(tiny), []
     for number in (0, 1):
         folder = whole / "rounds" / str(number) / "responses"
-        keys = ("prompt", "ids", "rounds")
+        keys = ("prompt", "ids", "speculation_steps")
         found = [r for path in sorted(folder.glob("*.jsonl")) for r in read_lines(path, keys)]
         assert len(found) == 24 and all(r["ids"] == alone[r["prompt"]] for r in found)
-        records.append({r["prompt"]: r["rounds"] for r in found})
+        records.append({r["prompt"]: r["speculation_steps"] for r in found})
     assert records[0] != records[1]  # another draft
     of_first_draft = records[0].values()
     depth = tiny.config(drafter).drafter.depth
@@ -238,19 +238,19 @@ def test_a_log_trains_as_the_round_that_it_holds(tiny: Tiny, tmp_path: Path) -> 
     asked = {}
     for prompt in split_prompts(tiny.config().data, make_tokenizer()).train:
         asked[name_of(prompt)] = prompt.ids.tolist()
-    keys = ("prompt", "ids", "rounds")
+    keys = ("prompt", "ids", "speculation_steps")
     lines = [r for path in responses.glob("*.jsonl") for r in read_lines(path, keys)]
     found = {r["prompt"]: {key: r[key] for key in keys} for r in lines}  # without their checksums
     log = write_jsonl(
         tmp_path / "log.jsonl", [found[name] | {"prompt": ids} for name, ids in asked.items()]
     )
-    tiny.job(tmp_path / "log", "eagle3", *more, f"data.rounds={log}")
+    tiny.job(tmp_path / "log", "eagle3", *more, f"data.decoding_log={log}")
     assert losses(tmp_path / "log") == losses(tmp_path / "run")
     tiny.job(tmp_path / "plain", "eagle3", *more)
     assert losses(tmp_path / "plain") != losses(tmp_path / "run")
     log.write_text("".join(log.read_text().splitlines(keepends=True)[1:]))
     with pytest.raises(UserError, match="training data changed"):
-        tiny.job(tmp_path / "log", "eagle3", *more, f"data.rounds={log}")
+        tiny.job(tmp_path / "log", "eagle3", *more, f"data.decoding_log={log}")
 
 
 @pytest.mark.usefixtures("training_alone")
@@ -281,8 +281,8 @@ def test_only_a_model_of_its_own_can_write_alone(tiny: Tiny, tmp_path: Path) -> 
 
 
 def test_a_log_is_not_answered_again(tiny: Tiny, tmp_path: Path) -> None:
-    more = ("data.responses=target", "data.rounds=x.jsonl", "rounds.count=2")
-    with pytest.raises(UserError, match=r"data\.rounds"):
+    more = ("data.responses=target", "data.decoding_log=x.jsonl", "rounds.count=2")
+    with pytest.raises(UserError, match=r"data\.decoding_log"):
         tiny.job(tmp_path, "eagle3", *more)
 
 
@@ -292,7 +292,7 @@ def test_a_log_is_not_answered_again(tiny: Tiny, tmp_path: Path) -> None:
         (lambda: RoundsConfig(count=0), r"rounds\.count=0"),
         (lambda: RoundsConfig(data="drafts"), "did you mean 'draft'"),
         (lambda: RoundsConfig(gamma=0), r"rounds\.gamma=0"),
-        (lambda: RoundsConfig(rule="leniense"), "leniense"),
+        (lambda: RoundsConfig(verification="leniense"), "leniense"),
     ],
 )
 def test_mistakes(make: Callable[[], RoundsConfig], said: str) -> None:

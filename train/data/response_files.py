@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.decoding.logs import Rounds
+from specdec.decoding.logs import LoggedSteps
 from specdec.engines.client import Server
 from specdec.errors import require, require_within
 from specdec.files import read_json, sealed_lines, write_json
@@ -175,15 +175,15 @@ def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int
         prompt = asked.get(entry["prompt"])
         return math.inf if prompt is None else len(prompt) + len(entry["ids"])
 
-    rounds = entry.get("rounds", [])
+    speculation_steps = entry.get("speculation_steps", [])
     return (
         isinstance(entry["prompt"], str)
-        and set(entry) <= {"prompt", "ids", "rounds"}
+        and set(entry) <= {"prompt", "ids", "speculation_steps"}
         and tokens(entry["ids"])
-        and isinstance(rounds, list)
-        and all(isinstance(r, list) and len(r) == 3 and tokens(r[2]) for r in rounds)
-        and all(type(r[0]) is int and type(r[1]) is int for r in rounds)
-        and all(0 < r[0] < end(entry) and 0 <= r[1] <= len(r[2]) for r in rounds)
+        and isinstance(speculation_steps, list)
+        and all(isinstance(r, list) and len(r) == 3 and tokens(r[2]) for r in speculation_steps)
+        and all(type(r[0]) is int and type(r[1]) is int for r in speculation_steps)
+        and all(0 < r[0] < end(entry) and 0 <= r[1] <= len(r[2]) for r in speculation_steps)
     )
 
 
@@ -205,7 +205,9 @@ def response_documents(
     for prompt in prompts:
         if (kept := known.get(name_of(prompt))) is None:
             raise Damaged(f"{folder} was damaged while this run answered: start it again")
-        document = response_document(prompt.id, prompt.ids, kept["ids"], kept.get("rounds"), depth)
+        document = response_document(
+            prompt.id, prompt.ids, kept["ids"], kept.get("speculation_steps"), depth
+        )
         if document is not None:
             document.weight = even_weights(len(document.ids), prompt.weight)
             document.opening, document.placed = prompt.opening, prompt.placed
@@ -217,19 +219,19 @@ def response_document(
     name: str,
     prompt: Sequence[int] | NDArray[np.int32],
     response: Sequence[int],
-    rounds: Rounds | None = None,
+    speculation_steps: LoggedSteps | None = None,
     depth: int | None = None,
 ) -> Document | None:
-    """The document of a prompt and its response. With a `depth`, it also holds the rounds that
-    drafted anything, cut to that depth; if there is no such round, the result is None."""
+    """The document of a prompt and its response. With a `depth`, it also holds the speculation
+    steps that drafted anything, cut to that depth; if there is no such step, the result is None."""
     ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(response, np.int32)])
     document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
     if depth is not None:
-        document.rounds = np.full((len(ids), 1 + depth), -1, np.int32)
-        drafts = [r for r in rounds or () if r[2]]
+        document.speculation_steps = np.full((len(ids), 1 + depth), -1, np.int32)
+        drafts = [r for r in speculation_steps or () if r[2]]
         for anchor, accepted, tokens in drafts:
             row = [min(accepted, depth), *tokens[:depth]]
-            document.rounds[anchor, : len(row)] = row
+            document.speculation_steps[anchor, : len(row)] = row
         if not drafts:
             return None
     return document

@@ -20,7 +20,7 @@ from specdec.context import HiddenStateSpec
 from specdec.decoding.decode import decode
 from specdec.decoding.draft_responses import draft_responses
 from specdec.decoding.fitting import rows_that_fit
-from specdec.decoding.logs import Logged, rounds_of
+from specdec.decoding.logs import Logged, logged_steps
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require
@@ -64,17 +64,17 @@ FIRST, PART = 16, 1 / 12
 @dataclass
 class Author:
     """A draft that writes responses together with the target: it proposes `gamma` tokens at a time,
-    and those that `rule` accepts are kept. With `rule` None the draft writes alone. `folder` keeps
-    these responses; `key` names the draft's weights. With `rounds`, documents also hold the
-    decoder's rounds, each cut to that many drafted tokens, and documents without a round are left
-    out."""
+    and those that `verification` accepts are kept. With `verification` None the draft writes alone.
+    `folder` keeps these responses; `key` names the draft's weights. With `logged_depth`, documents
+    also hold the decoder's speculation steps, each cut to that many drafted tokens, and documents
+    without a step are left out."""
 
     drafter: Drafter
     gamma: int
-    rule: str | None
+    verification: str | None
     folder: Path
     key: str = ""
-    rounds: int | None = None
+    logged_depth: int | None = None
 
 
 def documents_with_responses(
@@ -128,7 +128,7 @@ def documents_with_responses(
         return set(stored.by_prompt)
 
     known = ranks.first(known_now)
-    by_draft = author is not None and author.rule is None
+    by_draft = author is not None and author.verification is None
     size, refills = cfg.at_once(), False
     if not by_draft and not known >= asked.keys():
         needs = (
@@ -155,14 +155,14 @@ def documents_with_responses(
     task = progress.add_task(f"{whose} responses", total=None)
     sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
     way = Way(sampler=sampler)
-    if author and author.rule is not None:
-        way = Way(author.drafter, Chain(author.gamma), sampler, author.rule)
+    if author and author.verification is not None:
+        way = Way(author.drafter, Chain(author.gamma), sampler, author.verification)
 
     def write(group: Sequence[str]) -> list[dict[str, Any]]:
         """The responses to prompts that are given by name."""
         asking = [asked[name] for name in group]
         seeds = [seed_of(name, cfg) for name in group]
-        if author and author.rule is None:
+        if author and author.verification is None:
             most, eos = cfg.max_new_tokens, target.parts.eos
             texts = draft_responses(author.drafter, asking, sampler, seeds, most, eos)
             for n, ids in enumerate(texts):
@@ -180,9 +180,9 @@ def documents_with_responses(
             goes_on=None if time is None else goes_on,
         )
         entries: list[dict[str, Any]] = [{"ids": response.ids} for response in responses]
-        if author and author.rounds:
+        if author and author.logged_depth:
             for entry, response in zip(entries, responses, strict=True):
-                entry["rounds"] = rounds_of(response)
+                entry["speculation_steps"] = logged_steps(response)
         return entries
 
     files: list[str] = []  # that this process writes
@@ -269,7 +269,7 @@ def documents_with_responses(
     accelerator.wait_for_everyone()
     if share is not None:  # the other shares may not be written yet
         return []
-    depth, own = author.rounds if author else None, gather_object(files)
+    depth, own = author.logged_depth if author else None, gather_object(files)
 
     def documents() -> list[Document]:
         stored = stored_as({name: file for name, file in recorded().items() if name in known}, own)
@@ -352,20 +352,20 @@ def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
 def documents_of_log(
     path: Path, depth: int, target: TargetParts, leave_out: Sequence[Prompt | Document]
 ) -> list[Document]:
-    """The answers in a log of rounds (see `specdec.decoding.logs`), which is a file or a folder of
-    files, except for those in the conversations of `leave_out`, at whatever turn. Raises UserError
-    if there is no file, if no response remains, or if one cannot have been written by this
-    target."""
+    """The answers in a log of speculation steps (see `specdec.decoding.logs`), which is a file or a
+    folder of files, except for those in the conversations of `leave_out`, at whatever turn. Raises
+    UserError if there is no file, if no response remains, or if one cannot have been written by
+    this target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),
-        f"data.rounds={path}: no such file, or no .jsonl in that folder: write one with "
-        "scripts/generate --log-rounds",
+        f"data.decoding_log={path}: no such file, or no .jsonl in that folder: write one with "
+        "scripts/generate --log-steps",
     )
     others = {prompt.ids.tobytes() for prompt in leave_out if isinstance(prompt, Prompt)}
     documents, texts, left_out = list[Document](), list[str](), 0
     for file in files:
-        lines, damaged = sealed_lines(file, ("prompt", "ids", "rounds"))
+        lines, damaged = sealed_lines(file, ("prompt", "ids", "speculation_steps"))
         if damaged:
             tell(f"{file}: {damaged} damaged lines are left out")
         for n, line in enumerate(lines, 1):
@@ -376,7 +376,9 @@ def documents_of_log(
                 f"{where}: its ids or anchors cannot be those of a response of this target: give a "
                 "log that was written with this target",
             )
-            document = response_document(f"{file.name}#{n}", r.prompt, r.ids, r.rounds, depth)
+            document = response_document(
+                f"{file.name}#{n}", r.prompt, r.ids, r.speculation_steps, depth
+            )
             if document is None:
                 continue
             if np.array(r.prompt, np.int32).tobytes() in others:
@@ -388,12 +390,12 @@ def documents_of_log(
     documents = [document for n, document in enumerate(documents) if n not in within]
     if left_out := left_out + len(within):
         console.print(
-            f"data.rounds: {left_out:,} responses belong to held-out conversations: they are not "
+            f"data.decoding_log: {left_out:,} responses belong to held-out conversations: they are not "
             "trained on"
         )
     require(
         bool(documents),
-        f"data.rounds={path}: no round in it to train on (responses to held-out prompts are left "
+        f"data.decoding_log={path}: no speculation step in it to train on (responses to held-out prompts are left "
         "out): log more responses",
     )
     return documents

@@ -91,10 +91,11 @@ def read_run_data(
     starts_from: Collection[Path] = (),
 ) -> DataSplit[Any]:
     """What a run with these settings reads: prompts if the target generates the responses, else
-    documents with those of the data, or rounds of a log (`data.rounds`), each with at most `depth`
-    drafted tokens. What the drafts that it `starts_from` were trained on is not measured. Of
-    several processes, the first reads the data, and all of them render and tokenise. Raises
-    UserError if the data is missing, holds no usable conversation or nothing to measure on."""
+    documents with those of the data, or speculation steps of a log (`data.decoding_log`), each with
+    at most `depth` drafted tokens. What the drafts that it `starts_from` were trained on is not
+    measured. Of several processes, the first reads the data, and all of them render and tokenise.
+    Raises UserError if the data is missing, holds no usable conversation or nothing to measure
+    on."""
     require(
         target.reads_pairs is None or cfg.format not in TEXTS,
         f"{target.title} is {target.reads_pairs}, which does not read plain text: give data=pairs",
@@ -111,8 +112,8 @@ def read_run_data(
         share=shares[0],
         validation_share=shares[1],
     )
-    if cfg.rounds:
-        logs = Path(cfg.rounds)
+    if cfg.decoding_log:
+        logs = Path(cfg.decoding_log)
         held_out = [*split.prompts, *split.validation_prompts, *split.held_out]
         split.train = ranks.handed(lambda: documents_of_log(logs, depth, target, held_out))
     without_trained_on(split, starts_from)

@@ -17,8 +17,9 @@ class Document:
     """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
     plain text, at every token but the first).
 
-    `rounds` [T, 1 + K], if given, holds the rounds of the decoder that wrote the response: at each
-    round's anchor, the number of accepted tokens and then the drafted tokens; elsewhere -1.
+    `speculation_steps` [T, 1 + K], if given, holds the speculation steps of the decoder that wrote
+    the response: at each step's anchor, the number of accepted tokens and then the drafted tokens;
+    elsewhere -1.
 
     `weight` [T], if given, is how much each token counts in a loss, relative to others."""
 
@@ -26,7 +27,7 @@ class Document:
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]
     truncated: bool = False
-    rounds: NDArray[np.int32] | None = None
+    speculation_steps: NDArray[np.int32] | None = None
     notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
     chat: str = ""  # the name of its conversation, if that is in several documents
     weight: NDArray[np.float32] | None = None  # None: 1 for all
@@ -99,13 +100,15 @@ class Row:
     mask: NDArray[np.bool_]
     document: NDArray[np.int32]  # index into the documents that were packed
     position: NDArray[np.int32]  # from 0 in each document
-    rounds: NDArray[np.int32] | None = None  # as in `Document`; all documents have them, or none
+    speculation_steps: NDArray[np.int32] | None = (
+        None  # as in `Document`; all documents have them, or none
+    )
     weight: NDArray[np.float32] | None = None  # as in `Document`; None: 1 for all
 
     @property
     def drafted(self) -> NDArray[np.int32] | None:
-        """The tokens [T, K] drafted at each anchor of a round, -1 elsewhere."""
-        return None if self.rounds is None else self.rounds[:, 1:]
+        """The tokens [T, K] drafted at each anchor of a speculation step, -1 elsewhere."""
+        return None if self.speculation_steps is None else self.speculation_steps[:, 1:]
 
 
 def pack_rows(documents: Sequence[Document], length: int) -> list[Row]:
@@ -127,14 +130,14 @@ def pack_rows(documents: Sequence[Document], length: int) -> list[Row]:
             rows.append([])
         rows[row].append(i)
         insort(room, (left - need, row))
-    rounds = [d.rounds for d in documents if d.rounds is not None]
+    speculation_steps = [d.speculation_steps for d in documents if d.speculation_steps is not None]
     return [
         Row(
             np.concatenate([documents[i].ids for i in packed]),
             np.concatenate([documents[i].mask for i in packed]),
             np.repeat(np.array(packed, np.int32), lengths[packed]),
             np.concatenate([np.arange(lengths[i], dtype=np.int32) for i in packed]),
-            np.concatenate([rounds[i] for i in packed]) if rounds else None,
+            np.concatenate([speculation_steps[i] for i in packed]) if speculation_steps else None,
             _weight([documents[i] for i in packed]),
         )
         for packed in rows

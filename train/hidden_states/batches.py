@@ -47,8 +47,8 @@ class BatchSource(Protocol):
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Ids, hidden states, final hidden states and the summary of p for the rows at these
-        indices, padded to the longest of them. For rows with a decoder's rounds, also the states
-        and the summary after the tokens that were drafted there."""
+        indices, padded to the longest of them. For rows with a decoder's speculation steps, also
+        the states and the summary after the tokens that were drafted there."""
 
 
 class OnlineBatches:
@@ -65,7 +65,7 @@ class OnlineBatches:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]
-        if rows[0].rounds is not None:
+        if rows[0].speculation_steps is not None:
             return assembled(rows, self.target.device, self.needs, self.document)
         return batch_of(self.target, self.needs, self.sampler, *texts(rows, self.target.device))
 
@@ -75,11 +75,15 @@ class OnlineBatches:
         return sum(len(self.rows[i].ids) for i in indices) * states
 
     def document(self, row: Row, x: slice) -> HiddenStateTensors:
-        """The hidden states of one document with rounds, and those after its drafted tokens."""
-        assert row.rounds is not None
-        rounds = row.rounds[x]
-        (anchors,) = (rounds[:, 0] >= 0).nonzero()
-        accepted, drafted = rounds[anchors, 0].tolist(), rounds[anchors, 1:].tolist()
+        """The hidden states of one document with speculation steps, and those after its drafted
+        tokens."""
+        assert row.speculation_steps is not None
+        speculation_steps = row.speculation_steps[x]
+        (anchors,) = (speculation_steps[:, 0] >= 0).nonzero()
+        accepted, drafted = (
+            speculation_steps[anchors, 0].tolist(),
+            speculation_steps[anchors, 1:].tolist(),
+        )
         ids = row.ids[x].tolist()
         ctx, final_1TD, after_NKD = read_drafts(
             self.target, self.needs, ids, anchors.tolist(), accepted, drafted
@@ -120,10 +124,16 @@ def assembled(
     final, summary = states(of_text)
     ctx.layers_BTF = of_text("layers") if needs.layers else None
     ctx.final_BTD = final if needs.final_hidden else None
-    rounds = [torch.from_numpy(row.rounds).long() for row in rows if row.rounds is not None]
-    if not rounds:
+    speculation_steps = [
+        torch.from_numpy(row.speculation_steps).long()
+        for row in rows
+        if row.speculation_steps is not None
+    ]
+    if not speculation_steps:
         return Batch(ctx, final, summary, mask_BT)
-    by_position = pad_sequence(rounds, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
+    by_position = (
+        pad_sequence(speculation_steps, batch_first=True, padding_value=-1).to(device).flatten(0, 1)
+    )
     place_N = (by_position[:, 0] >= 0).nonzero()[:, 0]
     drafted = by_position[place_N, 0], by_position[place_N, 1:]
     return Batch(

@@ -41,7 +41,7 @@ from train.hidden_states.store import (
     HiddenStateTensors,
     documents,
     name_of,
-    name_of_rounds,
+    name_of_steps,
     parts_of,
 )
 from train.shards import Shard
@@ -268,8 +268,10 @@ def _stored(store: HiddenStateStore, text: Document) -> bool:
 def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Progress) -> None:
     """Store all documents of a source's rows. Raises UserError if the disk has no room."""
     tokens = sum(len(row.ids) for row in source.rows)
-    rounds = (row.rounds for row in source.rows if row.rounds is not None)
-    drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in rounds)
+    speculation_steps = (
+        row.speculation_steps for row in source.rows if row.speculation_steps is not None
+    )
+    drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in speculation_steps)
     store.prepare(tokens + int(drafted))
     task = progress.add_task("target hidden states", total=tokens)
     for start in range(0, len(source.rows), SHARD):
@@ -286,7 +288,7 @@ def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Pr
                     place_N = visited.place_N
                     of_x = (place_N >= x.start) & (place_N < x.stop)
                     after = parts_of(store.kind.sampler, visited.final_NKD, visited.summary, None)
-                    by_name[name_of_rounds(row, x)] = {
+                    by_name[name_of_steps(row, x)] = {
                         AFTER + n: part[of_x].cpu().contiguous() for n, part in after.items()
                     }
             progress.advance(task, len(row.ids))
@@ -299,7 +301,7 @@ def chats_to_read(documents: Sequence[Document], store: HiddenStateStore) -> lis
     enough is shared."""
     by_chat: dict[str, list[Document]] = {}
     for document in documents:
-        if document.chat and document.rounds is None:
+        if document.chat and document.speculation_steps is None:
             by_chat.setdefault(document.chat, []).append(document)
     groups = [g for g in by_chat.values() if not all(store.has(d.ids) for d in g)]
     return [group for group in groups if shared_part(group) >= WORTH_SHARING]

@@ -233,7 +233,7 @@ class HiddenStateStore:
         return name_of(ids) in self._files
 
     def _has(self, row: Row, x: slice) -> bool:
-        after = row.rounds is None or name_of_rounds(row, x) in self._files
+        after = row.speculation_steps is None or name_of_steps(row, x) in self._files
         return after and self.has(row.ids[x])
 
     def record(self, target: Target) -> Record:
@@ -344,17 +344,20 @@ class HiddenStateStore:
         of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))
         with self.lock:
             hidden_states = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
-            if row.rounds is not None:
-                size = int((row.rounds[x, 0] >= 0).sum()), row.rounds.shape[1] - 1
+            if row.speculation_steps is not None:
+                size = (
+                    int((row.speculation_steps[x, 0] >= 0).sum()),
+                    row.speculation_steps.shape[1] - 1,
+                )
                 parts = [AFTER + n for n in names_of_parts(self.kind.sampler, False)]
-                hidden_states |= self._document(name_of_rounds(row, x), parts, size)
+                hidden_states |= self._document(name_of_steps(row, x), parts, size)
         return hidden_states
 
     def discard(self, row: Row, x: slice) -> None:
         """Put the file with the damaged document at `x` in a row aside. The sound documents in it
         are written again."""
         names = [name_of(row.ids[x])]
-        names += [name_of_rounds(row, x)] if row.rounds is not None else []
+        names += [name_of_steps(row, x)] if row.speculation_steps is not None else []
         for path in {self._files.pop(name) for name in names if name in self._files}:
             beside = [name for name, other in self._files.items() if other == path]
             sound: dict[str, HiddenStateTensors] = {}
@@ -511,11 +514,11 @@ def name_of(ids: NDArray[np.int32]) -> str:
     return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
 
 
-def name_of_rounds(row: Row, x: slice) -> str:
+def name_of_steps(row: Row, x: slice) -> str:
     """The name under which the target's hidden states after a document's drafted tokens are
     stored."""
-    assert row.rounds is not None
-    return name_of(np.column_stack([row.ids[x], row.rounds[x]]))
+    assert row.speculation_steps is not None
+    return name_of(np.column_stack([row.ids[x], row.speculation_steps[x]]))
 
 
 def block_size(width: int) -> int:

@@ -3,7 +3,7 @@
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
 outlook). One pass of the target scores that whole tree, and the target's beam search is replayed
 over it, as long as each of its live beams is one of the drafted nodes. The step that leaves the
-tree is kept too, so a round that accepts n drafted steps makes n + 1.
+tree is kept too, so a speculation step that accepts n drafted steps makes n + 1.
 
 All beams live in one row of the target's cache, as a tree, so that the text which they share is
 stored and attended to once. Each pass writes its nodes into scratch slots after the committed
@@ -61,11 +61,11 @@ class Hypothesis:
 
 
 @dataclass
-class BeamRound:
+class BeamSpeculationStep:
     """One pass of the target over the live beams and the tokens drafted after them."""
 
     drafted: int  # beam steps
-    accepted: int  # drafted steps that the target also made; the round then made one more
+    accepted: int  # drafted steps that the target also made; the step then made one more
     nodes: int  # drafted tokens
 
 
@@ -75,8 +75,8 @@ class BeamResult:
 
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
-    rounds: list[BeamRound]  # one per pass
-    seconds: float  # of the rounds
+    speculation_steps: list[BeamSpeculationStep]  # one per pass
+    seconds: float  # of the speculation steps
 
     @property
     def ids(self) -> list[int]:
@@ -86,12 +86,14 @@ class BeamResult:
     @property
     def steps(self) -> int:
         """All beam steps, including the one that prefill makes."""
-        return 1 + sum(r.accepted + 1 for r in self.rounds)
+        return 1 + sum(r.accepted + 1 for r in self.speculation_steps)
 
     @property
     def tau(self) -> float:
         """Beam steps per target pass, pooled."""
-        return (self.steps - 1) / len(self.rounds) if self.rounds else math.nan
+        return (
+            (self.steps - 1) / len(self.speculation_steps) if self.speculation_steps else math.nan
+        )
 
 
 @dataclass
@@ -317,7 +319,7 @@ def beam_search(
     place: Places = {root: 0}  # the index of each node in the target's last pass
     known: Children = {}
     search.step(tree.log_p_GV[[0] * beams], known)
-    steps, rounds, began = 1, list[BeamRound](), time.perf_counter()
+    steps, speculation_steps, began = 1, list[BeamSpeculationStep](), time.perf_counter()
 
     while not search.done:
         known, depth = {}, 0
@@ -336,8 +338,8 @@ def beam_search(
         while not search.done and all(node in place for node in search.live):
             search.step(tree.log_p_GV[[place[node] for node in search.live]], known)
             steps += 1
-        rounds.append(BeamRound(depth, steps - 1, len(drafted)))
+        speculation_steps.append(BeamSpeculationStep(depth, steps - 1, len(drafted)))
 
     texts = [[node.token for node in end.path()] for end in search.best]
     hypotheses = [*map(Hypothesis, texts, search.best_score_B.tolist())]
-    return BeamResult(list(prompt), hypotheses, rounds, time.perf_counter() - began)
+    return BeamResult(list(prompt), hypotheses, speculation_steps, time.perf_counter() - began)

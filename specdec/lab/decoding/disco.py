@@ -1,4 +1,5 @@
-"""DISCO (Mamou et al. 2024): a classifier of drafted tokens decides when a round stops drafting.
+"""DISCO (Mamou et al. 2024): a classifier of drafted tokens decides when a speculation step stops
+drafting.
 
 Decode some prompts with a `Recorder`, `fit` a `StopClassifier` to the records, and give it to
 `Disco`.
@@ -78,7 +79,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
     require(
         0 < kept < n,
         f"stop classifier: {kept} of {n} recorded tokens were accepted, so there is no boundary to "
-        "learn: record more rounds, or draft a fixed length",
+        "learn: record more speculation steps, or draft a fixed length",
     )
     with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
         y_N, x_NF = accepted_N.double().cpu(), features_NF.double().cpu()
@@ -106,19 +107,19 @@ class Recorder(Length):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.features = TokenFeatures()
-        self._round: list[Tensor] = []  # features [B, F] of each depth
+        self._step: list[Tensor] = []  # features [B, F] of each depth
         self._records: list[tuple[Tensor, bool]] = []
 
     def gamma(self, batch: int) -> int:
-        self._round = []
+        self._step = []
         return super().gamma(batch)
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
-        self._round.append(self.features(depth, q_BS, token_B))
+        self._step.append(self.features(depth, q_BS, token_B))
         return super().stop(depth, q_BS, token_B, confidence_B)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        for k, features_BF in enumerate(x.cpu() for x in self._round):
+        for k, features_BF in enumerate(x.cpu() for x in self._step):
             for features_F, d, a in zip(features_BF, drafted, accepted, strict=True):
                 if d > k and a >= k:
                     self._records.append((features_F, a > k))

@@ -9,7 +9,7 @@ from torch import Tensor
 from specdec.context import Proposal
 from specdec.decoding.verification_methods import (
     Law,
-    Rule,
+    VerificationMethod,
     normalised,
     one_hot,
     point_mass,
@@ -22,9 +22,10 @@ from specdec.theory.leviathan import non_iterative_alpha
 
 
 def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The rule with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with M = max p / q,
-    accept x with p(x) / (M q(x)); else the next token follows p itself. So x is committed with
-    q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). Its α is 1 / M, never above that of `rejection`.
+    """The verification method with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with
+    M = max p / q, accept x with p(x) / (M q(x)); else the next token follows p itself. So x is
+    committed with q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). Its α is 1 / M, never above that
+    of `rejection`.
     """
     if q_BV is None:
         q_BV = one_hot(tokens_BC[:, 0], p_BV)
@@ -109,6 +110,6 @@ def traversal(proposal: Proposal, p_BMV: Tensor) -> Law:
     return Law(stop_BM, p_BMV)
 
 
-NON_ITERATIVE = Rule(non_iterative, name="non_iterative")
-KSEQ = Rule(kseq, siblings="with", name="kseq")
-TRAVERSAL = Rule(whole=traversal, siblings="without", name="traversal")
+NON_ITERATIVE = VerificationMethod(non_iterative, name="non_iterative")
+KSEQ = VerificationMethod(kseq, siblings="with", name="kseq")
+TRAVERSAL = VerificationMethod(whole=traversal, siblings="without", name="traversal")

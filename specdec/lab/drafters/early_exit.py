@@ -10,9 +10,9 @@ With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 20
 them when they draft, and only then, so p stays what it is. (LayerSkip trains the target itself, by
 layer dropout and losses at several exits.) The adapted layers have other keys and values, so the
 draft keeps a cache of its own. This costs E / L of the memory of the target's cache, a pass of E
-layers over the prompt, and in each round one over all new tokens instead of the anchor alone. In
-return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for
-each depth at every anchor.
+layers over the prompt, and in each speculation step one over all new tokens instead of the anchor
+alone. In return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text,
+not one for each depth at every anchor.
 """
 
 from dataclasses import dataclass, field

@@ -10,14 +10,14 @@ This differs from the authors' code (models/cnets.py, train/glance.py) in these 
 - Their nn.LSTM lacks `batch_first`, so by mistake it runs over the rows of a batch. In the paper it
   runs over time. Here it reads, for each pair, the k pairs that end with it, from a zero state.
 - So here keys do not depend on where blocks begin, and a cache can keep them. Their blocks begin
-  with each round's new pairs, and after a partial acceptance k - 1 keys are computed again. If the
-  number of new pairs is odd, the last block is cut and depth 0 does not see the anchor; here a
-  block always ends at the anchor.
+  with each speculation step's new pairs, and after a partial acceptance k - 1 keys are computed
+  again. If the number of new pairs is odd, the last block is cut and depth 0 does not see the
+  anchor; here a block always ends at the anchor.
 - There is no dropout between the LSTM's layers (theirs: 0.1).
 
-The nodes of the paper's tree are blocks, and its shape is the same in every round. Here nodes are
-tokens, so that trees of any shape can be drafted: every k-th token of a path takes one pass, which
-drafts the next k depths.
+The nodes of the paper's tree are blocks, and its shape is the same in every speculation step. Here
+nodes are tokens, so that trees of any shape can be drafted: every k-th token of a path takes one
+pass, which drafts the next k depths.
 """
 
 from dataclasses import dataclass, replace

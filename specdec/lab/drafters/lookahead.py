@@ -7,8 +7,9 @@ column go to a pool, as the text's n-grams do. The pool keeps the latest G n-gra
 token; those that begin with the anchor are drafted.
 
 Every pass is W (N - 1) tokens wider. Lookahead pays only where that costs little and where prompt
-lookup, which is free, finds too few n-grams in the text. The window depends on the rounds so far;
-teacher forcing sees only the text's n-grams, so its α is a lower bound on the decoder's.
+lookup, which is free, finds too few n-grams in the text. The window depends on the speculation
+steps so far; teacher forcing sees only the text's n-grams, so its α is a lower bound on the
+decoder's.
 """
 
 from collections.abc import Sequence

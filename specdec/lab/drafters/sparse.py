@@ -8,11 +8,12 @@ chooses for itself by the mean vote of its query heads, smoothed over neighbours
 With either, layers with a sliding window of their own keep the latest positions.
 
 A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
-long contexts in large batches. The small cache is gathered from the target's. Each round adds the
-committed tokens to the tail. Every `refresh` tokens the positions are chosen again among all before
-the last `window` tokens (for snapkv, by a pass over these), and the tail shrinks to these. (SnapKV
-itself chooses once per prompt. On a grid of positions the choice depends only on the text, so α by
-teacher forcing is the decoder's.) Tokens keep their true positions, by which keys were rotated.
+long contexts in large batches. The small cache is gathered from the target's. Each speculation step
+adds the committed tokens to the tail. Every `refresh` tokens the positions are chosen again among
+all before the last `window` tokens (for snapkv, by a pass over these), and the tail shrinks to
+these. (SnapKV itself chooses once per prompt. On a grid of positions the choice depends only on the
+text, so α by teacher forcing is the decoder's.) Tokens keep their true positions, by which keys
+were rotated.
 """
 
 from collections.abc import Callable, Sequence

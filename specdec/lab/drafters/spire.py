@@ -8,7 +8,7 @@ pruned initialisation). All but the embedding are then trained. Each layer atten
   matching layer, so it attends to what the whole target knows of the text.
 - It sees only the last `window` tokens before the anchor and the first `sink` tokens of the text
   (StreamingLLM, Xiao et al. 2024), in training too, so a draft's cache does not grow with the text.
-  All depths of a round share one window.
+  All depths of a speculation step share one window.
 - Within the draft, a token reads the *memories* of the tokens before it. For layer i, a memory is
   Σ_l softmax(w_i)_l r_l, where r_0 … r_n are the streams before, between and after the draft's n
   layers (the Feedback Transformer, Fan et al. 2020). So a token's first layer reads what the last
@@ -225,7 +225,7 @@ class Spire(Trainable):
 
     def draft_growth(self, ctx: Context, cache: WindowCache | None = None) -> Growth:
         """A cache holds keys and values of the target's streams; those of drafted tokens live as
-        long as the round."""
+        long as the speculation step."""
         if cache is None:
             return super().draft_growth(ctx)
         counts, device = [n - 1 for n in ctx.counts()], ctx.ids_BT.device

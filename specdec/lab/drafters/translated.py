@@ -1,11 +1,11 @@
 """A draft LM with a different tokenizer from the target's (Timor et al. 2025, "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
 
-Every round turns the target's text into the draft's own tokens again; the draft's cache is kept up
-to the first token that differs. There are two ways back to the target's tokens:
+Every speculation step turns the target's text into the draft's own tokens again; the draft's cache
+is kept up to the first token that differs. There are two ways back to the target's tokens:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
-  both vocabularies have, so every verification rule and draft shape works. In teacher forcing, a
+  both vocabularies have, so every verification method and draft shape works. In teacher forcing, a
   depth after a token outside the intersection does not count as drafted, because a decoder never
   gets there.
 - `slem`, string-level exact match (Algorithm 2; "universal assisted generation"): the draft writes
@@ -45,7 +45,7 @@ METHODS = ("tli", "slem")
 @dataclass
 class TranslatedConfig:
     """`source` names the draft LM as `target.path` names a target. `draft_tokens` is how many of
-    its own tokens the draft writes per round of slem; null takes `depth`."""
+    its own tokens the draft writes per speculation step of slem; null takes `depth`."""
 
     name: str = "translated"
     depth: int = 5

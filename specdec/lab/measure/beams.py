@@ -86,7 +86,9 @@ def measure_beams(
         prompts=len(prompts),
         max_new_tokens=max_new_tokens,
         dtype=str(target.dtype).removeprefix("torch."),
-        tau=ratio_interval([r.steps - 1 for r in drafted], [len(r.rounds) for r in drafted]),
+        tau=ratio_interval(
+            [r.steps - 1 for r in drafted], [len(r.speculation_steps) for r in drafted]
+        ),
         speedup=ratio_interval(plain_seconds, seconds),
         seconds=fmean(seconds),
         plain_seconds=fmean(plain_seconds),

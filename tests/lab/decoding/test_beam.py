@@ -124,7 +124,7 @@ def test_beam_search_is_transformers(kind: str, monkeypatch: pytest.MonkeyPatch)
                 eos=EOS,
             )
             assert_same(result, reference)
-            accepted += sum(r.accepted for r in result.rounds)
+            accepted += sum(r.accepted for r in result.speculation_steps)
     assert accepted > 0
     assert (
         ends == {True, False} or kind == "gemma2"
@@ -141,7 +141,7 @@ def test_short_prompts_and_responses(new: int, prompt: tuple[int, ...]) -> None:
             target, prompt, beams=3, max_new_tokens=new, drafter=drafter, gamma=3, eos=EOS
         )
         assert_same(result, reference)
-        assert len(result.rounds) <= new - 1
+        assert len(result.speculation_steps) <= new - 1
 
 
 HALF = (0, 1, 3, 4, 8, 10, 11, 16, 23, 24, 26, 28, 29, 33, 34, 35, 36, 38, 39, 40)
@@ -239,10 +239,10 @@ def test_a_draft_that_is_the_target_makes_gamma_plus_one_steps_a_pass(
         target, PROMPT, drafter=near(target, 0), draft_beams=draft_beams, gamma=gamma, **options
     )
     assert_same(fast, theirs("gpt2", 3, new, eos=()))
-    assert (plain.steps, len(plain.rounds), plain.tau) == (new, new - 1, 1)
+    assert (plain.steps, len(plain.speculation_steps), plain.tau) == (new, new - 1, 1)
     assert fast.steps == new
-    assert len(fast.rounds) == math.ceil((new - 1) / (gamma + 1))
-    assert all(r.accepted == r.drafted for r in fast.rounds)
+    assert len(fast.speculation_steps) == math.ceil((new - 1) / (gamma + 1))
+    assert all(r.accepted == r.drafted for r in fast.speculation_steps)
 
 
 @pytest.mark.parametrize("name", list(DRAFTS))
@@ -250,7 +250,7 @@ def test_every_family_drafts_and_its_rows_follow_the_beams(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beams die and branch: the caches and the hidden states of their rows must too. A draft
-    without a cache, which reads every row again, makes the same rounds."""
+    without a cache, which reads every row again, makes the same speculation steps."""
     target = make_target("mistral")
     for drafter in (make_drafter(name, target), *([near(target)] if name == "lm" else [])):
         options: dict[str, Any] = {"beams": 3, "max_new_tokens": 24, "gamma": 3, "eos": EOS}
@@ -258,7 +258,7 @@ def test_every_family_drafts_and_its_rows_follow_the_beams(
         assert_same(cached, theirs("mistral", 3, 24))
         monkeypatch.setattr(drafter, "new_cache", lambda: None)
         plain = beam_search(target, PROMPT, drafter=drafter, **options)
-        assert plain.rounds == cached.rounds
+        assert plain.speculation_steps == cached.speculation_steps
         assert plain.hypotheses == cached.hypotheses
 
 
@@ -286,7 +286,7 @@ def test_rows_hold_the_hidden_states_of_their_texts(monkeypatch: pytest.MonkeyPa
     result = beam_search(
         target, PROMPT, beams=3, max_new_tokens=24, drafter=drafter, gamma=3, eos=EOS
     )
-    assert len(seen) > 10 and any(r.accepted for r in result.rounds)
+    assert len(seen) > 10 and any(r.accepted for r in result.speculation_steps)
 
 
 def test_statistics_add_up() -> None:
@@ -301,11 +301,11 @@ def test_statistics_add_up() -> None:
         gamma=gamma,
         eos=(),
     )
-    rounds = result.rounds
-    assert any(0 < r.accepted < r.drafted for r in rounds)
+    speculation_steps = result.speculation_steps
+    assert any(0 < r.accepted < r.drafted for r in speculation_steps)
     assert result.steps == len(result.ids) == 30
-    assert result.tau == sum(r.accepted + 1 for r in rounds) / len(rounds)
-    for r in rounds:
+    assert result.tau == sum(r.accepted + 1 for r in speculation_steps) / len(speculation_steps)
+    for r in speculation_steps:
         assert 0 <= r.accepted <= r.drafted <= gamma and r.drafted <= r.nodes <= width * r.drafted
 
 
@@ -330,7 +330,7 @@ def test_dead_beams_leave_the_cache(
     monkeypatch.setattr(beam.LiveTree, "score", spied)
     monkeypatch.setattr(beam, "SCRATCH", scratch)
     result = beam_search(target, PROMPT, beams=5, max_new_tokens=60, eos=())
-    assert 5 * len(result.rounds) <= slots <= 2 * 5 * len(result.rounds)
+    assert 5 * len(result.speculation_steps) <= slots <= 2 * 5 * len(result.speculation_steps)
     assert held == sorted(held)
     if kind == "gpt2":  # whose beams agree on what lies behind them
         assert len(PROMPT) < held[-1] < len(PROMPT) + 60

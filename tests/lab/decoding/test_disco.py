@@ -107,7 +107,7 @@ def test_recorder_keeps_the_tokens_whose_fate_is_known() -> None:
     assert features[:, 3].tolist() == [0, 0, 1, 1, 2]
     assert features[:, 0].exp().tolist() == pytest.approx([0.7, 0.3, 0.3, 0.7, 0.7])
     recorder.gamma(2)
-    recorder.observe([0, 0], [0, 0])  # a round without a draft
+    recorder.observe([0, 0], [0, 0])  # a speculation step without a draft
     assert len(recorder.records()[1]) == 5
     with pytest.raises(UserError, match="nothing was recorded"):
         Recorder(limit=3).records()
@@ -127,7 +127,8 @@ def test_disco_stops_below_its_threshold() -> None:
 
 
 def test_disco_from_records_to_disk_and_back(tmp_path: Path) -> None:
-    """Tokens of q > 1/2 are accepted, others are not: learnt from rounds, kept on disk, used."""
+    """Tokens of q > 1/2 are accepted, others are not: learnt from speculation steps, kept on disk,
+    used."""
     recorder = Recorder(limit=1)
     shares = [0.05 + 0.1 * i for i in range(10)]
     for share in shares:

@@ -16,7 +16,7 @@ from transformers.models.llama import LlamaForCausalLM
 
 from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.drafters.base import vocabulary
 from specdec.errors import UserError
@@ -216,8 +216,8 @@ def test_speculation_is_greedy_decoding(
     together = decode(target, many, way, **options)
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
-    assert [g.rounds for g in together] == [g.rounds for g in alone]
-    assert sum(r.accepted for g in alone for r in g.rounds) > 0
+    assert [g.steps for g in together] == [g.steps for g in alone]
+    assert sum(r.accepted for g in alone for r in g.steps) > 0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -230,7 +230,7 @@ def test_a_draft_that_is_the_target_is_always_right(folders: dict[str, Path], me
         prompt = torch.randint(4, 30, (9,), generator=draw).tolist()
         result = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=20, eos=(0, 1))
         text = result.ids[:-1] if result.ids[-1] < 2 else result.ids
-        inside = [r for r in result.rounds if r.anchor + 3 < len(prompt) + len(text)]
+        inside = [r for r in result.steps if r.anchor + 3 < len(prompt) + len(text)]
         assert inside and all(r.accepted == r.drafted == 3 for r in inside)
 
 
@@ -257,7 +257,11 @@ def test_first_token_follows_p(folders: dict[str, Path], pair: tuple[str, str]) 
             torch.testing.assert_close(q[drafter.vocab_S], theirs, atol=1e-6, rtol=1e-4)
             assert abs(float(q.sum()) - 1) < 1e-6
             tokens = torch.arange(V)[:, None]
-            laws = law(RULES["rejection"], Proposal(tokens, q.expand(V, 1, V)), p.expand(V, 2, V))
+            laws = law(
+                VERIFICATION_METHODS["rejection"],
+                Proposal(tokens, q.expand(V, 1, V)),
+                p.expand(V, 2, V),
+            )
             stop, after = laws.stop_BM, laws.next_BMV
             first = (q[:, None] * stop[:, :1] * after[:, 0]).sum(0) + q * stop[:, 1]
             torch.testing.assert_close(first, p, atol=1e-6, rtol=1e-4)
@@ -305,7 +309,7 @@ def test_cached_draft_equals_the_uncached_one(
 def test_alpha_of_teacher_forcing_is_what_the_decoder_accepts(
     folders: dict[str, Path], pair: tuple[str, str], method: str
 ) -> None:
-    """At T = 0, round by round over the target's own text."""
+    """At T = 0, step by step over the target's own text."""
     target = load(folders[pair[0]])
     drafter, kept = make(target, folders[pair[1]], method), 0
     for prompt in prompts(target):
@@ -318,7 +322,7 @@ def test_alpha_of_teacher_forcing_is_what_the_decoder_accepts(
             zip(table.anchors.position_N.tolist(), table.alpha.greedy.cumprod(-1).sum(-1).tolist())
         )
         spec = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=24, eos=())
-        for r in spec.rounds:
+        for r in spec.steps:
             if r.anchor + 3 < len(ids):
                 assert r.accepted == hits[r.anchor]
                 kept += r.accepted

@@ -23,7 +23,7 @@ def test_beams_are_measured_beside_plain_ones(tmp_path: Path) -> None:
     with bars(console, shown=False) as progress:
         found = measure_beams(target, drafter, PROMPTS, progress=progress, **how)
     searched = [beam_search(target, p, drafter=drafter, **how) for p in PROMPTS]
-    passes = sum(len(r.rounds) for r in searched)
+    passes = sum(len(r.speculation_steps) for r in searched)
     assert found.identical == found.prompts == 3 and found.dtype == "float32"
     assert found.tau.n == passes < sum(r.steps - 1 for r in searched)
     assert found.tau.value == pytest.approx(sum(r.steps - 1 for r in searched) / passes)

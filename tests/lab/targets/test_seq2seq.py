@@ -28,7 +28,7 @@ from transformers.models.llama import LlamaForCausalLM
 
 from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verification_methods import RULES
+from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.medusa import MedusaConfig
@@ -174,9 +174,9 @@ def test_speculation_is_greedy_decoding(kind: str, name: str, shape: Shape) -> N
     together = decode(target, many, way, **options)  # type: ignore[arg-type]
     assert [g.ids for g in alone] == plain
     assert [g.ids for g in together] == plain
-    assert [g.rounds for g in together] == [g.rounds for g in alone]
+    assert [g.steps for g in together] == [g.steps for g in alone]
     if name == "seq2seq_lm":
-        assert sum(r.accepted for g in alone for r in g.rounds) > 0
+        assert sum(r.accepted for g in alone for r in g.steps) > 0
 
 
 def test_its_depth_is_that_of_its_decoder() -> None:
@@ -198,7 +198,7 @@ def test_only_the_decoders_own_tokens_take_its_positions() -> None:
     medusa = make_drafter("medusa", target)
     made = generate(target, prompt, Way(medusa, Chain(3)), max_new_tokens=12, eos=())
     assert made.ids == generate(target, prompt, max_new_tokens=12, eos=()).ids == theirs
-    assert all(r.drafted == 3 for r in made.rounds)
+    assert all(r.drafted == 3 for r in made.steps)
     assert beam_search(target, prompt, beams=2, max_new_tokens=12, eos=()).ids == beams
     for decoded in (generate, partial(beam_search, beams=2)):
         with pytest.raises(UserError, match="a prompt of 1 tokens and 128 new ones"):
@@ -280,9 +280,13 @@ def test_alpha_of_the_decoder_is_alpha_of_teacher_forcing(tmp_path: Path) -> Non
     torch.testing.assert_close(table.alpha.sampled[valid], torch.ones(int(valid.sum())))
     for sampler in (Sampler(0.0), Sampler(1.0)):
         results = decode(
-            target, many, Way(same, sampler=sampler, rule="rejection"), max_new_tokens=20, eos=()
+            target,
+            many,
+            Way(same, sampler=sampler, verification="rejection"),
+            max_new_tokens=20,
+            eos=(),
         )
-        assert all(r.accepted == r.drafted == 3 for g in results for r in g.rounds)
+        assert all(r.accepted == r.drafted == 3 for g in results for r in g.steps)
 
     drafter = make_drafter("seq2seq_lm", target)
     table = forced(target, drafter, texts)
@@ -294,7 +298,7 @@ def test_alpha_of_the_decoder_is_alpha_of_teacher_forcing(tmp_path: Path) -> Non
     kept = 0
     for b, prompt in enumerate(many):
         spec = generate(target, prompt, Way(drafter, Chain(3)), max_new_tokens=24, eos=())
-        for r in spec.rounds:
+        for r in spec.steps:
             if r.anchor + 3 < len(texts[b]):
                 assert r.accepted == hits[b, r.anchor]
                 kept += r.accepted
@@ -317,7 +321,9 @@ def test_committed_tokens_follow_p() -> None:
     q = q[0, 0].double()
     assert 0.01 < float(torch.minimum(p, q).sum()) < 0.999  # neither hopeless nor the target
     tokens = torch.arange(V)[:, None]
-    laws = law(RULES["rejection"], Proposal(tokens, q.expand(V, 1, V)), p.expand(V, 2, V))
+    laws = law(
+        VERIFICATION_METHODS["rejection"], Proposal(tokens, q.expand(V, 1, V)), p.expand(V, 2, V)
+    )
     first = (q[:, None] * laws.stop_BM[:, :1] * laws.next_BMV[:, 0]).sum(0) + q * laws.stop_BM[:, 1]
     torch.testing.assert_close(first, p)
 

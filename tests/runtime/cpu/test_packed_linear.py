@@ -255,7 +255,7 @@ def test_a_target_and_its_draft_are_packed_where_asked(
     expected = generate(bare, [1, 2, 3], max_new_tokens=20, eos=()).ids
     assert generate(target, [1, 2, 3], max_new_tokens=20, eos=()).ids == expected
     made = generate(target, [1, 2, 3], Way(drafter), max_new_tokens=20, eos=())
-    assert made.ids == expected and made.rounds
+    assert made.ids == expected and made.steps
 
 
 def test_an_export_of_a_packed_draft_reads_back(
@@ -354,10 +354,10 @@ def test_a_packed_draft_is_the_draft(family: str, monkeypatch: pytest.MonkeyPatc
         proposals = []
         for batch in ([prompt], [prompt, prompt[:4]]):
             proposals += decode(target, batch, Way(drafter), max_new_tokens=12, eos=())
-        responses.append([(g.ids, g.rounds) for g in proposals])
+        responses.append([(g.ids, g.steps) for g in proposals])
         assert bool(made) == (step > 0)
     assert responses[0] == responses[1] and {2, 3} <= set(made)
     unpacked = random_drafter(config, target, 0.1)
     unpacked.load_state_dict(drafter.state_dict())
     again = generate(target, prompt, Way(unpacked), max_new_tokens=12, eos=())
-    assert (again.ids, again.rounds) == responses[2][0]
+    assert (again.ids, again.steps) == responses[2][0]

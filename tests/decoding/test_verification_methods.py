@@ -1,6 +1,6 @@
-"""The rules by hand: local ones, lossy ones, and at temperature 0.
+"""The verification methods by hand: local ones, lossy ones, and at temperature 0.
 
-Run alone: python -m pytest tests/decoding/test_rules.py
+Run alone: python -m pytest tests/decoding/test_verification_methods.py
 """
 
 import pytest
@@ -8,7 +8,7 @@ import torch
 
 from specdec.context import Proposal
 from specdec.decoding.verification_methods import (
-    RULES,
+    VERIFICATION_METHODS,
     greedy,
     lenience_at_zero,
     point_mass,
@@ -23,7 +23,7 @@ from tests.decoding.tree_laws import (
     CHAIN,
     EXACT,
     SHAPES,
-    TREE_RULES,
+    TREE_METHODS,
     Drafts,
     along,
     cases,
@@ -81,23 +81,26 @@ def test_traversal_by_hand() -> None:
     tokens, parents = torch.tensor([[0, 1, 0]]), torch.tensor([[-1, -1, 0]])
     q = torch.tensor([[[1, 0], [1, 0], [0.75, 0.25]]], dtype=torch.float64)
     p = torch.tensor([[[0.5, 0.5], [1, 0], [0.5, 0.5], [0.5, 0.5]]], dtype=torch.float64)
-    stop_BM, next_BMV = law(RULES["traversal"], Proposal(tokens, q, parents), p)
+    stop_BM, next_BMV = law(VERIFICATION_METHODS["traversal"], Proposal(tokens, q, parents), p)
     assert torch.allclose(stop_BM, torch.tensor([[1 / 3, 0, 0, 2 / 3]], dtype=torch.float64))
     assert torch.allclose(next_BMV[0, 0], torch.tensor([0, 1], dtype=torch.float64))
-    stop_BM, _ = law(RULES["recursive"], Proposal(tokens, q, parents), p)
+    stop_BM, _ = law(VERIFICATION_METHODS["recursive"], Proposal(tokens, q, parents), p)
     assert torch.allclose(stop_BM, torch.tensor([[0.5, 0, 0, 0.5]], dtype=torch.float64))
 
 
-# --- lossy rules -------------------------------------------------------------------------------
+# --- lossy verification methods ------------------------------------------------------------------
 
 
-def test_lossy_rules_are_flagged_and_are_lossy() -> None:
-    lossy = [{n for n, rule in RULES.items() if not rule.keeps_p(zero)} for zero in (False, True)]
+def test_lossy_methods_are_flagged_and_are_lossy() -> None:
+    lossy = [
+        {n for n, verification in VERIFICATION_METHODS.items() if not verification.keeps_p(zero)}
+        for zero in (False, True)
+    ]
     assert lossy == [{"typical", "lenience"}, {"lenience"}]
     p, q = cases(SHAPES["binary"], 3)
-    assert error(RULES["typical"], SHAPES["binary"], p, q, "without") > 0.1
+    assert error(VERIFICATION_METHODS["typical"], SHAPES["binary"], p, q, "without") > 0.1
     p, q = cases(CHAIN, 3)
-    assert error(RULES["lenience"], CHAIN, p, q, "without") > 0.1
+    assert error(VERIFICATION_METHODS["lenience"], CHAIN, p, q, "without") > 0.1
 
 
 def test_lenience_bounds_every_token() -> None:
@@ -106,16 +109,16 @@ def test_lenience_bounds_every_token() -> None:
     p, q = cases([-1], 4)
     kept = []
     for factor in (0.25, 0.5, 0.9, 1.0):
-        rule = RULES["lenience"].tuned(factor=factor)
+        verification = VERIFICATION_METHODS["lenience"].tuned(factor=factor)
         found = drafts([-1], q, "without")
-        round_law = judged(rule, [-1], p, q, found)
-        first = committed([-1], p, found, round_law).reshape(-1, 4, 4).sum(-1)
+        step_law = judged(verification, [-1], p, q, found)
+        first = committed([-1], p, found, step_law).reshape(-1, 4, 4).sum(-1)
         assert (first <= p[0][:, 0] / factor + EXACT).all()
-        kept.append(expected_accepted(rule, [-1], p, q))
+        kept.append(expected_accepted(verification, [-1], p, q))
     assert (torch.stack(kept).diff(dim=0) < EXACT).all()
     for factor in (0.0, 1.5):
         with pytest.raises(UserError, match="factor"):
-            RULES["lenience"].tuned(factor=factor)
+            VERIFICATION_METHODS["lenience"].tuned(factor=factor)
 
 
 def test_lenience_at_zero_by_hand() -> None:
@@ -124,9 +127,9 @@ def test_lenience_at_zero_by_hand() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(1, 5, 3) + 7  # logits are not log p
     tokens, parents = torch.tensor([[1, 0, 1, 2]]), torch.tensor([[-1, -1, 0, 2]])
     for factor, path in ((0.7, [1]), (0.5, [0, 2]), (0.4, [0, 2, 3])):
-        rule = RULES["lenience"].tuned(factor=factor)
-        assert rule.at_zero is not None
-        verdict = rule.at_zero(Proposal(tokens, None, parents), logits)
+        verification = VERIFICATION_METHODS["lenience"].tuned(factor=factor)
+        assert verification.at_zero is not None
+        verdict = verification.at_zero(Proposal(tokens, None, parents), logits)
         assert verdict.path_BK.tolist() == [path] and verdict.next_B.tolist() == [0]
     none = lenience_at_zero(Proposal(torch.tensor([[-1, -1]])), logits[:, :3])
     assert none.accepted_B.tolist() == [0]
@@ -150,10 +153,10 @@ def test_typical_by_hand() -> None:
     p = torch.tensor([[flat, peak, skewed, flat, flat]], dtype=torch.float64)
     tokens, parents = torch.tensor([[0, 3, 1, 3]]), torch.tensor([[-1, -1, 0, 1]])
     proposal = Proposal(tokens, None, parents)
-    stop_BM, next_BMV = law(RULES["typical"], proposal, p)
+    stop_BM, next_BMV = law(VERIFICATION_METHODS["typical"], proposal, p)
     assert stop_BM.tolist() == [[0, 1, 0, 0, 0]]  # both tokens of depth 1 are refused
     assert torch.equal(next_BMV, p)
-    tuned = RULES["typical"].tuned(epsilon=0.3, delta=2.0)
+    tuned = VERIFICATION_METHODS["typical"].tuned(epsilon=0.3, delta=2.0)
     assert not tuned.lossless and tuned.trees
     assert law(tuned, proposal, p).stop_BM.tolist() == [[1, 0, 0, 0, 0]]
 
@@ -165,18 +168,18 @@ def test_of_equally_long_paths_typical_takes_the_likelier() -> None:
     first, flat, peak = [0.5, 0.3, 0.1, 0.1], [0.25] * 4, [0.97, 0.01, 0.01, 0.01]
     p = torch.tensor([[first, flat, peak, flat, flat]], dtype=torch.float64)
     tokens, parents = torch.tensor([[0, 1, 0, 0]]), torch.tensor([[-1, -1, 0, 1]])
-    stop_BM, _ = law(RULES["typical"], Proposal(tokens, None, parents), p)
+    stop_BM, _ = law(VERIFICATION_METHODS["typical"], Proposal(tokens, None, parents), p)
     assert stop_BM.tolist() == [[0, 0, 0, 0, 1]]
     siblings = Proposal(tokens[:, :2].flip(1), None, parents[:, :2])
-    assert law(RULES["typical"], siblings, p[:, :3]).stop_BM.tolist() == [[0, 0, 1]]
+    assert law(VERIFICATION_METHODS["typical"], siblings, p[:, :3]).stop_BM.tolist() == [[0, 0, 1]]
 
 
-def test_a_rule_of_chains_refuses_a_tree() -> None:
+def test_a_method_of_chains_refuses_a_tree() -> None:
     for name in ("rejection", "block", "lenience"):
-        tokens_BG, parents_BG, q_BGV, p_BMV = example(RULES["recursive"])
+        tokens_BG, parents_BG, q_BGV, p_BMV = example(VERIFICATION_METHODS["recursive"])
         tree = Proposal(tokens_BG, q_BGV, parents_BG)
         with pytest.raises(ValueError, match="chains only"):
-            verify(RULES[name], tree, lookup(p_BMV), RowDraws([0]))
+            verify(VERIFICATION_METHODS[name], tree, lookup(p_BMV), RowDraws([0]))
 
 
 # --- greedy ------------------------------------------------------------------------------------
@@ -204,17 +207,18 @@ def test_greedy_keeps_the_path_of_the_argmax(
     assert verdict.next_B.tolist() == [following]
 
 
-def test_greedy_is_the_limit_of_every_lossless_rule() -> None:
-    """With one-hot p every rule takes the greedy path with certainty, where no two siblings are
-    the same token (of twins a local rule takes the first, `greedy` the one that leads on)."""
+def test_greedy_is_the_limit_of_every_lossless_method() -> None:
+    """With one-hot p every verification method takes the greedy path with certainty, where no two
+    siblings are the same token (of twins a local verification method takes the first, `greedy` the
+    one that leads on)."""
     shape = SHAPES["binary"]
     p, _ = cases(shape, 3)
     p = [torch.nn.functional.one_hot(x.argmax(-1), 3).double() for x in p]
-    for rule in TREE_RULES.values():
+    for verification in TREE_METHODS.values():
         found = drafts(shape, [x[:1] for x in p], "fixed")
         twins_B = (found.tokens_BG[:, ::2] == found.tokens_BG[:, 1::2]).any(-1)
         found = Drafts(*(x[~twins_B] for x in found))
-        stop_BM, next_BMV = judged(rule, shape, p, None, found)
+        stop_BM, next_BMV = judged(verification, shape, p, None, found)
         parents_BG = torch.tensor(shape).expand(found.tokens_BG.shape)
         verdict = greedy(
             Proposal(found.tokens_BG, None, parents_BG), along(p, shape, found).argmax(-1)
