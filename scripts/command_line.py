@@ -158,7 +158,7 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
     option("--draft-length-settings", nargs="*", help="of that policy, such as threshold=0.4")
     add_setting(parser, "greedy_draft", "draft greedily at T > 0")
     add_setting(parser, "compile", "use torch.compile")
-    option("--log-steps", type=Path, help="append the rounds to this file, for data.decoding_log=")
+    option("--log-steps", type=Path, help="append the steps to this file, for data.decoding_log=")
     add_setting(parser, "seed", "of everything that is drawn")
     option("--with", dest="copying", help="make a hybrid with this family that copies text")
 

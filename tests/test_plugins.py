@@ -93,7 +93,8 @@ def test_the_core_runs_without_the_lab() -> None:
         "from specdec.decoding.verification_methods import VERIFICATION_METHODS\n"
         "register()\n"
         "config = composed(['drafter=eagle3'])\n"
-        "print(config.drafter.name, 'spire' in DRAFTERS, 'kseq' in VERIFICATION_METHODS, len(DRAFTERS))\n"
+        "known = 'spire' in DRAFTERS, 'kseq' in VERIFICATION_METHODS, len(DRAFTERS)\n"
+        "print(config.drafter.name, *known)\n"
     )
     run = [sys.executable, "-c", program]
     said = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stdout

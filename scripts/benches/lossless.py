@@ -160,7 +160,7 @@ def samples(
             verdict = "not rejected" if p_value > 0.001 else "rejected"
             rows.append([name, f"{chi:.0f}", str(freedom), f"{p_value:.3g}", verdict])
     console.print(
-        f"{2 * samples * len(asked):,} continuations per verification method, {len(asked)} held-out prompts, "
+        f"{2 * samples * len(asked):,} continuations per method, {len(asked)} held-out prompts, "
         "T = 1, 3 tokens each"
     )
     show(["verification", "χ²", "degrees of freedom", "p-value", "verdict"], rows)

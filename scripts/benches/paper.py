@@ -244,19 +244,19 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
         "position that is harder to guess than most, so τ lies below the curve.",
         "## The oracle (Section 3.5)",
         table("draft", ORACLE, dict(oracles(m))),
-        "The oracle drafts exactly the tokens that will be accepted, and verifies them. Speculation steps "
-        "were drafted 8 deep, or as deep as the draft can go; a speculation step accepted in full counts as "
-        "if a rejection followed. The paper says that, with unbounded compute and for typical "
-        "α and c, the oracle gains up to about 60 % over a fixed γ.",
+        "The oracle drafts exactly the tokens that will be accepted, and verifies them. "
+        "Speculation steps were drafted 8 deep, or as deep as the draft can go; a step accepted in "
+        "full counts as if a rejection followed. The paper says that, with unbounded compute and "
+        "for typical α and c, the oracle gains up to about 60 % over a fixed γ.",
         "## Lenience and non-iterative rejection (Appendices A.5, A.2)",
         table(m.best, LENIENCE, dict(leniences(m))),
-        "With l < 1 the verification method is lossy and writes another text, so α is predicted at the anchors "
-        "that the decoder visited under the same verification method. The paper's column is for T5-small on EnDe; "
-        "its speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 and 4.8 with the "
-        "best γ. Non-iterative rejection accepts x with probability p(x) / (M q(x)), where M = max "
-        "p / q. It is lossless, but nearly always some token of the vocabulary is far likelier "
-        "under p than under q, so M is large. The paper proves that it accepts less than rejection "
-        "does, and gives no figures.",
+        "With l < 1 verification is lossy and writes another text, so α is predicted at the "
+        "anchors that the decoder visited under the same method. The paper's column is for "
+        "T5-small on EnDe; its speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 "
+        "and 4.8 with the best γ. Non-iterative rejection accepts x with probability p(x) / (M "
+        "q(x)), where M = max p / q. It is lossless, but nearly always some token of the "
+        "vocabulary is far likelier under p than under q, so M is large. The paper proves that it "
+        "accepts less than rejection does, and gives no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",
         table("a pass of the target", PASS, dict(passes(m))),
         "A pass reads the weights once, so intensity grows with the tokens; where GFLOP/s stop "

@@ -178,7 +178,7 @@ def anchors() -> str:
     d.text(
         20,
         180,
-        "Speculation steps begin where the last one failed, so visited anchors are harder: α there is lower.",
+        "Steps begin where the last one failed, so visited anchors are harder: α there is lower.",
         size=12,
         ink=GREY,
     )

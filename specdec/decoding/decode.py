@@ -54,7 +54,7 @@ def decode(
     batch or, with `at_once` (the number of rows, for plain decoding only), make room for
     prompts that have none yet. A row's tokens do not depend on its neighbours, sampled ones
     neither: its random numbers follow from its seed alone. Exceptions are its drafts' lengths, if
-    `way.length` looks at the batch or the longest row is about to use up the positions.
+    `way.draft_length` looks at the batch or the longest row is about to use up the positions.
 
     `eos` None is the target's own; () never ends a response early. A `stop` string ends a response
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
@@ -65,7 +65,8 @@ def decode(
     go together.
     """
     way = way or Way()
-    drafter, shape, length, judge = way.drafter, way.shape, way.length, way.verification_method
+    drafter, shape = way.drafter, way.shape
+    length, method = way.draft_length, way.verification_method
     require_room(target, prompts, max_new_tokens)
     require_read(target, drafter, not isinstance(shape, Chain | None), way.compiled)
     asked = len(prompts)
@@ -101,7 +102,7 @@ def decode(
         rows, first_BV = prefill(target, [prompts[i] for i in numbers], needs, cache)
         choose = Choose(
             way.sampler,
-            "fixed" if way.greedy_draft else judge.siblings,
+            "fixed" if way.greedy_draft else method.siblings,
             RowDraws([seeds[i] for i in numbers], target.device),
             vocabulary(drafter),
             target.vocab_size,
@@ -159,7 +160,7 @@ def decode(
 
         # The verification method keeps a path of each draft, and the target adds a token of its
         # own.
-        verdict = judged(judge, proposal, choose.processed(logits_BMV, proposal), choose)
+        verdict = judged(method, proposal, choose.processed(logits_BMV, proposal), choose)
         responses.clock.end("judge")
 
         # The kept tokens are committed to the cache, the texts and the responses.
@@ -218,12 +219,12 @@ def shortened(
 
 
 def judged(
-    verification: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
+    method: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
 ) -> Verdict:
     """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
     if choose.sampler.greedy:
-        if verification.at_zero is not None:
-            return verification.at_zero(proposal, logits_BMV.float())
+        if method.at_zero is not None:
+            return method.at_zero(proposal, logits_BMV.float())
         return greedy(proposal, logits_BMV.float().argmax(-1))
     groups = row_groups(len(logits_BMV), logits_BMV[0].numel(), logits_BMV.device)
     draws, verdicts = choose.draws.groups(groups), list[Verdict]()
@@ -234,7 +235,7 @@ def judged(
         def p_of(place_B: Tensor | None, x: Tensor = logits, row_B: Tensor = row_B) -> Tensor:
             return choose.sampler.probs(x if place_B is None else x[row_B, place_B])
 
-        verdicts.append(verify(verification, proposal.rows(rows), p_of, of_rows))
+        verdicts.append(verify(method, proposal.rows(rows), p_of, of_rows))
     choose.draws.regroup(draws)
     if len(verdicts) == 1:
         return verdicts[0]

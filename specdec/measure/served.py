@@ -124,7 +124,7 @@ class MeasuredServer:
             # the steps while a long prompt is read emit nothing, so there may be more than these
             require(
                 committed >= len(ids),
-                f"{self.server.url} says that its speculation steps made {committed} tokens for a response of "
+                f"{self.server.url} says that its steps made {committed} tokens for a response of "
                 f"{len(ids)}: its figures do not fit its responses",
             )
         return TimedResponse(ids, seconds, counted.steps, counted.by_position)

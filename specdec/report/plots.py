@@ -126,9 +126,10 @@ def accepted_lengths(path: Path, results: Results) -> None:
     width = 0.8 / len(ats)
     with _axes(path, (max(6.4, 0.35 * count), 4.0), 1, min(2, len(ats))) as (ax,):
         for i, at in enumerate(ats):
-            shares = [n / max(1, at.speculation_steps) for n in at.accepted_lengths]
+            steps = at.speculation_steps
+            shares = [n / max(1, steps) for n in at.accepted_lengths]
             x = [n + (i - (len(ats) - 1) / 2) * width for n in range(len(shares))]
-            label = f"T = {at.way.temperature:g}: τ {at.tau.value:.2f}, {at.speculation_steps:,} speculation steps"
+            label = f"T = {at.way.temperature:g}: τ {at.tau.value:.2f}, {steps:,} steps"
             colour = (BLUE, ORANGE, GREEN, GREY)[i % 4]
             bars = ax.bar(x, shares, width, color=colour, label=label)
             if count <= LABELLED:

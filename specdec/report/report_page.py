@@ -242,19 +242,19 @@ def _by_depth(one: Measured) -> str:
 def _compare(one: Measured) -> str:
     """How the rows at visited anchors and the decoder's own count should compare."""
     if not one.way.lossless:
-        return f"The verification method {one.way.verification} is lossy, and accepts more than α says."
+        return f"Verification by {one.way.verification} is lossy, and accepts more than α says."
     if not one.way.chain:
         return "α describes a chain at those anchors; the tree accepts more, thanks to siblings."
     if one.way.temperature == 0:
         return "In float32, the row at visited anchors and the decoder's own count are equal."
     if one.way.verification == "rejection":
-        return "The verification method `rejection` should accept as often as the row at visited anchors says."
-    return f"α describes the verification method `rejection`, and the decoder judges by `{one.way.verification}`."
+        return "`rejection` should accept as often as the row at visited anchors says."
+    return f"α describes `rejection`, and the decoder verifies by `{one.way.verification}`."
 
 
 def _costs(results: Results) -> list[str]:
     """What a speculation step costs in each shape of the draft. The costs of a second draft, such
-    as a hybrid, change from round to step."""
+    as a hybrid, change from step to step."""
     shapes: dict[tuple[int, int], Measured] = {}
     for one in results.measured:
         if one.way.drafter == results.drafter:

@@ -291,7 +291,7 @@ def test_a_log_of_another_target_or_shape_is_refused(
 def test_a_log_must_exist_and_have_steps(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file"):
         documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
-    (tmp_path / "a.jsonl").write_text('{"prompt": [1], "ids": [2], "rounds": []}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": [1], "ids": [2], "speculation_steps": []}\n')
     with pytest.raises(UserError, match="no speculation step in it"):
         documents_of_log(tmp_path / "a.jsonl", 2, make_target(), [])
 

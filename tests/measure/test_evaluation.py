@@ -173,16 +173,16 @@ def test_all_prompts_are_counted_and_the_first_are_timed(
             (g.emitted, len(g.steps)) for g in alone
         ]
         kept = sum(len(g.ids) - 1 for g in alone)
-        tokens, steps = ([len(g.ids) - 1 for g in plain[:2]], [len(g.steps) for g in alone[:2]])
+        tokens, counts = ([len(g.ids) - 1 for g in plain[:2]], [len(g.steps) for g in alone[:2]])
         of_a_token = (2 * tokens[0] + 4 * tokens[1]) / sum(tokens)
-        of_a_step = (3 * steps[0] + 6 * steps[1]) / sum(steps)
+        of_a_step = (3 * counts[0] + 6 * counts[1]) / sum(counts)
         in_a_step = kept / len(steps)
         assert at.speedup.value == pytest.approx(in_a_step * of_a_token / of_a_step)
         assert at.tokens_per_second.value == pytest.approx(in_a_step / of_a_step)
         assert at.plain_tokens_per_second.value == pytest.approx(1 / of_a_token)
         assert at.speedup.n == 5  # counts of so many prompts
         if at.way.temperature == 0:  # the same tokens, so the ratio of the seconds by hand
-            seconds = 2 * tokens[0] + 4 * tokens[1], 3 * steps[0] + 6 * steps[1]
+            seconds = 2 * tokens[0] + 4 * tokens[1], 3 * counts[0] + 6 * counts[1]
             assert at.timed_speedup.value == pytest.approx(seconds[0] / seconds[1])
             assert at.identical == 5
         assert at.timed_speedup.value != pytest.approx(at.speedup.value)

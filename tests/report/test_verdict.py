@@ -130,7 +130,7 @@ def test_without_an_interval_nothing_is_claimed(change: dict[str, Any], why: str
 def test_a_lossy_method_is_named_with_the_gain() -> None:
     lossy = at(MORE, 1.0, verification="typical", asked="typical", lossless=False)
     results = of(at(GAIN), lossy)
-    said = " The verification method typical is lossy: responses at T = 1 are not the target's own."
+    said = " Verification by typical is lossy: responses at T = 1 are not the target's own."
     assert verdict.sentence(results).endswith(said)
     assert "lossy" not in verdict.sentence(of(at(GAIN), replace(lossy, speedup=at(NONE).speedup)))
     (own,) = (line for line in lines(of(lossy)) if "generate" in line)

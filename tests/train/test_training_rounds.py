@@ -172,7 +172,7 @@ ON_POLICY = ["data.responses=target", "rounds.count=2", "rounds.data=on_policy",
 def test_on_policy_rounds_begin_with_the_first_and_resume(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str
 ) -> None:
-    """The text stays the target's own, since decoding is lossless; the rounds are the draft's. An
+    """The text stays the target's own, since decoding is lossless; the steps are the draft's. An
     interruption in either round changes nothing, nor does where the hidden states are kept."""
     whole, rate = tmp_path / "whole", optim.learning_rate
     tiny.job(whole, drafter, *ON_POLICY, "loss=on_policy", "loop.save_every=1")
@@ -186,8 +186,8 @@ def test_on_policy_rounds_begin_with_the_first_and_resume(
     assert records[0] != records[1]  # another draft
     of_first_draft = records[0].values()
     depth = tiny.config(drafter).drafter.depth
-    anchors = sum(len(rounds) for rounds in of_first_draft)
-    assert all(len(tokens) == depth for rounds in of_first_draft for *_, tokens in rounds)
+    anchors = sum(len(steps) for steps in of_first_draft)
+    assert all(len(tokens) == depth for steps in of_first_draft for *_, tokens in steps)
     assert 24 * 12 / (depth + 1) <= anchors <= 24 * 12
 
     steps = len(losses(whole))
