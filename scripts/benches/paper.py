@@ -253,8 +253,8 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
         "With l < 1 verification is lossy and writes another text, so α is predicted at the "
         "anchors that the decoder visited under the same method. The paper's column is for "
         "T5-small on EnDe; its speedups are for c = .015, where Theorem 3.8 gives 2.3, 2.9, 3.4 "
-        "and 4.8 with the best γ. Non-iterative rejection accepts x with probability p(x) / (M "
-        "q(x)), where M = max p / q. It is lossless, but nearly always some token of the "
+        "and 4.8 with the best γ. Non-iterative rejection accepts x with probability "
+        "p(x) / (M q(x)), where M = max p / q. It is lossless, but nearly always some token of the "
         "vocabulary is far likelier under p than under q, so M is large. The paper proves that it "
         "accepts less than rejection does, and gives no figures.",
         "## Arithmetic intensity and bandwidth (Section 3.4)",

@@ -102,7 +102,8 @@ def sentence(results: Results) -> str:
     lossy = [one.way for one in served if not one.way.lossless]
     if lossy:
         at = " and ".join(f"T = {way.temperature:g}" for way in lossy)
-        said += f" Verification by {lossy[0].verification} is lossy: responses at {at} are not the target's own."
+        said += f" Verification by {lossy[0].verification} is lossy: "
+        said += f"responses at {at} are not the target's own."
     if served and results.shift is not None:
         said += (
             f" The target was adapted along with the draft: {results.shift.same.value:.0%} of "
