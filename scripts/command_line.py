@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from specdec.decoding.config import TREES, DecodeConfig, beyond_training, require_fitting
-from specdec.decoding.length import LENGTHS
+from specdec.decoding.draft_length import LENGTHS
 from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.drafters import Drafter
 from specdec.errors import UserError, require

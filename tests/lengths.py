@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import Length
 from specdec.lab.decoding.disco import StopClassifier
 
 

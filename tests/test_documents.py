@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 from hydra.errors import HydraException
 
-from specdec.decoding.length import LENGTHS
+from specdec.decoding.draft_length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.drafters import DRAFTERS, shipped

@@ -15,8 +15,7 @@ import pytest
 
 from specdec import plugins
 from specdec.decoding.config import DecodeConfig
-from specdec.decoding.length import LENGTHS
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import LENGTHS, Length
 from specdec.errors import UserError
 from specdec.measure.results import Results
 from specdec.plugins import Plugins, lab_entries

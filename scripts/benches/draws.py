@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.context import Proposal
 from specdec.decoding import decode
 from specdec.decoding.generation import PHASES
-from specdec.decoding.verification_methods import Verdict, VerificationMethod
-from specdec.decoding.verify import verify
+from specdec.decoding.verification_methods import Verdict, VerificationMethod, verify
 from specdec.decoding.way import Way
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.errors import nearest, require

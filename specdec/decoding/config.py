@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.decoding.length import LENGTHS, length
+from specdec.decoding.draft_length import LENGTHS, length
 from specdec.decoding.way import Way, fitting_verification, require_draftable, require_read
 from specdec.drafters.base import Drafter
 from specdec.errors import require, require_between, require_known, require_within
@@ -45,7 +45,7 @@ class DecodeConfig:
     branches: int = 4  # children that a node of a dynamic tree may have
     paths: list[list[int]] | None = None  # all the nodes of a static tree
     fastest: bool = False
-    draft_length: str = "fixed"  # a policy of length.py that shortens chains
+    draft_length: str = "fixed"  # a policy of draft_length.py that shortens chains
     draft_length_settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
     compile: bool = False  # the target, and the draft if its family can, through torch.compile
     repeats: int = 1  # of every timed prompt, for steadier seconds; counts come from the first

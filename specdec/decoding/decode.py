@@ -12,21 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import HiddenStateSpec, Proposal
+from specdec.decoding.draft_length import Length
 from specdec.decoding.generation import Generation, GrowingResponses, OnTokens, Record, outcome
-from specdec.decoding.policy import Length
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops
-from specdec.decoding.verification_methods import Verdict, VerificationMethod, greedy
-from specdec.decoding.verify import verify
+from specdec.decoding.verification_methods import judged
 from specdec.decoding.way import Way, require_read
 from specdec.drafters.attention import last_of
 from specdec.drafters.base import Drafter, vocabulary
 from specdec.errors import require
 from specdec.runtime.cache import SlotCache
-from specdec.runtime.device import row_groups
 from specdec.sampling.choose import Choose, Processor
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.trees import Chain, Shape
@@ -216,32 +213,6 @@ def shortened(
         stop = length.stop if length is not None and length.reads_q else shape.stop
         shape = Chain(min(gamma, room, shape.depth), stop)
     return shape if 1 <= shape.depth <= room else None
-
-
-def judged(
-    method: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
-) -> Verdict:
-    """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
-    if choose.sampler.greedy:
-        if method.at_zero is not None:
-            return method.at_zero(proposal, logits_BMV.float())
-        return greedy(proposal, logits_BMV.float().argmax(-1))
-    groups = row_groups(len(logits_BMV), logits_BMV[0].numel(), logits_BMV.device)
-    draws, verdicts = choose.draws.groups(groups), list[Verdict]()
-    for rows, of_rows in zip(groups, draws, strict=True):
-        logits = logits_BMV[rows]
-        row_B = torch.arange(len(logits), device=logits.device)
-
-        def p_of(place_B: Tensor | None, x: Tensor = logits, row_B: Tensor = row_B) -> Tensor:
-            return choose.sampler.probs(x if place_B is None else x[row_B, place_B])
-
-        verdicts.append(verify(method, proposal.rows(rows), p_of, of_rows))
-    choose.draws.regroup(draws)
-    if len(verdicts) == 1:
-        return verdicts[0]
-    accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
-    paths = [path_K for v in verdicts for path_K in v.path_BK]
-    return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
 
 
 def require_room(

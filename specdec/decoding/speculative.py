@@ -20,8 +20,8 @@ from transformers import GenerationConfig, LogitsProcessorList, PrefixConstraine
 
 from specdec.compat import generation_defaults, logits_processors
 from specdec.decoding.decode import decode
+from specdec.decoding.draft_length import Length
 from specdec.decoding.generation import Generation, SpeculationStep
-from specdec.decoding.policy import Length
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, nearest, require

@@ -4,7 +4,7 @@ A draft is a tree of nodes below the anchor; a chain is a tree with one child pe
 verification method maps the draft's tokens, the q they were drawn from and the target's p to the
 *law* of the speculation step: where the committed path ends, and how the next token is distributed
 there. It is lossless if the committed tokens follow p, taken over the draft's randomness too.
-verify.py draws from the law.
+`verify` draws from it.
 
 Most verification methods are local: a function judges the children of one node, from the anchor
 downwards, so p is needed only where the path leads. The others weigh whole paths and need p
@@ -22,11 +22,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Proposal
 from specdec.errors import UserError, require
 from specdec.plugins import Plugins
-from specdec.runtime.device import perhaps_any
+from specdec.runtime.device import perhaps_any, row_groups
+from specdec.sampling.choose import Choose
+from specdec.sampling.row_draws import RowDraws
+from specdec.sampling.sampler import sample
 
 
 class Law(NamedTuple):
@@ -91,6 +95,84 @@ class VerificationMethod:
         judges = {kind: getattr(self, kind) for kind in ("node", "whole", "at_zero")}
         tuned: dict[str, Any] = {k: partial(j, **values) for k, j in judges.items() if j}
         return replace(self, name=f"{self.name}:{settings}", **tuned)
+
+
+# --- the verdict on a speculation step ----------------------------------------------------------
+
+
+def judged(
+    method: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
+) -> Verdict:
+    """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
+    if choose.sampler.greedy:
+        if method.at_zero is not None:
+            return method.at_zero(proposal, logits_BMV.float())
+        return greedy(proposal, logits_BMV.float().argmax(-1))
+    groups = row_groups(len(logits_BMV), logits_BMV[0].numel(), logits_BMV.device)
+    draws, verdicts = choose.draws.groups(groups), list[Verdict]()
+    for rows, of_rows in zip(groups, draws, strict=True):
+        logits = logits_BMV[rows]
+        row_B = torch.arange(len(logits), device=logits.device)
+
+        def p_of(place_B: Tensor | None, x: Tensor = logits, row_B: Tensor = row_B) -> Tensor:
+            return choose.sampler.probs(x if place_B is None else x[row_B, place_B])
+
+        verdicts.append(verify(method, proposal.rows(rows), p_of, of_rows))
+    choose.draws.regroup(draws)
+    if len(verdicts) == 1:
+        return verdicts[0]
+    accepted_B, next_B = (torch.cat([v[i] for v in verdicts]) for i in (0, 1))
+    paths = [path_K for v in verdicts for path_K in v.path_BK]
+    return Verdict(accepted_B, next_B, pad_sequence(paths, batch_first=True, padding_value=-1))
+
+
+def verify(
+    method: VerificationMethod,
+    proposal: Proposal,
+    p_of: Callable[[Tensor | None], Tensor],
+    draws: RowDraws,
+) -> Verdict:
+    """Draw a verdict from the law of the speculation step, for all rows at once. `p_of(place_B) ->
+    p_BV` is the target's distribution after one place of each row, and `p_of(None) -> p_BMV` after
+    all; local verification methods call it only for the nodes that they reach, until all rows have
+    stopped. A row's verdict depends on its own draft and random numbers only. Raises ValueError for
+    a tree if the verification method is for chains."""
+    B, device = len(proposal.tokens_BG), proposal.tokens_BG.device
+    if not method.trees and proposal.parents_BG is not None:
+        chain_BG = Proposal(proposal.tokens_BG).above_BG
+        if bool(((proposal.above_BG != chain_BG) & (proposal.tokens_BG >= 0)).any()):
+            raise ValueError("this verification method judges chains only, but the draft is a tree")
+    row_B = torch.arange(B, device=device)
+    at_B = torch.zeros_like(row_B)
+    if method.whole is not None:
+        p_BMV = p_of(None)
+        nothing_drafted = Law(torch.ones_like(p_BMV[..., 0]), p_BMV)
+        drafted = proposal.tokens_BG.shape[1] > 0
+        return draw(method.whole(proposal, p_BMV) if drafted else nothing_drafted, proposal, draws)
+    assert method.node is not None
+    going_B1 = torch.ones_like(row_B[:, None], dtype=torch.bool)
+    children_BMC, next_BV = proposal.children_BMC(), p_of(at_B)
+    while bool(((child_BC := children_BMC[row_B, at_B]) > 0).any()):
+        # a stopped row is judged again at its node, which gives the same next_BV
+        tokens_BC = proposal.tokens_at(row_B[:, None], child_BC)
+        take_BC, next_BV = method.node(tokens_BC, proposal.q_at(row_B, child_BC[:, 0]), next_BV)
+        used_B = going_B1[:, 0] * (child_BC > 0).sum(-1)
+        taken_BC = draws.uniform(child_BC.shape[1], used_B) < take_BC
+        going_B1 = going_B1 & taken_BC.any(-1, keepdim=True)
+        if not going_B1.any():
+            break
+        child_B1 = child_BC.gather(1, taken_BC.long().argmax(-1, keepdim=True))
+        at_B = torch.where(going_B1, child_B1, at_B[:, None])[:, 0]
+        next_BV = p_of(at_B)
+    return verdict(proposal, at_B, sample(next_BV, draws.uniform(1)[:, 0]))
+
+
+def draw(law: Law, proposal: Proposal, draws: RowDraws) -> Verdict:
+    """A verdict from a law: first where the path ends, then the next token."""
+    uniform_B2 = draws.uniform(2)
+    end_B = sample(law.stop_BM, uniform_B2[:, 0])
+    row_B = torch.arange(len(end_B), device=end_B.device)
+    return verdict(proposal, end_B, sample(law.next_BMV[row_B, end_B], uniform_B2[:, 1]))
 
 
 # --- local verification methods: the children of one node ----------------------------------------
@@ -220,7 +302,7 @@ _CORE = {
 VERIFICATION_METHODS: Plugins[VerificationMethod] = Plugins(
     "draftsmith.verification_methods",
     "decode.verification",
-    {name: replace(verification, name=name) for name, verification in _CORE.items()},
+    {name: replace(method, name=name) for name, method in _CORE.items()},
 )
 
 
@@ -229,7 +311,7 @@ def named(text: str) -> VerificationMethod:
     parameters after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as
     `VerificationMethod.tuned`, and for unknown names."""
     name, _, settings = text.partition(":")
-    verification = VERIFICATION_METHODS.named(name)
+    method = VERIFICATION_METHODS.named(name)
     values = {}
     for part in filter(None, settings.split(",")):
         key, _, value = part.partition("=")
@@ -238,7 +320,7 @@ def named(text: str) -> VerificationMethod:
         except ValueError:
             message = f"decode.verification={text!r}: {part!r} is not of the form factor=0.8"
             raise UserError(message) from None
-    return verification.tuned(**values) if values else verification
+    return method.tuned(**values) if values else method
 
 
 # --- paths and numbers -------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import Length
 from specdec.decoding.verification_methods import VerificationMethod, named
 from specdec.drafters.base import Drafter
 from specdec.errors import require
@@ -87,18 +87,18 @@ def fitting_verification(
     best = "point_mass" if picked else "recursive"  # the best verification method for a tree
     if name == "auto":
         name = "block" if not tree else "point_mass" if greedy_draft else best
-    verification = named(name)
+    method = named(name)
     if tree and not sampler.greedy:
         require(
-            verification.trees,
+            method.trees,
             f"decode.verification={name} judges chains only: give {best} for this tree",
         )
         require(
-            not picked or verification.siblings == "fixed",
-            f"decode.verification={name} needs siblings drawn from q, but this tree picks the likeliest: "
-            "give decode.verification=point_mass, or a static tree",
+            not picked or method.siblings == "fixed",
+            f"decode.verification={name} needs siblings drawn from q, but this tree picks the "
+            "likeliest: give decode.verification=point_mass, or a static tree",
         )
-    return verification
+    return method
 
 
 def require_read(target: TargetParts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from specdec.decoding.config import DecodeConfig, is_measured, require_fitting
+from specdec.decoding.draft_length import LENGTHS, CostTable, Length, SavedFigures, length
 from specdec.decoding.generation import SpeculationStep
-from specdec.decoding.length import LENGTHS, CostTable, length
-from specdec.decoding.policy import Length, SavedFigures
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.measure.costs import OF_STEPS, TIMED, cost_table, costs, steps_in_turn

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from specdec.compat import packed_operator
 from specdec.context import Context, HiddenStateSpec
 from specdec.decoding.decode import capacity, prefill
-from specdec.decoding.length import CostTable
+from specdec.decoding.draft_length import CostTable
 from specdec.decoding.rows import Rows
 from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter, vocabulary

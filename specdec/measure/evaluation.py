@@ -43,6 +43,7 @@ from specdec.measure.forced import (
     forced,
     foreseen,
     prompt_counts,
+    shift,
     whole,
 )
 from specdec.measure.machine import machine_of
@@ -55,7 +56,6 @@ from specdec.measure.results import (
     Slice,
 )
 from specdec.measure.setup import Setup
-from specdec.measure.shift import shift
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import Sampler
@@ -214,7 +214,7 @@ def same_way(one: Way, other: Way) -> bool:
 def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
     """A way that `cfg` asked for, as it is written down."""
     assert way.drafter is not None and way.shape is not None
-    greedy, verification = way.sampler.greedy, way.verification_method
+    greedy, method = way.sampler.greedy, way.verification_method
     return Described(
         title=title,
         drafter=way.drafter.config.name,
@@ -222,8 +222,8 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
         gamma=way.shape.depth,
         nodes=way.shape.nodes,
         chain=isinstance(way.shape, Chain),
-        verification="greedy" if greedy and verification.at_zero is None else verification.name,
-        lossless=verification.keeps_p(greedy),
+        verification="greedy" if greedy and method.at_zero is None else method.name,
+        lossless=method.keeps_p(greedy),
         tree=cfg.tree,
         draft_length=cfg.draft_length,
         top_k=way.sampler.top_k,

@@ -1,4 +1,5 @@
-"""A draft along known text: acceptance at every anchor, and what theory needs of p and q."""
+"""A draft along known text: acceptance at every anchor, and what theory needs of p and q; a target
+along the text of another."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -8,13 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specdec.context import Context
+from specdec.context import Context, HiddenStateSpec
+from specdec.decoding.decode import decode
 from specdec.decoding.generation import Generation
 from specdec.drafters.base import Drafter
 from specdec.forcing.batch import batch_of
 from specdec.forcing.teacher import TeacherForcing, predicted_steps
-from specdec.losses.loss_terms import LossInputs
-from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts
+from specdec.losses.loss_terms import LossInputs, kl_divergence
+from specdec.measure.results import Alpha, Forced, Foreseen, Lenient, PromptCounts, Shift
+from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import sample
 from specdec.targets.target import Target
 from specdec.theory.alpha import Acceptance, block_expected_tokens, expected_tokens
@@ -188,3 +191,34 @@ def prompt_counts(
     along_TK = (alpha.sampled, alpha.greedy)[greedy]
     walked = predicted_steps(along_TK[: plain.emitted, :gamma])
     return PromptCounts(response.emitted, len(response.steps), positions, sampled, same, walked)
+
+
+def shift(
+    original: Target,
+    adapted: Target,
+    prompts: Sequence[Sequence[int]],
+    tokens: int,
+    batch: int,
+    ranks: Ranks = ALONE,
+) -> Shift:
+    """How far `adapted`, which was trained with its draft, has moved from `original`, over
+    responses of up to `tokens` tokens. The prompts are shared out."""
+
+    @torch.inference_mode()
+    def moved(start: int) -> list[tuple[float, int, bool]]:
+        """The summed KL of each response in a batch, its tokens, and whether it stayed the same."""
+        asked, shifts = prompts[start : start + batch], []
+        told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
+        for before, after in zip(*told, strict=True):
+            ids, first = torch.tensor([[*before.prompt, *before.ids]]), len(before.prompt) - 1
+            logits = (
+                t.logits(t.hidden_states(ids.to(t.device), HiddenStateSpec())[1][0, first:-1])
+                for t in (original, adapted)
+            )
+            kl = float(kl_divergence(*logits).sum())
+            shifts.append((kl, len(before.ids), before.ids == after.ids))
+        return shifts
+
+    batches = ranks.shared(range(0, len(prompts), batch), moved)
+    kl, counts, same = map(list, zip(*(response for of in batches for response in of), strict=True))
+    return Shift(original.name, ratio_interval(kl, counts), share_interval(same, [1] * len(same)))

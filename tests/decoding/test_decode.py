@@ -18,8 +18,8 @@ from transformers.generation.logits_process import (
 
 from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import decode, generate
+from specdec.decoding.draft_length import LENGTHS
 from specdec.decoding.generation import Generation, SpeculationStep, pieces_of
-from specdec.decoding.length import LENGTHS
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter

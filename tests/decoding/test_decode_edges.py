@@ -12,8 +12,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 from specdec.context import HiddenStateSpec, Proposal
 from specdec.decoding.decode import capacity, decode, generate
-from specdec.decoding.length import length
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import Length, length
 from specdec.decoding.rows import Rows
 from specdec.decoding.stream import Stops
 from specdec.decoding.verification_methods import VERIFICATION_METHODS

@@ -11,7 +11,7 @@ import torch
 
 from specdec.decoding.config import DecodeConfig, beyond_training
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.length import length
+from specdec.decoding.draft_length import length
 from specdec.decoding.speculative import speculative_generate
 from specdec.decoding.verification_methods import named
 from specdec.decoding.way import Way, fitting_verification

@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.decoding.length import (
+from specdec.decoding.draft_length import (
     LENGTHS,
     Confidence,
     CostTable,
     Fixed,
+    Length,
     Optimal,
     length,
 )
-from specdec.decoding.policy import Length
 from specdec.errors import UserError
 from specdec.theory.leviathan import best_gamma, oracle_factor, walltime_factor
 from specdec.theory.oracle import oracle

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.length import Confidence, Fixed, Optimal, length
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import Confidence, Fixed, Length, Optimal, length
 from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.sampling.confidence import Calibration
 from specdec.sampling.trees import Growth

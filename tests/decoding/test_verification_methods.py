@@ -14,8 +14,8 @@ from specdec.decoding.verification_methods import (
     point_mass,
     recursive,
     rejection,
+    verify,
 )
-from specdec.decoding.verify import verify
 from specdec.errors import UserError
 from specdec.lab.decoding.paper_verification_methods import kseq
 from specdec.sampling.row_draws import RowDraws

@@ -22,9 +22,10 @@ from specdec.decoding.verification_methods import (
     VERIFICATION_METHODS,
     Law,
     VerificationMethod,
+    draw,
     greedy,
+    verify,
 )
-from specdec.decoding.verify import draw, verify
 from specdec.sampling.row_draws import RowDraws
 from tests.decoding.tree_laws import lookup
 from tests.laws import (

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from specdec.context import Proposal
 from specdec.decoding.decode import decode, generate
-from specdec.decoding.verification_methods import VERIFICATION_METHODS
-from specdec.decoding.verify import verify
+from specdec.decoding.verification_methods import VERIFICATION_METHODS, verify
 from specdec.decoding.way import Way
 from specdec.sampling.row_draws import RowDraws
 from specdec.sampling.sampler import Sampler

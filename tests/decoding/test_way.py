@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.decoding.decode import decode
-from specdec.decoding.length import length
-from specdec.decoding.policy import Length
+from specdec.decoding.draft_length import Length, length
 from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.decoding.way import Way
 from specdec.errors import UserError

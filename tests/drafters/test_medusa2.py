@@ -19,8 +19,8 @@ from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint
 from specdec.losses.loss_config import LossConfig
+from specdec.measure.forced import shift
 from specdec.measure.results import Results
-from specdec.measure.shift import shift
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import load_target

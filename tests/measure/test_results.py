@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import wandb
 
-from specdec.decoding.length import CostTable
+from specdec.decoding.draft_length import CostTable
 from specdec.errors import UserError
 from specdec.lab.decoding.disco import StopClassifier
 from specdec.measure.choosing import Learned, file_of

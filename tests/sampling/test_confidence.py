@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.context import Context, Proposal
 from specdec.decoding.decode import decode
-from specdec.decoding.length import Confidence
+from specdec.decoding.draft_length import Confidence
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.drafters.base import vocabulary

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from specdec.decoding.policy import Length, SavedFigures, Trials
+from specdec.decoding.draft_length import Length, SavedFigures, Trials
 from specdec.errors import require
 from specdec.theory.logistic import minimise
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.decoding.length import length
+from specdec.decoding.draft_length import length
 from specdec.errors import UserError
 from specdec.lab.decoding.disco import (
     FEATURES,
