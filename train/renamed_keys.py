@@ -18,7 +18,12 @@ RENAMED = {  # a key, or a group with all of its keys: the name that it has now
     "data.answers": "data.responses",
     "data.min_answer": "data.min_response",
     "data.beginning": "data.prompt_characters",
+    "data.rounds": "data.decoding_log",
+    "decode.length": "decode.draft_length",
+    "decode.rule": "decode.verification",
+    "decode.settings": "decode.draft_length_settings",
     "loop.objective": "loop.select_by",
+    "rounds.rule": "rounds.verification",
 }
 RENAMED_VALUES = {  # by the key's new name
     "hidden_states.mode": {"disk": "offline"},

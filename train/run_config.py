@@ -311,8 +311,8 @@ def register() -> None:
 def quoted(arguments: Sequence[str]) -> list[str]:
     """Overrides in a form that Hydra accepts and reads as they were typed. A text that Hydra's
     grammar refuses, such as a path with brackets, quotes, braces or letters like é in it, is
-    quoted, as is any value with an equals sign, as in decode.verification=lenience:factor=0.8, and a text
-    that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
+    quoted, as is any value with an equals sign, as in decode.verification=lenience:factor=0.8, and
+    a text that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
     initialisation.draft=, since no dataclass can have a field called `from`, and responses.from=
     and hidden_states.from= become the lists responses.engines= and hidden_states.engines=. Raises
     UserError for an old key (see `RENAMED`)."""

@@ -188,7 +188,7 @@ def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
     shutil.copytree(measurement.SPECDEC, code)
     monkeypatch.setattr(measurement, "SPECDEC", code)
     for name, old, new, times in (
-        ("decoding/verify.py", '"""', '"""In other words: ', 2),
+        ("decoding/verification_methods.py", '"""', '"""In other words: ', 2),
         ("theory/leviathan.py", "\ndef ", "\n# a comment\ndef ", 2),
         ("report/markdown.py", "\ndef ", "\nMORE = 1\ndef ", 2),  # no figure depends on it
         ("theory/leviathan.py", "    return ", "    return 1 * ", 3),
