@@ -194,13 +194,15 @@ class Config:
         )
         require(
             self.data.decoding_log is None or rounds == RoundsConfig(),
-            "data.decoding_log trains on the speculation steps of a log: leave out all rounds.* settings",
+            "data.decoding_log trains on the speculation steps of a log: leave out all rounds.* "
+            "settings",
         )
         engines = bool(self.hidden_states.engines)
         require(
             not (engines and self.trains_at_visits),
             "hidden_states.from gives no hidden states after tokens that were drafted and "
-            "rejected, which rounds.data=on_policy and data.decoding_log train on: leave one of them out",
+            "rejected, which rounds.data=on_policy and data.decoding_log train on: leave one of "
+            "them out",
         )
         require(
             not engines or (self.trains and not self.needs_layers),

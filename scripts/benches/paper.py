@@ -236,12 +236,13 @@ def blocks(m: Experiments, folder: Path) -> list[str]:
         "Curves follow the theorems, for the α, c and ĉ measured with each draft. Solid curves of "
         f"speedup take the measured v, dotted ones v = 1. Points are measurements: {m.best} with "
         "every γ at T = 0, all others with one γ. Speedups lie below their curves where acceptance "
-        "falls with depth, and operations where speculation steps draft fewer than γ tokens, as in copying.",
+        "falls with depth, and operations where speculation steps draft fewer than γ tokens, as in "
+        "copying.",
         table(m.best, BY_GAMMA, dict(gammas(m))),
         "## Tokens a pass against α (Figure 2, Equation 1)",
         "![tokens a pass by α](tokens.png)",
-        "Each point has the colour of its γ. A speculation step starts where the last one failed, at a "
-        "position that is harder to guess than most, so τ lies below the curve.",
+        "Each point has the colour of its γ. A speculation step starts where the last one failed, "
+        "at a position that is harder to guess than most, so τ lies below the curve.",
         "## The oracle (Section 3.5)",
         table("draft", ORACLE, dict(oracles(m))),
         "The oracle drafts exactly the tokens that will be accepted, and verifies them. "

@@ -63,10 +63,11 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
     show(["draft", "γ", "τ", "c", "v", "measured", "τ/(γc+v)", "share", "Thm 3.8", "best γ"], rows)
     console.print(
         "τ/(γc + v) uses the measured τ, so the measured speedup falls short of it by the "
-        "decoder's own time: see the parts below. A speculation step that drafts fewer than γ tokens (as when "
-        "it copies) counts in proportion. Theorem 3.8 takes the acceptance measured at depth 0 as "
-        "that of every position, and a verification as one plain step (v = 1). The best γ is the "
-        "best of those up to the measured one, by the acceptance at each depth and by v."
+        "decoder's own time: see the parts below. A speculation step that drafts fewer than γ "
+        "tokens (as when it copies) counts in proportion. Theorem 3.8 takes the acceptance "
+        "measured at depth 0 as that of every position, and a verification as one plain step (v = "
+        "1). The best γ is the best of those up to the measured one, by the acceptance at each "
+        "depth and by v."
     )
     show(["ms per step", "draft", "verify", "judge", "commit", "other", "plain step"], parts)
 

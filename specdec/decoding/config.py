@@ -60,7 +60,8 @@ class DecodeConfig:
         LENGTHS.named(self.draft_length)  # raises for an unknown name
         require(
             self.tree is None or (self.draft_length == "fixed" and not self.draft_length_settings),
-            "decode.draft_length and decode.draft_length_settings shorten chains: give decode.tree=null with them",
+            "decode.draft_length and decode.draft_length_settings shorten chains: give "
+            "decode.tree=null with them",
         )
         require(
             self.tree is not None or self.nodes is None,
@@ -75,7 +76,8 @@ class DecodeConfig:
                 and not self.draft_length_settings
             ),
             "decode.fastest=true compares a shape of its own with chains of γ tokens: leave out "
-            "decode.tree, decode.draft_length and decode.draft_length_settings, or give decode.fastest=false",
+            "decode.tree, decode.draft_length and decode.draft_length_settings, or give "
+            "decode.fastest=false",
         )
         if self.paths is not None:
             require(
@@ -181,8 +183,8 @@ def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) ->
     require_between("decode.draft_length_settings.limit", limit, 1)
     require(
         limit <= gamma,
-        f"decode.draft_length_settings.limit={limit} is above γ = {gamma} and would never be reached: give "
-        f"decode.gamma={limit}",
+        f"decode.draft_length_settings.limit={limit} is above γ = {gamma} and would never be "
+        f"reached: give decode.gamma={limit}",
     )
     if cfg.tree is None and not is_measured(cfg):
         length(cfg.draft_length, settings)

@@ -214,8 +214,8 @@ class Optimal(Adaptive):
     def use(self, figures: Any = None) -> None:
         require(
             self.c is not None,
-            "decode.draft_length_settings.c is missing: give the time of a draft step divided by that of a target step, "
-            "which an evaluation reports under costs",
+            "decode.draft_length_settings.c is missing: give the time of a draft step divided by "
+            "that of a target step, which an evaluation reports under costs",
         )
 
     def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:

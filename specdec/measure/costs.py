@@ -37,7 +37,7 @@ TIMED = 24  # tokens decoded to time speculation steps
 OF_STEPS = 5  # timings of each shape whose speculation steps are compared
 # The same where measuring is brief: timings of each part, of each shape, and tokens to time
 # speculation steps
-BRIEF_TURNS, BRIEF_ROUNDS, BRIEF_TIMED = 8, 2, 8
+BRIEF_TURNS, BRIEF_STEPS, BRIEF_TIMED = 8, 2, 8
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def _steps_in_turn(
     seconds = [list[float]() for _ in ways]
     batch = [prompts[b % len(prompts)] for b in range(setup.batch)]
     tokens = min(setup.max_new_tokens, BRIEF_TIMED if setup.brief else TIMED)
-    for turn in range(BRIEF_ROUNDS if setup.brief else 1 + OF_STEPS):
+    for turn in range(BRIEF_STEPS if setup.brief else 1 + OF_STEPS):
         for way, times in zip(ways, seconds, strict=True):
             responses = setup.responses(batch, way, eos=(), max_new_tokens=tokens)
             steps = max(1, max(len(g.steps) for g in responses))

@@ -42,8 +42,8 @@ def served_page_text(served: Served, promised: Results | None) -> str:
         f"These are the figures of {served.engine}{beside}, not of Draftsmith's decoder. "
         f"{served.prompts} {served.origin} were answered one at a time, with at most "
         f"{served.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
-        "of a position is the share of speculation steps that accepted it and all before it, also beyond the "
-        "end of a response; τ counts the tokens of the responses. Brackets "
+        "of a position is the share of speculation steps that accepted it and all before it, also "
+        "beyond the end of a response; τ counts the tokens of the responses. Brackets "
         "are 95 % intervals over prompts. An engine does not say which draft it loaded.",
         table("", columns, rows),
     ]

@@ -390,12 +390,12 @@ def documents_of_log(
     documents = [document for n, document in enumerate(documents) if n not in within]
     if left_out := left_out + len(within):
         console.print(
-            f"data.decoding_log: {left_out:,} responses belong to held-out conversations: they are not "
-            "trained on"
+            f"data.decoding_log: {left_out:,} responses belong to held-out conversations: they are "
+            "not trained on"
         )
     require(
         bool(documents),
-        f"data.decoding_log={path}: no speculation step in it to train on (responses to held-out prompts are left "
-        "out): log more responses",
+        f"data.decoding_log={path}: no speculation step in it to train on (responses to held-out "
+        "prompts are left out): log more responses",
     )
     return documents
