@@ -70,7 +70,8 @@ def test_a_run_after_shares_is_the_run_of_one_process(
     kind = "responses" if responses == "target" else "hidden_states"
     for number in (3, 1, 2, 1):
         job(tmp_path / "shares", f"{kind}.shard={number}/3")
-        assert f"{kind}: share {number} of 3 is done" in capsys.readouterr().out
+        said = f"{kind.replace('_', ' ')}: share {number} of 3 is done"
+        assert said in capsys.readouterr().out
     assert not (tmp_path / "shares" / "run" / "config.json").exists(), "nothing was trained"
     ours, theirs = (stored(tmp_path / name / "hidden_states") for name in ("shares", "whole"))
     assert ours.keys() == theirs.keys() and len(ours) > 100
