@@ -1,6 +1,6 @@
 #!/bin/bash
 # A job of Slurm that trains on two nodes of 8 GPUs each, once responses and hidden states are there (see
-# docs/scale.md): sbatch examples/slurm.sh target=model target.path=… data=conversations data.path=…
+# docs/gpus.md): sbatch examples/slurm.sh target=model target.path=… data=conversations data.path=…
 #SBATCH --job-name=draftsmith
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

@@ -307,7 +307,7 @@ def forward_seconds(
 ) -> float:
     """Seconds of a forward pass over so many tokens of so many rows, on devices that compute
     `together`: those of reading weights and caches, and those of the products. They add up, so each
-    token that is verified has its cost (docs/scale.md compares this with measured passes)."""
+    token that is verified has its cost (docs/gpus.md compares this with measured passes)."""
     speed = 1 + SEVERAL * (together - 1)
     moved = target.bytes_read(rows * tokens) + rows * context * target.cached
     operations = 2 * target.active * rows * tokens

@@ -11,7 +11,7 @@ PICTURES = FOLDER.parent / "pictures"
 
 def pictures() -> dict[Path, Callable[[], str]]:
     """What draws each file."""
-    drawn = (speedups, families, speculation_step, alpha, anchors, shapes)
+    drawn = (speedups, families, pipeline, speculation_step, alpha, anchors, shapes)
     return {PICTURES / f"{draw.__name__}.svg": draw for draw in drawn}
 
 
@@ -86,6 +86,36 @@ def families() -> str:
                 value, low, high = figures(row[at])
                 d.line(across(low), y + shift, across(high), y + shift, ink, width=2)
                 d.box(across(value) - 4, y + shift - 4, 8, 8, ink, fill=ink)
+    return d.svg()
+
+
+STAGES = (  # what is made, from what or for whom; where it is kept; how an engine makes it instead
+    ("Traffic", "your conversations", "chats.jsonl", "", GREY),
+    ("Responses", "by the target", "cache/responses", "responses.from=", BLUE),
+    ("Hidden states", "of the target", "cache/hidden_states", "hidden_states.from=", BLUE),
+    ("Draft", "trained on them", "runs/NAME/best", "", GREEN),
+    ("Report", "α, τ, speedup", "report/report.html", "evaluate --engine", YELLOW),
+    ("Export", "for engines", "runs/NAME/export", "serves it", YELLOW),
+)
+
+
+def pipeline() -> str:
+    """The stages of a run, their files, and what an engine can do."""
+    d = Drawing(900, 168, "The stages of a run, where each is kept, and what an engine can do")
+    left, pitch, width = 104, 131, 113
+    for y, words in ((48, "train.py"), (64, "runs all"), (112, "kept in"), (142, "in an engine")):
+        d.text(14, y, words, size=12, ink=GREY)
+    for i, (stage, words, file, engine, ink) in enumerate(STAGES):
+        x = left + pitch * i
+        middle = x + width / 2
+        d.box(x, 24, width, 58, ink)
+        d.text(middle, 49, stage, size=14, at="middle")
+        d.text(middle, 68, words, size=11, at="middle", ink=GREY)
+        if i:
+            d.arrow(x + width - pitch + 1, 53, x - 2, 53)
+        d.text(middle, 112, file, size=11, at="middle")
+        d.text(middle, 142, engine, size=11, at="middle", ink=BLUE)
+    d.line(14, 122, 886, 122, PALE, width=1)
     return d.svg()
 
 

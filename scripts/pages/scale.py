@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md: what runs for targets of several sizes need, by `plan=true`."""
+"""The tables of docs/gpus.md: what runs for targets of several sizes need, by `plan=true`."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from train.planning import (
 )
 from train.run_config import CONF, composed, register
 
-PATH = CONF.parent / "docs" / "scale.md"
+PATH = CONF.parent / "docs" / "gpus.md"
 TARGETS = Path(__file__).parent / "targets"
 NAMES = {
     "llama-3.1-8b": "8B (Llama 3.1)",

@@ -1,4 +1,4 @@
-"""More than one process: the commands of docs/processes.md as they are, sharded ones too.
+"""More than one process: the commands of docs/gpus.md as they are, sharded ones too.
 
 Run alone: python -m pytest tests/train/test_sharded.py
 
