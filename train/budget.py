@@ -100,7 +100,7 @@ class StageTime:
         return self.used < used
 
     def goes_on(self, ahead: float = 0.0, floor: int | None = None) -> bool:
-        """Whether to begin more work, which would end in `prefetch` seconds."""
+        """Whether to begin more work, which would end in `ahead` seconds."""
         if self.used + ahead < self.seconds:
             return True
         short = self.done < (self.floor if floor is None else floor)
@@ -369,7 +369,7 @@ def in_minutes(seconds: float) -> str:
 
 
 def places_of(texts: Sequence[Any], items: Sequence[Any]) -> list[int]:
-    """The places of the prompts that these texts response, or of the texts themselves."""
+    """The places of the prompts that these texts answer, or of the texts themselves."""
     answered = {ids.tobytes() for text in texts for ids in (text.ids, text.ids[~text.mask])}
     return [place for place, item in enumerate(items) if item.ids.tobytes() in answered]
 

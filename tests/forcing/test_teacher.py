@@ -283,7 +283,7 @@ def test_a_piece_holds_what_a_loss_may_read(
                     assert at >= 19
                     continue
                 torch.testing.assert_close(piece.log_p[i, k], log_p_TV[at, drafter.vocab_S])
-                assert torch.equal(piece.hidden_states[i, k], batch.final_BTD[0, at])
+                assert torch.equal(piece.target_hidden[i, k], batch.final_BTD[0, at])
         confidence, other = piece.confidence, piece.reference_log_q
         assert confidence is not None and (other is not None) == compares
         torch.testing.assert_close(confidence, piece.hidden.mean(-1).sigmoid())
@@ -330,7 +330,7 @@ def test_a_token_outside_the_draft_s_nucleus_has_a_gradient(
     common and α is 0 as served. Every token of p's nucleus is pulled up all the same."""
     sampler = CUTOFFS[cut]
     first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
-    z = (-target.logits(first.hidden_states)).requires_grad_()
+    z = (-target.logits(first.target_hidden)).requires_grad_()
     piece = training_pieces(target, sampler, z)
     inside = piece.as_served.p > 0
     assert not (inside & (piece.as_served.q > 0)).any()
@@ -357,7 +357,7 @@ def test_training_with_cutoffs_raises_alpha_as_it_is_served(target: Target, name
     above .9."""
     sampler = CUTOFFS["top_p"]
     first = training_pieces(target, sampler, torch.zeros(6, 2, target.vocab_size))
-    z = (-0.3 * target.logits(first.hidden_states)).requires_grad_()
+    z = (-0.3 * target.logits(first.target_hidden)).requires_grad_()
     optimizer = torch.optim.Adam([z], lr=0.1)
     assert acceptance(training_pieces(target, sampler, z).as_served).sampled.mean() < 0.01
     for _ in range(300):
@@ -495,7 +495,7 @@ def at_once(forcing: TeacherForcing, target: Target, batch: Batch) -> tuple[Tens
     greedy_NK = (ids_S[best_NK] == p_NKV.argmax(-1)).float()
     columns = torch.stack([loss_NK, beta_NK, drafted_NK, greedy_NK], -1)
     by_depth = (columns * anchors.valid_NK[..., None]).sum(0)
-    decay, least = forcing.loss.depth_decay, forcing.loss.least_weight
+    decay, least = forcing.loss_config.depth_decay, forcing.loss_config.least_weight
     decay_K = torch.tensor([max(decay**k, least) for k in range(K)])
     return (by_depth[:, 0] * decay_K).sum(), by_depth.detach()
 
