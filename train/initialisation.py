@@ -152,7 +152,7 @@ def _with_settings_of(earlier: Predictor, config: Any) -> Any:
         size = None if earlier.vocab_S is None else len(earlier.vocab_S)
         config = replace(config, draft_vocab=size)
     if hasattr(config, "initialisation"):  # the start decides `Trainable.learning_rates`
-        config = replace(config, start=earlier.config.initialisation)
+        config = replace(config, initialisation=earlier.config.initialisation)
     return config
 
 
