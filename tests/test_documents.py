@@ -313,6 +313,8 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "finished", lambda *_: None)
         tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
+    question = '{"question_id": 81, "turns": ["we go home", "why"]}\n'
+    (folder / "question.jsonl").write_text(question * 3)
     return folder
 
 
@@ -371,9 +373,11 @@ def test_scripts_that_ask_an_engine_know_their_options(
 def test_python_snippets_run(
     block: Block, place: Path, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As they stand, but that the default target is the tiny one."""
+    """As they stand, but that models are the tiny one."""
     monkeypatch.chdir(place)
     default = f"TargetConfig(path={str(tiny.target)!r}, dtype='float32')"
     text = block.text.replace("TargetConfig()", default)
+    for model in ('"Qwen/Qwen3-4B"', '"runs/lm/export"'):
+        text = text.replace(model, repr(str(tiny.target)))
     with redirect_stdout(io.StringIO()):
         exec(compile(text, f"{block.document}, {block.line}", "exec"), {"__name__": "documents"})
