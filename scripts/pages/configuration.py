@@ -1,7 +1,8 @@
 """docs/configuration.md: every setting, from the dataclasses of the configuration.
 
-What a setting means is read from its dataclass's docstring and from the comment beside the field,
-and its default from what `python train.py` composes, so the page cannot say what the code does not.
+What a setting means is read from the comments above and beside its field, in the dataclass or in
+the base class that explains it, and its default from what `python train.py` composes, so the page
+cannot say what the code does not.
 """
 
 import ast
@@ -10,16 +11,17 @@ import json
 import re
 import tokenize
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from io import StringIO
 from textwrap import dedent
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from specdec.drafters import shipped
+from specdec.drafters.base import Trainable, learning_rate
 from specdec.losses.loss_terms import LOSS_TERMS
 from train.run_config import CONF, NO_GROUPS, Config, register
 
@@ -39,8 +41,31 @@ number, such as `1.10` or `2024_01`, is rejected: put quotes around it.
 
 `GROUP=NAME` chooses a file of settings from `conf/GROUP`, as in `sampler=chat`; the settings that
 you give beside it are applied on top. The default in each table is what `python train.py` uses
-without any settings.
+without any settings, followed by the defaults of the groups of settings with another value (of the
+experiments, only the quickstart's; [Recipes](recipes.md) has those of the papers).
 """
+# The pages that explain each section
+GUIDES = {
+    "": "[Training](training.md), [Choosing a draft](choosing.md#hybrids)",
+    "target": "[The target](data.md#the-target), [On GPUs](gpus.md#how-to-hold-the-target)",
+    "initialisation": "[Training a draft further](training.md#training-a-draft-further)",
+    "data": "[Targets and data](data.md#conversations)",
+    "responses": "[Time](data.md#time), [Engines](engines.md#responses)",
+    "hidden_states": "[Hidden states on disk](gpus.md#hidden-states-on-disk), "
+    "[Engines](engines.md#hidden-states)",
+    "sampler": "[p and q](concepts.md#p-and-q)",
+    "loss": "[The loss](training.md#the-loss)",
+    "optim": "[The optimizer](training.md#the-optimizer)",
+    "loop": "[While it trains](training.md#while-it-trains)",
+    "rounds": "[Training a draft further](training.md#training-a-draft-further)",
+    "budget": "[Tutorial](tutorial.md#1-run-the-quickstart)",
+    "decode": "[Decoding](decoding.md)",
+    "track": "[Tracking](training.md#tracking)",
+    "planning": "[The plan](gpus.md#the-plan)",
+    "drafter": "[Choosing a draft](choosing.md), "
+    "[Settings of families](training.md#settings-of-families), "
+    "[Where training starts](training.md#where-training-starts)",
+}
 
 
 @dataclass
@@ -55,30 +80,53 @@ class DocumentedSetting:
 def page() -> str:
     """The whole page as Markdown."""
     register()
-    defaults = composed_defaults()
+    defaults = composed()
+    others = {choice: composed(choice) for choice in choices()}
     parts = [INTRODUCTION, "## Groups\n", groups(), "## The run\n", text_of(Config), ""]
-    own = [s for s in settings_of(Config) if not is_dataclass(get_type_hints(Config)[s.name])]
+    hints = get_type_hints(Config)
+    own = [s for s in settings_of(Config) if not is_dataclass(hints[s.name])]
     own = [s for s in own if s.name != "drafter"]
-    parts += [table("", own, defaults)]
-    for name, kind in get_type_hints(Config).items():
-        if is_dataclass(kind):
-            parts += [f"## {name}\n", text_of(kind), "", section(name, kind, defaults[name])]
-    parts += ["## drafter\n", "The settings depend on the family, which `drafter=NAME` chooses.\n"]
-    for name, family in sorted((kind.Config.name, kind) for kind in shipped()):
-        values = {f.name: default_of(f) for f in fields(family.Config)}
-        parts += [f"### {name}\n", text_of(family.Config), ""]
-        parts += [section("drafter", family.Config, values)]
+    parts += [guide(""), table("", own, defaults, others)]
+    for name, kind in hints.items():
+        if is_dataclass(kind) and isinstance(kind, type):
+            parts += [f"## {name}\n", text_of(kind), "", guide(name)]
+            inner = {choice: values[name] for choice, values in others.items()}
+            parts += [section(name, kind, defaults[name], inner)]
+    parts += ["## drafter\n", "The settings depend on the method, which `drafter=NAME` chooses.\n"]
+    parts += [guide("drafter")]
+    for name, method in sorted((kind.Config.name, kind) for kind in shipped()):
+        values = asdict(method.Config())
+        inner = {choice: other["drafter"] for choice, other in others.items()}
+        inner = {choice: other for choice, other in inner.items() if other["name"] == name}
+        parts += [f"### {name}\n", text_of(method.Config), ""]
+        parts += [section("drafter", method.Config, values, inner)]
+        if issubclass(method, Trainable):
+            rate = learning_rate(method.Config())
+            parts += [f"With `optim.lr=null`, the learning rate is `{rate:g}`.\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def composed_defaults() -> dict[str, Any]:
-    """What `python train.py` composes without any settings, before it is checked."""
+def composed(*settings: str) -> dict[str, Any]:
+    """What `python train.py` composes of these settings, before it is checked."""
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config")
+        cfg = compose("config", overrides=list(settings))
     values = OmegaConf.to_container(cfg, resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+def choices() -> list[str]:
+    """The groups of settings with defaults of their own: all files but the papers' experiments."""
+    files = [f"{p.parent.name}={p.stem}" for p in sorted(CONF.glob("*/*.yaml"))]
+    apart = {*NO_GROUPS, "experiment", "search"}
+    return ["experiment=quickstart", *(x for x in files if x.split("=")[0] not in apart)]
+
+
+def guide(name: str) -> str:
+    """The line of links to the pages that explain a section."""
+    """The line of links to the pages that explain a section."""
+    return f"Guide: {GUIDES[name]}\n"
 
 
 def groups() -> str:
@@ -104,49 +152,75 @@ def first_sentence(words: str) -> str:
     return re.split(r"(?<=[a-zτα)])(?<!et al)\. |: [a-z]+=", words, maxsplit=1)[0].rstrip(".")
 
 
-def section(key: str, kind: type[Any], defaults: dict[str, Any]) -> str:
+def section(
+    key: str, kind: type[Any], defaults: dict[str, Any], others: dict[str, dict[str, Any]]
+) -> str:
     """The table of a dataclass's settings, and those of the dataclasses within it."""
     hints = get_type_hints(kind)
     plain = [s for s in settings_of(kind) if not is_dataclass(hints[s.name]) and s.name != "name"]
-    parts = [table(f"{key}.", plain, defaults)] if plain else []
+    parts = [table(f"{key}.", plain, defaults, others)] if plain else []
     for name, inner in hints.items():
         if is_dataclass(inner) and isinstance(inner, type):
-            values = {f.name: default_of(f) for f in fields(inner)}
-            parts += [
-                f"`{key}.{name}`: {text_of(inner)}\n",
-                section(f"{key}.{name}", inner, values),
-            ]
+            parts += [f"`{key}.{name}`: {text_of(inner)}\n"]
+            values = {choice: other[name] for choice, other in others.items()}
+            parts += [section(f"{key}.{name}", inner, defaults[name], values)]
+        for item in get_args(inner):
+            if is_dataclass(item) and isinstance(item, type):
+                parts += [f"Each item of `{key}.{name}`: {text_of(item)}\n"]
+                parts += [section(f"{key}.{name}[i]", item, asdict(item()), {})]
     return "\n".join(parts)
 
 
-def table(prefix: str, settings: list[DocumentedSetting], defaults: dict[str, Any]) -> str:
+def table(
+    prefix: str,
+    settings: list[DocumentedSetting],
+    defaults: dict[str, Any],
+    others: dict[str, dict[str, Any]],
+) -> str:
+    """A row for each setting; `others` are the values that groups of settings give them."""
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for s in settings:
-        value = shown(defaults[s.name])
-        lines.append(f"| `{prefix}{s.name}` | `{s.kind}` | {value} | {cell(s.comment)} |")
+        given: dict[str, list[str]] = {}
+        for choice, values in others.items():
+            if values[s.name] != defaults[s.name]:
+                value = "none" if values[s.name] == "" else shown(values[s.name])
+                given.setdefault(value, []).append(f"`{choice}`")
+        default = "; ".join(
+            [shown(defaults[s.name]), *(f"{v} with {', '.join(c)}" for v, c in given.items())]
+        )
+        lines.append(f"| `{prefix}{s.name}` | `{s.kind}` | {default} | {cell(s.comment)} |")
     return "\n".join(lines) + "\n"
 
 
 def settings_of(kind: type[Any]) -> list[DocumentedSetting]:
-    """The fields of a dataclass in their order, with type and comment as written where the field
-    was last defined."""
+    """The fields of a dataclass in their order, with the type and the comment of their last
+    definition that has one."""
     written: dict[str, DocumentedSetting] = {}
     for owner in reversed(kind.__mro__):
         if is_dataclass(owner):
-            written |= {s.name: s for s in written_in(owner)}
+            for s in written_in(owner):
+                inherited = written[s.name].comment if s.name in written else ""
+                written[s.name] = replace(s, comment=s.comment or inherited)
     return [written[f.name] for f in fields(kind) if f.init]
 
 
 def written_in(owner: type[Any]) -> Iterator[DocumentedSetting]:
+    """The fields that a class itself defines, with the comments above and beside them."""
     source = dedent(inspect.getsource(owner))
     tokens = tokenize.generate_tokens(StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
+    found = [t for t in tokens if t.type == tokenize.COMMENT]
+    comments = {t.start[0]: t.string.lstrip("# ") for t in found}
+    alone = {t.start[0] for t in found if t.line.lstrip().startswith("#")}
     (tree,) = ast.parse(source).body
     assert isinstance(tree, ast.ClassDef)
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             kind = ast.unparse(node.annotation).replace(" | None", " or null")
-            comment = comments.get(node.end_lineno or node.lineno, "")
+            first = node.lineno
+            while first - 1 in alone:
+                first -= 1
+            lines = [*range(first, node.lineno), node.end_lineno or node.lineno]
+            comment = " ".join(comments[x] for x in lines if x in comments)
             yield DocumentedSetting(node.target.id, kind.replace(" | ", " or "), comment)
 
 
@@ -159,12 +233,6 @@ def text_of(kind: type[Any]) -> str:
     doc = re.sub(r"\n(?=- )", "\0", doc)
     blocks = [re.sub(r"\s*\n\s*", " ", block) for block in doc.split("\n\n")]
     return "\n\n".join(blocks).replace("\0", "\n").replace("\n\n\n", "\n\n")
-
-
-def default_of(f: Any) -> Any:
-    if f.default_factory is not MISSING:
-        return f.default_factory()
-    return None if f.default is MISSING else f.default
 
 
 def shown(value: Any) -> str:

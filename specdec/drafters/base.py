@@ -342,11 +342,30 @@ def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
 
 
 @dataclass
-class AnchorsConfig:
-    """Which anchors are trained on: `per_row` of each packed row, drawn anew at every step; null
-    takes all. A sample is for families whose training pass costs more with every anchor."""
+class DrafterConfig:
+    """The settings of every drafter."""
 
-    per_row: int | None = None
+    name: str
+    # draft length in tokens: the number of depths trained and evaluated, and the default of
+    # decode.gamma
+    depth: int
+
+
+@dataclass
+class DraftVocabConfig(DrafterConfig):
+    """The settings of a drafter with an LM head over a vocabulary of its own."""
+
+    # number of tokens in the draft vocabulary: the most frequent ones in the training responses;
+    # null: the target's complete vocabulary
+    draft_vocab: int | None = 8192
+
+
+@dataclass
+class AnchorsConfig:
+    """Which positions are trained as anchors. Sampling has the same expected gradient and costs
+    less with methods whose training cost grows with the number of anchors."""
+
+    per_row: int | None = None  # anchors per packed row, drawn anew at every step; null: all
 
     def __post_init__(self) -> None:
         require_between("drafter.anchors.per_row", self.per_row, 1)

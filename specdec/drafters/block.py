@@ -24,6 +24,7 @@ from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import Keys, OverSequence, OverSlots, Sight, last_of, pieces, unread
 from specdec.drafters.base import (
     AnchorsConfig,
+    DraftVocabConfig,
     Limits,
     Sizes,
     Trainable,
@@ -51,24 +52,22 @@ MANY = 4096  # slots from which what follows attention is computed again in the 
 
 
 @dataclass
-class BlockConfig:
-    """`depth` tokens drafted in one pass by `num_layers` layers.
-
-    `layers` null reads as many layers of the target as the draft has, spread as in the reference.
-    `mask_token` is the id whose embedding stands for a token to be drafted; null takes the last id
-    of the vocabulary. `draft_vocab` null keeps the whole vocabulary. `initialisation=target` copies
-    the target's last layers and its final norm; `random` is the paper's initialisation.
-    """
+class BlockConfig(DraftVocabConfig):
+    """`depth` tokens drafted in one forward pass."""
 
     bounds: ClassVar[dict[str, Any]] = {"num_layers": (1, 64)}
     name: str
     depth: int = 7
-    num_layers: int = 3
+    num_layers: int = 3  # layers of the draft
+    # ascending numbers, from 1, of the target layers after which hidden states are read; null: as
+    # many as the draft has, spread as in the reference
     layers: list[int] | None = None
-    draft_vocab: int | None = 8192
+    # token id whose embedding stands for tokens not yet known; null: the last id of the vocabulary
     mask_token: int | None = None
+    # target: copy the target's last layers and final norm; random: draw the weights at random, as
+    # in the paper
     initialisation: str = "target"
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: int | None = None  # width of the MLP; null: the target's
     anchors: AnchorsConfig = field(default_factory=lambda: AnchorsConfig(per_row=64))
 
     def __post_init__(self) -> None:

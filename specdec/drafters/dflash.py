@@ -13,6 +13,8 @@ from specdec.drafters.block import Block, BlockConfig
 
 @dataclass
 class DFlashConfig(BlockConfig):
+    """A block of mask tokens with bidirectional attention."""
+
     name: str = "dflash"
 
 

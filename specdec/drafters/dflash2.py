@@ -29,13 +29,13 @@ from specdec.targets.parts import TargetParts
 
 @dataclass
 class DFlash2Config(BlockConfig):
-    """`taps` slots are mixed, `group` channels share a correction, `rank` is the selector's."""
+    """DFlash with convolutions over a block's slots and a token selector."""
 
     bounds: ClassVar = {**BlockConfig.bounds, "taps": 1, "group": 1, "rank": 1}
     name: str = "dflash2"
-    taps: int = 2
-    group: int = 16
-    rank: int = 256
+    taps: int = 2  # slots mixed by a convolution: its own and those before it
+    group: int = 16  # channels that share a kernel correction; a divisor of the target's width
+    rank: int = 256  # rank of the selector
 
 
 class Convolution(nn.Module):

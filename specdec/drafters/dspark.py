@@ -24,11 +24,11 @@ from specdec.sampling.trees import Growth
 
 @dataclass
 class DSparkConfig(BlockConfig):
-    """`rank` is that of the Markov head."""
+    """A block with a Markov head and a confidence head."""
 
     bounds: ClassVar = {**BlockConfig.bounds, "rank": 1}
     name: str = "dspark"
-    rank: int = 256
+    rank: int = 256  # rank of the Markov head
 
 
 class DSpark(Block):

@@ -24,19 +24,19 @@ from specdec.targets.parts import TargetParts
 
 @dataclass
 class EagleConfig(RecurrentConfig):
-    """EAGLE-1. `unroll` is the number of trained depths, null for all `depth`; 1 is the paper's
-    recipe, which reads only the target's hidden states. `noise` is the width of the uniform noise
-    that training adds to the hidden states of a text of 512 tokens (the paper uses 0.2; longer
-    texts get narrower noise); 0 adds none. With `detach` each depth takes the output of the depth
-    before it as data, without a gradient through it, as in HASS. `initialisation=closed_form`
-    starts from the best linear draft (see `Eagle.solve_closed_form`), `initialisation=target` from
-    a copy of the target's last layer."""
+    """EAGLE-1."""
 
     initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     name: str = "eagle"
+    # closed_form: solve for the best linear draft (least squares); target: copy the target's last
+    # layer; random: draw the weights at random
     initialisation: str = "closed_form"
+    # trained depths; null: all; 1: only depth 0, from the target's hidden states, as in the paper
     unroll: int | None = None
+    # width of the uniform noise that training adds to the hidden states of a document of 512 tokens
+    # (the paper: 0.2); longer documents get less; 0: none
     noise: float = 0.0
+    # each depth reads the previous one's output without a gradient through it, as in HASS
     detach: bool = False
 
     def __post_init__(self) -> None:

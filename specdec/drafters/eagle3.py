@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import HiddenStateSpec, KnownAnchors
-from specdec.drafters.base import chosen_layers, require_rising
+from specdec.drafters.base import DraftVocabConfig, chosen_layers, require_rising
 from specdec.drafters.layers import Layer, RMSNorm, copy_alike, copy_fitting, llama_of
 from specdec.drafters.recurrence import (
     INITIALISATIONS,
@@ -38,29 +38,24 @@ DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
 
 
 @dataclass
-class Eagle3Config(RecurrentConfig):
-    """EAGLE-3. `layers` null reads the residual after 2, L/2 and L - 3 layers, as engines do.
-
-    `initialisation=closed_form` starts from the best linear draft (see `Eagle3.solve_closed_form`).
-    `initialisation=target` copies the target's last `num_layers` layers and LM head and passes the
-    highest hidden state through. `draft_vocab` null keeps the whole vocabulary. With
-    `norm_before_residual` the first layer's residual is the normed hidden state. EAGLE-3.1 has more
-    norms (vLLM 0.32, llama_eagle3.py): `norm_before_fc` norms the concatenated hidden states
-    together, or `fc_norm` norms each of them, and `norm_output` norms the output that the next
-    depth reads.
-    """
+class Eagle3Config(RecurrentConfig, DraftVocabConfig):
+    """EAGLE-3. EAGLE-3.1 has more norms (vLLM 0.32, llama_eagle3.py): `norm_before_fc` or
+    `fc_norm`, and `norm_output`."""
 
     initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "eagle3"
+    # closed_form: solve for the best linear draft (least squares); target: copy the target's last
+    # num_layers layers and LM head; random: draw the weights at random
     initialisation: str = "closed_form"
+    # ascending numbers, from 1, of the target layers after which the residual is read; null: 2, L/2
+    # and L - 3 of L layers, as in engines
     layers: list[int] | None = None
-    draft_vocab: int | None = 8192
-    num_layers: int = 1
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
+    num_layers: int = 1  # layers of the draft
+    norm_before_residual: bool = False  # the residual of the first layer is the normed hidden state
+    norm_before_fc: bool = False  # norm the concatenated hidden states together
+    fc_norm: bool = False  # norm each of the concatenated hidden states
+    norm_output: bool = False  # norm the output read by the next depth
 
     def __post_init__(self) -> None:
         require_rising(self.layers)

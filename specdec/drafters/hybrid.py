@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from specdec.context import Context, Proposal
-from specdec.drafters.base import OWN, Drafter, Predictor, Sizes, rereading
+from specdec.drafters.base import OWN, Drafter, DrafterConfig, Predictor, Sizes, rereading
 from specdec.drafters.copying import (
     Copying,
     RowMemories,
@@ -52,17 +52,17 @@ COSTS = 0.07, {1: 1.05, 8: 1.2}  # c, and v by γ, until they are measured
 
 
 @dataclass
-class HybridConfig:
-    """`head`, which drafts up to `gamma` tokens, is the folder of a trained draft, such as
-    runs/NAME/best, or a family that needs no training. `copying` is the family that copies up to
-    `depth` tokens. `alpha` is the head's acceptance by depth; its last value also holds for
-    greater depths. null takes the α noted when the head was trained, or 0.4."""
+class HybridConfig(DrafterConfig):
+    """A retrieval-based drafter combined with a head."""
 
     name: str = "hybrid"
-    depth: int = 8
+    depth: int = 8  # most tokens that are copied per speculation step
+    # folder of a trained draft, such as runs/NAME/best, or a method that needs no training
     head: str = ""
-    copying: str = ""
-    gamma: int = 2
+    copying: str = ""  # retrieval-based method, such as suffix
+    gamma: int = 2  # most tokens that the head drafts per speculation step
+    # the head's acceptance rate by depth; the last value holds for greater depths; null: the α
+    # noted when the head was trained, or 0.4
     alpha: list[float] | None = None
 
     def __post_init__(self) -> None:

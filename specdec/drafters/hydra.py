@@ -21,6 +21,7 @@ from torch.nn.functional import pad, silu
 
 from specdec.context import Context, KnownAnchors, TrainingMoment
 from specdec.drafters.attention import entries
+from specdec.drafters.base import DraftVocabConfig
 from specdec.drafters.depth_heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.layers import llama_of
 from specdec.drafters.recurrence import Prefix, Squares, ridge
@@ -31,24 +32,21 @@ from specdec.targets.parts import TargetParts
 
 
 @dataclass
-class HydraHeadsConfig:
-    """There are `depth` heads. Each has `num_layers` layers and an LM head of its own; with
-    `shared_head`, all share one LM head. `prefix` adds Hydra++'s layer over the target's states.
-    `dropout` is the share of a layer's inputs, and of the LM head's, that training sets to zero
-    (the paper's Hydra++: 0.2). `draft_vocab` null keeps the whole vocabulary.
-    `initialisation=closed_form` starts from the best linear heads (see `Hydra.solve_closed_form`),
-    `initialisation=target` from the target's LM head, as the authors' code does."""
+class HydraHeadsConfig(DraftVocabConfig):
+    """`depth` heads, each of which reads the tokens drafted before it."""
 
     initialisations: ClassVar[tuple[str, ...]] = ("closed_form", "target")
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "hydra"
     depth: int = 3
+    # closed_form: solve for the best linear heads (least squares); target: copy the target's LM
+    # head, as in the authors' code
     initialisation: str = "closed_form"
-    num_layers: int = 1
-    prefix: bool = False
+    num_layers: int = 1  # layers per head
+    prefix: bool = False  # add Hydra++'s layer over the target's hidden states
+    # probability of zeroing an input of a layer or LM head in training (Hydra++: 0.2)
     dropout: float = 0.0
-    draft_vocab: int | None = 8192
-    shared_head: bool = True
+    shared_head: bool = True  # all heads share one LM head; false: one per head
 
     def __post_init__(self) -> None:
         require(

@@ -13,6 +13,8 @@ from specdec.drafters.block import Block, BlockConfig
 
 @dataclass
 class JetSpecConfig(BlockConfig):
+    """A block with causal attention."""
+
     name: str = "jetspec"
 
 

@@ -35,13 +35,15 @@ from specdec.targets.parts import TargetParts, body_of, config_of_layers
 
 @dataclass
 class LMConfig(DraftLMConfig):
-    """Like `DraftLMConfig`. With `source` "target" the draft is made from `layers` of the target
-    (counted from 0; null: the first two and the last two)."""
+    """A language model that drafts, by default one made of the target's own layers."""
 
     name: str = "lm"
     depth: int = 4
+    # hub name or folder of the draft model; target: made of layers of the target; random: the
+    # target's architecture with fresh weights
     source: str = "target"
     overrides: dict[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
+    # numbers of target layers, from 0, with source=target; null: the first two and the last two
     layers: list[int] | None = None
 
 

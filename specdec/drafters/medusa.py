@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import Context
-from specdec.drafters.base import reading_no_draft
+from specdec.drafters.base import DraftVocabConfig, reading_no_draft
 from specdec.drafters.depth_heads import MOST_LAYERS, Heads, HeadsSizes
 from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.target_views import Adapted, Adapters, adapted_layers, decoder_layers
@@ -37,11 +37,10 @@ from specdec.targets.target import Target
 
 @dataclass
 class TargetLoraOptions(LoraOptions):
-    """Adapters on the target; rank 0 leaves it as it is. `weight` is λ, the weight of the heads'
-    loss."""
+    """Adapters on the target, trained together with the heads (Medusa-2)."""
 
     key: ClassVar[str] = "drafter.adapter"
-    weight: float = 0.01
+    weight: float = 0.01  # λ, the weight of the heads' loss beside the target's
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,21 +48,16 @@ class TargetLoraOptions(LoraOptions):
 
 
 @dataclass
-class MedusaConfig:
-    """`depth` heads, each of `num_layers` residual layers and an LM head.
-
-    With `shared_head` all heads use one trained LM head; without it each has its own, as in the
-    paper. `bias` gives each layer the reference's b. `draft_vocab` null keeps the whole vocabulary.
-    `adapter.rank` above 0 trains the target too (Medusa-2).
-    """
+class MedusaConfig(DraftVocabConfig):
+    """`depth` heads of residual layers, each for one depth."""
 
     bounds: ClassVar = {"num_layers": (1, MOST_LAYERS)}
     name: str = "medusa"
     depth: int = 3
-    num_layers: int = 1
-    draft_vocab: int | None = 8192
+    num_layers: int = 1  # residual layers per head
+    # all heads share one trained LM head; false: one per head, as in the paper
     shared_head: bool = True
-    bias: bool = False
+    bias: bool = False  # add a bias to each residual layer, as in the reference
     adapter: TargetLoraOptions = field(default_factory=TargetLoraOptions)
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.context import KnownAnchors
+from specdec.drafters.base import DraftVocabConfig
 from specdec.drafters.depth_heads import Heads, HeadsSizes
 from specdec.drafters.recurrence import Squares, ridge
 from specdec.errors import require
@@ -32,26 +33,22 @@ SMALL, UPWARD = 0.5, 1.0  # weight and bias of norms where GELU is nearly linear
 
 
 @dataclass
-class MlpConfig:
+class MlpConfig(DraftVocabConfig):
     """`depth` heads, each with an embedding table, a projection, a norm and an LM head of its own.
-
-    `inner_dim` is the width of the state and the embeddings; null takes that of the target's state.
-    With `tie_weights` all depths share one of each, except the first projection, whose input has
-    the target's width. `scale_input` divides the target's state by √2 times its root mean square.
-    `draft_vocab` null keeps the whole vocabulary, as the reference does; embeddings cover it all.
-    `initialisation=closed_form` starts from the best linear heads (see `Mlp.solve_closed_form`),
-    `initialisation=random` as the reference does.
-    """
+    The embeddings cover the complete vocabulary."""
 
     initialisations: ClassVar[tuple[str, ...]] = ("closed_form", "random")
     bounds: ClassVar = {"inner_dim": 1}
     name: str = "mlp"
     depth: int = 3
+    # closed_form: solve for the best linear heads (least squares); random: draw the weights at
+    # random, as in the reference
     initialisation: str = "closed_form"
+    # width of state and embeddings; null: that of the target's hidden state
     inner_dim: int | None = None
+    # all depths share one of each, except the first projection, whose input has the target's width
     tie_weights: bool = False
-    scale_input: bool = False
-    draft_vocab: int | None = 8192
+    scale_input: bool = False  # divide the target's hidden state by √2 times its root mean square
 
     def __post_init__(self) -> None:
         require(

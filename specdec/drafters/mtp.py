@@ -57,17 +57,16 @@ Below = Callable[[int, Tensor | None], Tensor]
 
 @dataclass
 class MTPConfig(RecurrentConfig):
-    """`modules` is 1, for one module reused at every depth, or `depth`, for one at each depth.
-
-    If the target's checkpoint has modules of this kind, training starts from them, except with
-    `initialisation=random`. If it has none, `initialisation=closed_form` starts from the best
-    linear draft (see `MTP.solve_closed_form`) and `initialisation=target` from the target's last
-    layer. The default learning rate depends on `initialisation` alone.
-    """
+    """Multi-token prediction modules, as in DeepSeek-V3. If the target's checkpoint has such
+    modules, training starts from them, except with `initialisation=random`."""
 
     initialisations: ClassVar[tuple[str, ...]] = INITIALISATIONS
     name: str = "mtp"
+    # without modules in the checkpoint: closed_form solves for the best linear draft (least
+    # squares), target copies the target's last layer; random: draw the weights at random. The
+    # default learning rate depends on this setting alone
     initialisation: str = "closed_form"
+    # 1: one module for every depth; or the same number as depth: one module for each
     modules: int = 1
 
     def __post_init__(self) -> None:

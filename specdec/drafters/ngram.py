@@ -11,7 +11,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specdec.drafters.base import Sizes
+from specdec.drafters.base import DrafterConfig, Sizes
 from specdec.drafters.copying import Copying, TextMemory
 from specdec.errors import require
 
@@ -19,11 +19,13 @@ LONGEST = 32  # a match of more tokens is no better evidence
 
 
 @dataclass
-class NgramConfig:
+class NgramConfig(DrafterConfig):
+    """Prompt lookup."""
+
     name: str = "ngram"
     depth: int = 10
-    max_ngram: int = 3
-    min_ngram: int = 1
+    max_ngram: int = 3  # longest n-gram matched, in tokens
+    min_ngram: int = 1  # shortest n-gram matched, in tokens
 
 
 class NgramMemory(TextMemory):

@@ -27,20 +27,20 @@ from specdec.sampling.trees import Growth
 
 @dataclass
 class PEagleConfig(Eagle3Config):
-    """`mask_token` is the id whose embedding stands for tokens not yet known; null: the last id.
-
-    `keep` and `keep_least` thin out the depths that are trained on (COD sampling), which saves time
-    and memory: if a row of text has n anchors, depth k counts at (n - k) · max(keep^k, keep_least)
-    of them, drawn anew at every step from those where depth k - 1 counts. The reference
-    implementation uses 0.7 and 0.2.
-    """
+    """Parallel EAGLE: all depths in one forward pass. COD sampling thins out the trained depths,
+    which saves time and memory: if a row has n anchors, depth k counts at (n - k) · max(keep^k,
+    keep_least) of them, drawn anew at every step from those of depth k - 1. The reference uses 0.7
+    and 0.2."""
 
     initialisations: ClassVar[tuple[str, ...]] = ("target", "random")
     name: str = "peagle"
+    # target: copy the target's last num_layers layers and LM head; random: draw the weights at
+    # random
     initialisation: str = "target"
+    # token id whose embedding stands for tokens not yet known; null: the last id of the vocabulary
     mask_token: int | None = None
-    keep: float = 1.0
-    keep_least: float = 0.2
+    keep: float = 1.0  # fraction of a depth's anchors kept for the next depth; 1: all
+    keep_least: float = 0.2  # least fraction of anchors kept at any depth
 
     def __post_init__(self) -> None:
         super().__post_init__()

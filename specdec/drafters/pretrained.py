@@ -28,7 +28,7 @@ from transformers.utils.hub import cached_file
 from specdec.compat import keep_stored_weights
 from specdec.context import Context
 from specdec.drafters.attention import states
-from specdec.drafters.base import Drafter, Sizes, Trainable, growth_over
+from specdec.drafters.base import Drafter, DrafterConfig, Sizes, Trainable, growth_over
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import group
@@ -122,15 +122,14 @@ LINEAR = (nn.Linear, Conv1D)
 
 @dataclass
 class LoraOptions:
-    """`rank` 0 trains the weights themselves. `alpha` null takes twice the rank. `dropout` applies
-    to the adapters' input; its masks are drawn for a micro-batch as a whole, so another `loop.rows`
-    drops other inputs. `targets` names the layers that get adapters, as in [q_proj, v_proj]; null
-    takes all linear layers but the LM head."""
+    """LoRA adapters. Dropout masks are drawn for a complete micro-batch, so another `loop.rows`
+    draws others."""
 
     key: ClassVar[str] = "drafter.lora"
-    rank: int = 0
-    alpha: float | None = None
-    dropout: float = 0.0
+    rank: int = 0  # rank of the adapters; 0: no adapters
+    alpha: float | None = None  # scale of the adapters, α / rank; null: twice the rank
+    dropout: float = 0.0  # probability of zeroing an input of the adapters in training
+    # names of adapted layers, such as [q_proj, v_proj]; null: all linear layers but the LM head
     targets: list[str] | None = None
 
     def __post_init__(self) -> None:
@@ -145,16 +144,17 @@ class LoraOptions:
 
 
 @dataclass
-class DraftLMConfig:
-    """Where the draft comes from. `source` is a hub name, a folder, or "random": the target's
-    architecture with `overrides` of its config and fresh weights. `train_embeddings=false` freezes
-    the embedding and the LM head, most of a small model's weights and cost. `lora.rank` above 0
-    trains only adapters, which are added to the weights when the draft is saved."""
+class DraftLMConfig(DrafterConfig):
+    """A language model that drafts. With `lora.rank=0` its weights are trained; above 0 only
+    adapters are, which are added to the weights when the draft is saved."""
 
     name: str
     depth: int
+    # hub name or folder of the draft model; random: the target's architecture with fresh weights
     source: str
+    # changes to the config of the target's architecture, with source=random
     overrides: dict[str, Any] = field(default_factory=dict)
+    # train the embedding and the LM head too, most of a small model's weights and cost
     train_embeddings: bool = False
     lora: LoraOptions = field(default_factory=LoraOptions)
 

@@ -32,7 +32,7 @@ from specdec.drafters.attention import (
     text_after,
     unread,
 )
-from specdec.drafters.base import AnchorsConfig, Sizes, Trainable
+from specdec.drafters.base import AnchorsConfig, DrafterConfig, Sizes, Trainable
 from specdec.drafters.layers import (
     Attend,
     Layer,
@@ -51,15 +51,15 @@ from specdec.targets.parts import TargetParts
 
 
 @dataclass
-class RecurrentConfig:
-    """`initialisation=target` copies what fits of the target's last layer and at first passes the
-    hidden state through to it; `initialisation=random` draws the weights at random, as the papers
-    do."""
+class RecurrentConfig(DrafterConfig):
+    """A drafter that reads its own output at each further depth."""
 
     name: str
     depth: int = 3
+    # target: copy what fits of the target's last layer, so that its hidden state passes through;
+    # random: draw the weights at random
     initialisation: str = "target"
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: int | None = None  # width of the MLP; null: the target's
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
 

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specdec.drafters.base import Sizes
+from specdec.drafters.base import DrafterConfig, Sizes
 from specdec.drafters.copying import Copying, TextMemory, TreeNode
 from specdec.errors import require
 
@@ -33,19 +33,18 @@ SAMPLED = 512  # occurrences examined to find the likeliest next tokens
 
 
 @dataclass
-class SuffixConfig:
-    """The paper uses factors of 1 to 4, and its engine a threshold of 0.1. `max_match` is the
-    length of the longest suffix matched, `recent` how many of a token's latest occurrences in the
-    text are followed, and `max_tokens` how many of the corpus's last tokens are indexed."""
+class SuffixConfig(DrafterConfig):
+    """Suffix decoding."""
 
     bounds: ClassVar = {"max_match": (1, SORTED - 1), "recent": 1, "max_tokens": 1}
     name: str = "suffix"
     depth: int = 16
-    factor: float = 2.0
+    factor: float = 2.0  # draft length per matched token (the paper: 1 to 4)
+    # least estimated probability of a drafted path (the paper's engine: 0.1)
     threshold: float = 0.1
-    max_match: int = 32
-    recent: int = 256
-    max_tokens: int = 1_000_000
+    max_match: int = 32  # longest suffix matched, in tokens
+    recent: int = 256  # latest occurrences of a token in the text that are followed
+    max_tokens: int = 1_000_000  # tokens of the corpus that are indexed, from its end
 
 
 @dataclass

@@ -13,19 +13,20 @@ here everything before the anchor is the input, and teacher forcing sees what de
 from dataclasses import dataclass
 from typing import ClassVar
 
+from specdec.drafters.base import DrafterConfig
 from specdec.drafters.copying import Copying, TextMemory
 
 
 @dataclass
-class CopyConfig:
-    """`max_match` is the length of the longest suffix tried; if even that one is ambiguous, its
-    latest occurrence is used. `patience` is how many mismatches in a row count as substitutions."""
+class CopyConfig(DrafterConfig):
+    """Input copying."""
 
     bounds: ClassVar = {"max_match": 1}
     name: str = "copy"
     depth: int = 10
+    # longest suffix tried, in tokens; if even that is ambiguous, its latest occurrence is used
     max_match: int = 8
-    patience: int = 3
+    patience: int = 3  # consecutive mismatches that count as substitutions
 
 
 class CopyMemory(TextMemory):

@@ -18,25 +18,25 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.attention import tokens_from
-from specdec.drafters.base import Predictor, Sizes
+from specdec.drafters.base import DrafterConfig, Predictor, Sizes
 from specdec.errors import require
 
 
 @dataclass
-class UnigramConfig:
-    """`add` is the count that every token of the vocabulary starts with."""
+class UnigramConfig(DrafterConfig):
+    """Token counts of the training texts."""
 
     name: str = "unigram"
     depth: int = 4
-    add: float = 0.01
+    add: float = 0.01  # pseudo-count of every token of the vocabulary, above 0
 
 
 @dataclass
 class BigramConfig(UnigramConfig):
-    """`prior` is the weight of the unigram, in counted tokens."""
+    """Counts of token pairs, with the unigram as prior."""
 
     name: str = "bigram"
-    prior: float = 1.0
+    prior: float = 1.0  # weight of the unigram, in counted tokens, above 0
 
 
 class Unigram(Predictor):

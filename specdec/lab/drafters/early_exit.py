@@ -23,7 +23,7 @@ from torch import Tensor
 
 from specdec.context import Context
 from specdec.drafters.attention import entries, states
-from specdec.drafters.base import Predictor, Trainable, growth_over
+from specdec.drafters.base import DrafterConfig, Predictor, Trainable, growth_over
 from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.target_views import (
     Adapted,
@@ -42,13 +42,13 @@ from specdec.targets.target import Target
 
 
 @dataclass
-class EarlyExitConfig:
-    """`layers` is E, the number of the target's layers that draft; null takes half of them. With
-    `lora.rank` above 0, these layers draft with adapters, and only the adapters are trained."""
+class EarlyExitConfig(DrafterConfig):
+    """The target's first layers draft. With `lora.rank` above 0, they draft with adapters, and only
+    the adapters are trained."""
 
     name: str = "early_exit"
     depth: int = 4
-    layers: int | None = None
+    layers: int | None = None  # E, the target's layers that draft; null: half of them
     lora: LoraOptions = field(default_factory=LoraOptions)
 
 

@@ -35,6 +35,7 @@ from specdec.drafters.attention import (
     text_after,
     unread,
 )
+from specdec.drafters.base import DrafterConfig
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.layers import Attend
 from specdec.drafters.recurrence import RecurrentSizes, pairs_of
@@ -48,18 +49,18 @@ CHUNK = 256  # states whose logits exist at a time while wrong forecasts are cou
 
 
 @dataclass
-class FalconConfig:
-    """`unroll` is the number of trained depths (null: all `depth` of them); the paper trains one
-    block, which is 2 depths. Training shows some blocks the truth: at first `glance` times as many
-    as there are wrong forecasts, at the end none. `noise` is the width of the uniform noise that
-    training adds to the hidden states of a text of 512 tokens (the paper: 0.2)."""
+class FalconConfig(DrafterConfig):
+    """Blocks of two depths. Glancing shows some blocks of a document the true tokens: `glance`
+    times as many as it has wrong forecasts at the start of training, none at the end."""
 
     name: str = "falcon"
     depth: int = 4
-    unroll: int | None = None
-    glance: float = 0.4
+    unroll: int | None = None  # trained depths; null: all; the paper trains one block, which is 2
+    glance: float = 0.4  # 0 to 1: blocks shown the truth at first, per wrong forecast
+    # width of the uniform noise that training adds to the hidden states of a document of 512 tokens
+    # (the paper: 0.2); 0: none
     noise: float = 0.0
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: int | None = None  # width of the MLP; null: the target's
 
     def __post_init__(self) -> None:
         require_within("drafter", self, unroll=(1, self.depth), glance=(0, 1), noise=0)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Context, Proposal, Scouts
-from specdec.drafters.base import Sizes
+from specdec.drafters.base import DrafterConfig, Sizes
 from specdec.drafters.copying import Copying, RowMemories, TextMemory
 from specdec.sampling.choose import Choose
 from specdec.sampling.trees import Shape
@@ -30,16 +30,16 @@ from specdec.targets.target import Target
 
 
 @dataclass
-class LookaheadConfig:
-    """`window`, `ngram` and `pool` are the paper's W, N and G. An n-gram drafts N - 1 tokens, so a
-    larger `depth` is never reached."""
+class LookaheadConfig(DrafterConfig):
+    """Lookahead decoding. An n-gram drafts `ngram` - 1 tokens, so a larger `depth` is never
+    reached."""
 
     bounds: ClassVar = dict(window=1, ngram=2, pool=1)
     name: str = "lookahead"
     depth: int = 3
-    window: int = 8
-    ngram: int = 4
-    pool: int = 8
+    window: int = 8  # W, columns of the window
+    ngram: int = 4  # N, tokens of an n-gram
+    pool: int = 8  # G, n-grams kept for each first token
 
 
 class LookaheadMemory(TextMemory):

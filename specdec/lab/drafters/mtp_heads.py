@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, HiddenStateSpec
-from specdec.drafters.base import Limits, Sizes, Trainable, reading_no_draft
+from specdec.drafters.base import DrafterConfig, Limits, Sizes, Trainable, reading_no_draft
 from specdec.drafters.layers import copy_last, llama_of
 from specdec.drafters.recurrence import Prefix, Recurrent, RecurrentSizes
 from specdec.errors import require
@@ -29,14 +29,15 @@ from specdec.targets.parts import TargetParts
 
 
 @dataclass
-class MTPHeadsConfig:
-    """`depth` heads. `initialisation=target` copies the target's last layer and final norm to each
-    head, which at first predicts what the target does; `random` is the paper's initialisation."""
+class MTPHeadsConfig(DrafterConfig):
+    """`depth` heads, each a transformer layer."""
 
     name: str = "mtp_heads"
     depth: int = 3
+    # target: copy the target's last layer and final norm to each head; random: draw the weights at
+    # random, as in the paper
     initialisation: str = "target"
-    intermediate_size: int | None = None  # None: the target's
+    intermediate_size: int | None = None  # width of the MLP; null: the target's
 
 
 @dataclass(kw_only=True)

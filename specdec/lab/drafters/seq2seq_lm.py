@@ -19,6 +19,8 @@ from specdec.targets.parts import TargetParts
 
 @dataclass
 class Seq2SeqLMConfig(DraftLMConfig):
+    """An encoder-decoder model that drafts for an encoder-decoder target."""
+
     name: str = "seq2seq_lm"
     depth: int = 5
     source: str = "google-t5/t5-small"

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import first_tokens, tokens_from
+from specdec.drafters.base import DrafterConfig
 from specdec.drafters.target_views import View, ViewSizes, count_of_runnable_layers, with_weights
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import (
@@ -43,19 +44,21 @@ ROWS = 16  # anchors that teacher forcing reads at a time, each with a cache of 
 
 
 @dataclass
-class SparseConfig:
-    """The top of this file explains `budget`, `window` and `refresh`. `sink` is how many of the
-    first tokens streaming keeps, as part of its budget; snapkv averages votes over `pool`
-    neighbouring positions, an odd number."""
+class SparseConfig(DrafterConfig):
+    """Self-speculation over a sparse KV cache."""
 
     bounds: ClassVar = {"budget": 1, "window": 1, "refresh": 1, "pool": 1}
     name: str = "sparse"
     depth: int = 4
+    # streaming: keep the first and the latest positions; snapkv: keep those with the most attention
     method: str = "snapkv"
-    budget: int = 256
+    budget: int = 256  # cached positions before the tail
+    # last tokens cached beside the budget at each selection; with snapkv, their attention selects
+    # the positions
     window: int = 32
-    refresh: int = 32
-    sink: int = 4
+    refresh: int = 32  # tokens between two selections of the positions
+    sink: int = 4  # with streaming: first tokens kept, as part of budget
+    # with snapkv: neighbouring positions over which votes are averaged, an odd number
     pool: int = 5
 
 

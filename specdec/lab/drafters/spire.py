@@ -37,7 +37,7 @@ from specdec.drafters.attention import (
     fused,
     tokens_from,
 )
-from specdec.drafters.base import AnchorsConfig, Sizes, Trainable
+from specdec.drafters.base import AnchorsConfig, DraftVocabConfig, Sizes, Trainable
 from specdec.drafters.layers import (
     Attention,
     KeyValue,
@@ -59,20 +59,20 @@ HEAD_NORM = "self_attn.q_norm.weight"
 
 
 @dataclass
-class SpireConfig:
-    """The top of this file explains `num_layers`, `window` and `sink`. With `feedback=false`, a
-    drafted token's keys and values are made of its own stream at each layer, as in any
-    transformer. `initialisation=random` draws the layers at random; `draft_vocab` null keeps the
-    whole vocabulary."""
+class SpireConfig(DraftVocabConfig):
+    """A draft of the target's last layers, which attend to a short window of the target's own
+    states."""
 
     bounds: ClassVar = {"num_layers": 1, "window": 1, "sink": 0}
     name: str = "spire"
     depth: int = 4
-    num_layers: int = 2
-    window: int = 64
-    sink: int = 1
+    num_layers: int = 2  # layers of the draft
+    window: int = 64  # tokens before the anchor that the draft attends to
+    sink: int = 1  # first tokens of the text that the draft attends to
+    # a drafted token's keys and values come from a mix of all layers (feedback memory); false: from
+    # its own stream at each layer, as in any transformer
     feedback: bool = True
-    draft_vocab: int | None = 8192
+    # target: copy the target's last layers and LM head; random: draw the weights at random
     initialisation: str = "target"
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from specdec.context import Context, HiddenStateSpec, Proposal
 from specdec.drafters.attention import first_tokens, last_of, unread
-from specdec.drafters.base import NOTHING, Drafter, Predictor, Sizes
+from specdec.drafters.base import NOTHING, Drafter, DrafterConfig, Predictor, Sizes
 from specdec.drafters.copying import copied_chains, copied_growth
 from specdec.errors import UserError, require, require_known, require_within
 from specdec.lab.drafters.bridge import Bridge
@@ -43,14 +43,16 @@ METHODS = ("tli", "slem")
 
 
 @dataclass
-class TranslatedConfig:
-    """`source` names the draft LM as `target.path` names a target. `draft_tokens` is how many of
-    its own tokens the draft writes per speculation step of slem; null takes `depth`."""
+class TranslatedConfig(DrafterConfig):
+    """A draft model with a tokenizer of its own."""
 
     name: str = "translated"
     depth: int = 5
-    source: str = ""
+    source: str = ""  # the draft model, named as a target is in target.path
+    # tli: logits masked to the tokens in both vocabularies; slem: greedy text, re-tokenised for the
+    # target (chains only)
     method: str = "tli"
+    # tokens of its own that the draft writes per speculation step of slem; null: depth
     draft_tokens: int | None = None
 
 
