@@ -105,6 +105,7 @@ def of(pattern: str) -> list[str]:
 
 TRAINING = of(r"(accelerate launch .*|python )train\.py")
 RUN = of(rf"scripts/({'|'.join(SCRIPTS)})\b")
+LOOKING = of(r"scripts/(doctor|serve)\b")
 MEASURING = of(r"scripts/bench\b")
 
 
@@ -253,6 +254,19 @@ def test_training_commands_compose(command: str) -> None:
 
         given = shlex.split(before)[2:]
         assert launch_command_parser().parse_args([*given, "train.py"]).training_script
+
+
+@pytest.mark.parametrize("command", LOOKING)
+def test_settings_of_data_checks_and_servers_compose(command: str) -> None:
+    """Those of scripts/doctor, which may name target and data as they are, and of scripts/serve."""
+    words = [w for w in shlex.split(command.split(" -- ")[0])[1:] if re.match(r"[a-z_.]+=", w)]
+    for given, key in (("target", "model"), ("data", "conversations")):
+        names = [p.stem for p in (REPOSITORY / "conf" / given).glob("*.yaml")]
+        for word in [w for w in words if w.startswith(f"{given}=")]:
+            if (value := word.split("=")[1]) not in names:
+                words[words.index(word)] = f"{given}={key}"
+                words.append(f"{given}.path={value}")
+    compose([override(w) for w in words])
 
 
 @pytest.mark.parametrize("command", MEASURING)

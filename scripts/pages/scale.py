@@ -30,6 +30,21 @@ DEVICE, COUNTS = "h100", (1, 8)
 # 10,000 prompts of 512 tokens, answered with about 900 tokens each
 JOB = ["target=model", "data.max_prompt=1024", "responses.max_new_tokens=1024"]
 JOB += ["data.max_length=2048", "planning.tokens=5120000", f"planning.device={DEVICE}"]
+# the job of the page's script, and the ways to hold its target
+SCRIPT = ["target=model", "data=conversations", "data.path=x", "data.limit=10000"]
+SCRIPT += ["data.max_prompt=2048", "responses.max_new_tokens=2048", "data.max_length=4096"]
+SCRIPT += ["planning.tokens=10000000", f"planning.device={DEVICE}", "planning.devices=8"]
+URL = "http://localhost:8000/v1"
+HELD = {
+    "`target.tensor_parallel=true hidden_states.bits=8`, as in the script": (
+        ["target.tensor_parallel=true", "hidden_states.bits=8"]
+    ),
+    "a copy on each GPU, hidden states in bfloat16 (the defaults)": [],
+    "[an engine](engines.md#hidden-states), whose own work is not counted: "
+    f"`hidden_states.from={URL} decode.prompts=0 hidden_states.bits=8`": (
+        [f"hidden_states.from={URL}", "decode.prompts=0", "hidden_states.bits=8"]
+    ),
+}
 BEGIN, END = "<!-- made by scripts/docs -->", "<!-- end of what scripts/docs makes -->"
 
 
@@ -37,11 +52,21 @@ def page() -> str:
     """The page as it is, with its tables as the tool works them out now."""
     text = PATH.read_text(encoding="utf-8")
     inside = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
-    return inside.sub(lambda _: f"{BEGIN}\n{tables()}\n{END}", text)
+    made = iter(["\n".join(_held()), "\n".join([*_memory(), "", *_gains()])])
+    return inside.sub(lambda _: f"{BEGIN}\n{next(made)}\n{END}", text)
 
 
-def tables() -> str:
-    return "\n".join([*_memory(), "", *_gains()])
+def _held() -> Iterator[str]:
+    register()
+    path = (TARGETS / "qwen3-32b").relative_to(CONF.parent)
+    yield "| how the target is held | memory of a GPU, at most | disk | time | device-hours |"
+    yield "| --- | --- | --- | --- | --- |"
+    for title, settings in HELD.items():
+        plan = plan_of_run(composed([*SCRIPT, f"target.path={path}", *settings]))
+        *stages, disk = plan.stages
+        largest = max(stages, key=lambda stage: stage.bytes)
+        cells = [f"{_cell(largest)} ({largest.name})", _cell(disk), hours(plan.seconds)]
+        yield f"| {title} | {' | '.join(cells)} | {8 * plan.seconds / 3600:,.1f} |"
 
 
 @cache
