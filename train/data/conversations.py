@@ -52,7 +52,7 @@ class DataConfig:
     columns in a .tsv file, by the names in its header or, if it has none, by numbers from 1.
     `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
     or the lines of .txt files, or the key "text" of records. A text's prompt is its first
-    `beginning` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
+    `prompt_characters` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
     small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of the
     held-out conversations that selects the best draft and is not reported; null is a quarter, at
     least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all held-out

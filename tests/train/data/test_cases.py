@@ -430,11 +430,11 @@ def test_names_are_counted_and_weights_are_honoured(tmp_path: Path) -> None:
     assert prompts(path).tally.changed == {"names, which this template does not write": 1}
     none = write_lines(tmp_path / "y.jsonl", [{"messages": messages[:2]}])
     assert len(prompts(none).train) == 1
-    with pytest.raises(UserError, match="1 weight 0 for all answers"):
+    with pytest.raises(UserError, match="1 weight 0 for all responses"):
         documents(none)
     for weight in (-1, -0.5, 1e-4, 100.5, math.inf, 10**400, "high", "-1", "nan", [1], {"x": 1}):
         wrong = [USER, RESPONSE | {"weight": weight}]
-        with pytest.raises(UserError, match=r"1 an answer whose weight is neither 0 nor a number"):
+        with pytest.raises(UserError, match=r"1 a response whose weight is neither 0 nor a number"):
             documents(write_lines(tmp_path / "z.jsonl", [{"messages": wrong}]))
     # tables write NaN for what is missing
     same = (1.0, True, None, math.nan, "1", "true")
