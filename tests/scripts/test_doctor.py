@@ -133,7 +133,7 @@ def test_weights_are_shown(
     assert "1 dropped: a response whose weight is neither 0 nor a number from 0.001 to 100" in said
     assert "3 changed: responses that count by their weight" not in said
     assert "4 changed: responses that count by their weight in the loss" in said
-    table = "Weights of the answers in the loss weight 0.1 1 weight 0.5 2 weight 1 2 weight 2 1"
+    table = "Weights of the responses in the loss weight 0.1 1 weight 0.5 2 weight 1 2 weight 2 1"
     assert table in said
     assert "weight 0.5" in (tmp_path / "doctor" / "data.md").read_text()
     assert doctor(monkeypatch, tmp_path, *settings, "data.responses=target") == 0

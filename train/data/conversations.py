@@ -52,15 +52,15 @@ class DataConfig:
     columns in a .tsv file, by the names in its header or, if it has none, by numbers from 1.
     `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
     or the lines of .txt files, or the key "text" of records. A text's prompt is its first
-    `prompt_characters` characters, cut back to whole words. `held_out` null is 5 %, or a larger share of
-    small data: enough for 120 conversations, at most a fifth. `validation` is the fraction of the
-    held-out conversations that selects the best draft and is not reported; null is a quarter, at
-    least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all held-out
-    conversations, so the reported figures are slightly too high. `decoding_log` is a file, or a
-    folder of files, that scripts/generate or scripts/evaluate wrote with --log-steps. The draft is
-    then trained on these speculation steps of a decoder, and only the held-out side comes from
-    `path`. `thinking` leaves it to the chat template whether reasoning is asked for, asks for it
-    always (on) or never (off), where the record has it (data), or in half of the conversations
+    `prompt_characters` characters, cut back to whole words. `held_out` null is 5 %, or a larger
+    share of small data: enough for 120 conversations, at most a fifth. `validation` is the fraction
+    of the held-out conversations that selects the best draft and is not reported; null is a
+    quarter, at least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all
+    held-out conversations, so the reported figures are slightly too high. `decoding_log` is a file,
+    or a folder of files, that scripts/generate or scripts/evaluate wrote with --log-steps. The
+    draft is then trained on these speculation steps of a decoder, and only the held-out side comes
+    from `path`. `thinking` leaves it to the chat template whether reasoning is asked for, asks for
+    it always (on) or never (off), where the record has it (data), or in half of the conversations
     (mixed). `date` is the time that a chat template may write, such as 2026-01-31 or
     2026-01-31T09:30.
     """

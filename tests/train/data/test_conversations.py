@@ -92,9 +92,9 @@ CASES = [
     ([("user", "a"), ("bard", "b")], "a|b", None),
     ([("system", "s"), ("human", "a"), ("bing", "b")], "s|a|b", None),
     ([("system", " "), ("human", "a"), ("chatgpt", "b")], "|a|b", None),  # an empty system turn
-    ([("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
-    ([("gpt", "y"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "answers before"),
-    ([("system", "s"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "s|a|b", "answers before"),
+    ([("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "responses before"),
+    ([("gpt", "y"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "a|b", "responses before"),
+    ([("system", "s"), ("gpt", "z"), ("human", "a"), ("gpt", "b")], "s|a|b", "responses before"),
     ([("human", "a"), ("human", "b"), ("gpt", "c")], "a\n\nb|c", "joined"),
     ([("human", "a"), ("gpt", "b"), ("gpt", "c"), ("gpt", "d")], "a|b\n\nc\n\nd", "joined"),
     ([("human", "a"), ("gpt", "b"), ("human", " \n"), ("gpt", "c")], "a|b", "blank"),

@@ -463,7 +463,7 @@ def test_records_of_these_shapes_that_are_damaged(tmp_path: Path, template: str)
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         for responses, split_into in (("data", split_documents), ("target", split_prompts)):
             thinking = draw.choice(["template", "on", "data", "mixed"])
-            options = {"min_response": 1, "answers": responses, "thinking": thinking}
+            options = {"min_response": 1, "responses": responses, "thinking": thinking}
             try:
                 cfg = DataConfig(str(path), held_out=0, **options)  # type: ignore[arg-type]
                 tally = split_into(cfg, tokenizer).tally

@@ -239,7 +239,7 @@ def test_lengths(tmp_path: Path) -> None:
 def test_nothing_left_names_the_reasons(tmp_path: Path) -> None:
     tokenizer = tokenizer_of(CHATML)
     several = [talk("q", "a" * 500), talk("q", "a"), talk("q", "b" * 600)]
-    with pytest.raises(UserError, match="2 longer than max_length=100, 1 answers shorter"):
+    with pytest.raises(UserError, match="2 longer than max_length=100, 1 responses shorter"):
         split_documents(written(tmp_path, *several, max_length=100), tokenizer)
 
 
