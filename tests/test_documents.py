@@ -370,6 +370,22 @@ def test_scripts_that_compile_know_their_options(
         run_script(elsewhere, place, monkeypatch)
 
 
+def test_every_setting_has_a_meaning_and_every_section_a_guide() -> None:
+    """The page shows defaults of nested dataclasses and of groups of settings, and explains what a
+    method inherits."""
+    (page,) = (text for name, text in TEXTS.items() if name.endswith("configuration.md"))
+    rows = re.findall(r"^\| `([^`]+)` \| `[^|]*` \|([^|]*)\|([^|]*)\|$", page, re.M)
+    assert len(rows) == len(re.findall(r"^\| `[a-z_.\[\]]+` \|", page, re.M))
+    assert {key.split(".")[0] for key, _, _ in rows} >= {"name", "target", "decode", "drafter"}
+    assert not [key for key, _, meaning in rows if not meaning.strip()]
+    sections = re.split(r"^## ", page, flags=re.M)[2:]
+    assert not [s.splitlines()[0] for s in sections if "\nGuide: [" not in s]
+    jetspec = re.split(r"^### ", page.split("### jetspec")[1], flags=re.M)[0]
+    assert "| `drafter.anchors.per_row` | `int or null` | `64` |" in jetspec
+    assert re.search(r"`drafter.depth` \| `int` \| `7` \| draft length", jetspec)
+    assert "`256`; `128` with `experiment=quickstart`; `512` with `data=conversations`" in page
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in RUN if "--engine" in c])
 def test_scripts_that_ask_an_engine_know_their_options(

@@ -37,11 +37,13 @@ AT_ONCE = 4096  # tokens that an initialisation reads at a time, or one packed r
 
 @dataclass
 class InitialisationConfig:
-    """`draft`: the folder of the draft that training starts from, such as runs/NAME/best; on the
-    command line, drafter.from= sets it. null: fresh weights. The draft's vocabulary is kept, and up
-    to `new_tokens` tokens that it lacks are added: those most frequent in the new responses."""
+    """The draft that training continues. The draft keeps its vocabulary."""
 
+    # its folder, such as runs/NAME/best, set by drafter.from= on the command line; null: a fresh
+    # draft
     draft: str | None = None
+    # most tokens added to the draft vocabulary: the most frequent ones in the new responses that it
+    # lacks
     new_tokens: int = 0
 
     def __post_init__(self) -> None:

@@ -46,28 +46,25 @@ SELECT_BY = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 
 @dataclass
 class LoopConfig:
-    """How long and in what portions to train.
+    """How long to train, in which portions, and when to evaluate. If `eval_every` is more than a
+    tenth of the steps, drafts are also evaluated after a tenth and a fifth of them, for an early
+    forecast of τ."""
 
-    `rows` is the number of packed rows per micro-batch, `accumulate` that of micro-batches per step
-    and process. `max_tokens` ends training early, even within an epoch (the learning rate decays to
-    fit). `eval_every` and `save_every` are in steps (0: only at the end). Where a tenth of the
-    steps is less than `eval_every`, drafts are also evaluated after a tenth and a fifth of them, so
-    that there is a forecast of τ early on. `select_by` is the held-out figure by which drafts are
-    compared; `patience` evaluations without a better one end training (null: never). `precision` is
-    bf16 or no (float32); auto is bf16 if the target is.
-    """
-
-    epochs: int = 1
+    epochs: int = 1  # passes over the training data, in every round of rounds.count
+    # tokens after which training ends, even within an epoch; the learning rate decays to fit; null:
+    # no limit
     max_tokens: int | None = None
-    rows: int = 1
-    accumulate: int = 1
-    eval_every: int = 100
-    save_every: int = 100
-    patience: int | None = None
+    rows: int = 1  # packed rows of data.max_length tokens per micro-batch
+    accumulate: int = 1  # micro-batches per step and process
+    eval_every: int = 100  # steps between evaluations; 0: only at the end
+    save_every: int = 100  # steps between checkpoints; 0: only at the end
+    patience: int | None = None  # evaluations without a better draft that end training; null: never
+    # held-out figure that selects the best draft: tau_greedy, tau_sampled, alpha_sampled or
+    # alpha_greedy
     select_by: str = "tau_greedy"
-    precision: str = "auto"
-    log_every: int = 5
-    seed: int = 0
+    precision: str = "auto"  # bf16; no: float32; auto: bf16 if the target is
+    log_every: int = 5  # steps between log lines
+    seed: int = 0  # seed of the initialisation and of all random draws in training
 
     def __post_init__(self) -> None:
         ones = dict.fromkeys(("epochs", "rows", "accumulate", "log_every", "max_tokens"), 1)

@@ -17,27 +17,25 @@ HIDDEN = ("adamw", "muon")
 
 @dataclass
 class OptimConfig:
-    """`hidden` is what trains the matrices of the hidden layers, AdamW or Muon; AdamW trains the
-    rest. The learning rate rises linearly to `lr` over the fraction `warmup` of all steps, then
-    falls along a cosine to `final` · `lr`. If `lr` is null, the configuration takes the drafter
-    family's own. `clip` bounds the global gradient norm. `rates` multiplies the learning rate of
-    parameters whose names match a shell pattern: optim.rates={*.bias:0.5}.
+    """AdamW for all weights, or Muon for the matrices of the hidden layers. The learning rate rises
+    linearly to `lr`, then follows a cosine.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
     are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
     `weight_decay` mean the same for both. A matrix with one row or column for each token of a
     vocabulary does not count as hidden. Muon multiplies in bfloat16: on a CPU that does not do so
-    natively, a step takes several times as long.
-    """
+    natively, a step takes several times as long."""
 
-    lr: float | None = 1e-3
-    hidden: str = "adamw"
+    lr: float | None = 1e-3  # peak learning rate; null: the drafter method's own
+    hidden: str = "adamw"  # adamw or muon, for the matrices of the hidden layers
+    # factors of the learning rate for parameters whose names match a shell pattern, as in {*.bias:
+    # 0.5}
     rates: dict[str, float] = field(default_factory=dict)
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    weight_decay: float = 0.01
-    warmup: float = 0.05
-    final: float = 0.02
-    clip: float = 0.5
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])  # β₁ and β₂ of AdamW
+    weight_decay: float = 0.01  # decoupled weight decay
+    warmup: float = 0.05  # fraction of all steps in which the learning rate rises
+    final: float = 0.02  # last learning rate as a fraction of lr
+    clip: float = 0.5  # bound of the global gradient norm
 
     def __post_init__(self) -> None:
         require_within("optim", self, weight_decay=0, final=0, warmup=(0, 1))

@@ -68,13 +68,9 @@ HYDRA_SAYS = {
 
 @dataclass
 class Config:
-    """The configuration of `python train.py`. `name` names the run: its folder is runs/NAME, and
-    the same command continues it. With `plan`, the command only says what the run needs, how
-    long it takes and whether it will pay (see `planning`). `combine_with` is a family that copies:
-    the run ends by measuring a hybrid of that family and the draft, and saves this hybrid as
-    with-FAMILY.
-    """
+    """The configuration of `python train.py`."""
 
+    # name of the run: its folder is runs/NAME, and the same command continues it
     name: str = "${drafter.name}"
     target: TargetConfig = field(default_factory=TargetConfig)
     drafter: Any = None
@@ -90,8 +86,11 @@ class Config:
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     decode: DecodeConfig = field(default_factory=DecodeConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
+    # only print what the run needs, how long it takes and whether it will pay (see planning)
     plan: bool = False
     planning: PlanningConfig = field(default_factory=PlanningConfig)
+    # retrieval-based method, such as suffix: the run also measures a hybrid of it and the draft and
+    # saves it as with-METHOD; null: none
     combine_with: str | None = None
     export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
 

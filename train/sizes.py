@@ -77,13 +77,17 @@ DEVICES = {
 
 @dataclass
 class PlanningConfig:
-    """The assumptions of `plan=true`. `device` is "here" (this machine, which is measured), or a
-    kind of GPU: a100, a100-40, b200, h100, h200, l4, l40s or rtx4090."""
+    """The assumptions of `plan=true`."""
 
-    device: str = "here"  # here: this machine, which is measured; or a kind of GPU, such as h100
-    devices: int = 1  # their number; by default, each holds a copy of the target
-    tokens: int | None = None  # to train on, before the target responds; null: counted in the data
-    alpha: float = 0.6  # the expected acceptance rate
+    # here: this machine, which is measured; or a GPU: a100, a100-40, b200, h100, h200, l4, l40s or
+    # rtx4090
+    device: str = "here"
+    # number of devices, each with a copy of the target unless target.tensor_parallel or
+    # target.device_map says otherwise
+    devices: int = 1
+    # training tokens, without the responses still to be generated; null: counted in the data
+    tokens: int | None = None
+    alpha: float = 0.6  # expected acceptance rate, 0 to 1
     fsdp: bool = False  # the processes shard the draft, as in conf/accelerate/fsdp2.yaml
 
     def __post_init__(self) -> None:

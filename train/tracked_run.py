@@ -14,19 +14,18 @@ LONGEST_TAG = 64  # characters of a tag that W&B takes
 
 @dataclass
 class TrackConfig:
-    """`tracker`: where runs are shown beside metrics.jsonl: wandb, or a tracker of an installed
-    package. `mode`: offline (needs no key or network; `wandb sync` uploads later), online or
-    disabled. `title` is the run's name in the tracker (null: `name`); `group` and `tags` say what
-    it belongs to. In a sweep, their defaults come from the trial: its title is the sweep's name and
-    the trial's number, its group the sweep, and its tags the settings that the sweep varies."""
+    """A tracker that shows the run beside metrics.jsonl. In a sweep, the default title is the
+    sweep's name and the trial's number, the group is the sweep, and the tags are the settings that
+    the sweep varies."""
 
-    tracker: str = "wandb"
+    tracker: str = "wandb"  # wandb, or a tracker of an installed package
+    # offline: no key or network needed, `wandb sync` uploads later; online; disabled
     mode: str = "offline"
-    project: str = "draftsmith"
-    entity: str | None = None
-    title: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    project: str = "draftsmith"  # project in the tracker
+    entity: str | None = None  # user or team that owns the project; null: the tracker's default
+    title: str | None = None  # the run's name in the tracker; null: name
+    group: str | None = None  # group of the run in the tracker; null: none
+    tags: list[str] = field(default_factory=list)  # tags of the run in the tracker
 
     def __post_init__(self) -> None:
         require_known("track", self, mode=MODES)

@@ -23,34 +23,33 @@ DATA = ("target", "draft", "mixed", "draft_alone", "mixed_alone", "on_policy")
 
 @dataclass
 class RoundsConfig:
-    """Training in `count` rounds of `loop.epochs` each, on one learning-rate schedule.
+    """Training in several rounds on one learning-rate schedule.
 
-    `data` says what the rounds after the first train on:
+    `data` is the training data of the rounds after the first:
     - target: the target's responses, sampled anew if `responses.temperature` is above 0, otherwise
-    the
-      same.
-    - draft: responses that the target and the draft, as it is when the round begins, write
-    together.
-      The draft proposes `gamma` tokens at a time (null: its depth), those that `verification`
-      accepts are kept, and the target adds the next one.
-    - mixed: every second conversation is answered as with draft; the others keep the target's
-      first responses.
+      the same.
+    - draft: responses that the target and the current draft write together. The draft proposes
+      `gamma` tokens at a time, `verification` accepts some of them, and the target adds the next
+      one.
+    - mixed: as draft for every second conversation; the others keep the target's first responses.
     - draft_alone, mixed_alone: the same, except that the draft writes without the target, as in
       DistillSpec (Zhou et al. 2024, arXiv 2310.08461). Only drafts that do not read the target's
       hidden states can do so.
     - on_policy: in every round, even the first, the prompts are decoded losslessly with the current
-      draft. The draft is then trained at the anchors that the decoder visited, on the tokens
-      drafted there, as in Draft-OPD (arXiv 2605.29343), with any loss.
+      draft. The draft is then trained at the anchors of the decoder, on the tokens drafted there,
+      as in Draft-OPD (arXiv 2605.29343), with any loss.
 
-    `verification` takes the values of decode.verification. With a lossless verification method the
-    text follows the target's distribution. The default keeps a drafted token with probability
-    min(1, p / (factor · q)), or at temperature 0 if p >= factor · max p. The text then goes where
-    the draft would go, while the draft still learns the target's own p after that text.
+    With a lossless `verification` the text follows the target's distribution. The default keeps a
+    drafted token with probability min(1, p / (factor · q)), or at temperature 0 if
+    p >= factor · max p. The text then goes where the draft would go, while the draft still learns
+    the target's own p after that text.
     """
 
-    count: int = 1
-    data: str = "target"
+    count: int = 1  # rounds, each of loop.epochs
+    data: str = "target"  # target, draft, mixed, draft_alone, mixed_alone or on_policy (see above)
+    # verification method of the generated text, as in decode.verification
     verification: str = "lenience:factor=0.1"
+    # tokens drafted per speculation step of the generated text; null: drafter.depth
     gamma: int | None = None
 
     def __post_init__(self) -> None:

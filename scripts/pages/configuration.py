@@ -126,6 +126,7 @@ def choices() -> list[str]:
 def guide(name: str) -> str:
     """The line of links to the pages that explain a section."""
     """The line of links to the pages that explain a section."""
+    """The line of links to the pages that explain a section."""
     return f"Guide: {GUIDES[name]}\n"
 
 
@@ -229,10 +230,9 @@ def text_of(kind: type[Any]) -> str:
     doc = inspect.cleandoc(kind.__doc__ or "")
     if doc.startswith(f"{kind.__name__}("):  # the one that dataclass makes
         return ""
-    doc = re.sub(r"(?<=:)\n(?=- )", "\n\n", doc)
     doc = re.sub(r"\n(?=- )", "\0", doc)
     blocks = [re.sub(r"\s*\n\s*", " ", block) for block in doc.split("\n\n")]
-    return "\n\n".join(blocks).replace("\0", "\n").replace("\n\n\n", "\n\n")
+    return "\n\n".join(blocks).replace(":\0", ":\n\n").replace("\0", "\n").replace("\n\n\n", "\n\n")
 
 
 def shown(value: Any) -> str:

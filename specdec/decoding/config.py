@@ -18,39 +18,43 @@ TREES = ("static", "dynamic", "best_first")
 
 @dataclass
 class DecodeConfig:
-    """How drafts are decoded and measured. A tree is dynamic (EAGLE-2), best_first (for parallel
-    heads) or static. A static tree without `paths` takes those with the highest measured
-    acceptance; without `nodes` too, it is the tree or chain expected to be fastest. `fastest`
-    measures that shape as well as chains, and the two take turns; for a target that cannot read
-    trees, that shape is the chain expected to be fastest.
+    """How drafts are decoded and measured. Acceptance is counted on all `prompts`. Seconds come
+    from the first `timed` of them, on which vanilla and speculative decoding take turns, in
+    complete batches. A speedup is computed from both."""
 
-    Acceptance is counted on `prompts` prompts, which are decoded in batches of up to `counting`.
-    With 0 prompts, a run ends without measuring. Seconds come from the first `timed` prompts, which
-    plain and speculative decoding response in turn, `batch` of them at a time, in whole batches; a
-    speedup is put together from both (see `measure.evaluation`).
-    """
-
-    gamma: int | None = None  # tokens drafted in a row; null: the trained depth
-    prompts: int = 100
-    timed: int = 12  # prompts that are timed
-    counting: int = 32  # prompts that are decoded together where only acceptance is counted
-    max_new_tokens: int = 96
-    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])  # measured separately
-    top_p: float = 1.0
-    top_k: int = 0
-    verification: str = "auto"  # or a verification method and its parameters: lenience:factor=0.8
-    greedy_draft: bool = False
-    tree: str | None = None  # null: chains
-    nodes: int | None = None  # of a tree; null: 12, if not static
-    branches: int = 4  # children that a node of a dynamic tree may have
-    paths: list[list[int]] | None = None  # all the nodes of a static tree
+    gamma: int | None = None  # tokens drafted per speculation step of a chain; null: drafter.depth
+    prompts: int = 100  # held-out prompts on which acceptance is counted; 0: no measuring
+    timed: int = 12  # prompts that are timed, the first ones
+    counting: int = 32  # most prompts decoded together where only acceptance is counted
+    max_new_tokens: int = 96  # most new tokens per prompt
+    # sampling temperatures, each measured separately; 0: greedy
+    temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
+    top_p: float = 1.0  # probability mass kept of p and q; 1: all
+    top_k: int = 0  # the most likely tokens kept of p and q; 0: all
+    # verification method with its parameters, as in lenience:factor=0.8; auto: a lossless method
+    # that fits the draft topology
+    verification: str = "auto"
+    greedy_draft: bool = False  # draft the most likely tokens instead of sampling from q
+    # dynamic (EAGLE-2), best_first (for parallel heads) or static; null: chains
+    tree: str | None = None
+    # nodes of a tree; null: 12, or for a static tree those of the topology with the highest
+    # expected speed
+    nodes: int | None = None
+    branches: int = 4  # most children of a node of a dynamic tree
+    # all nodes of a static tree; null: those with the highest measured acceptance
+    paths: list[list[int]] | None = None
+    # besides chains, measure the chain or tree with the highest expected speed, in turn with them;
+    # for targets that cannot read trees, a chain
     fastest: bool = False
-    draft_length: str = "fixed"  # a policy of draft_length.py that shortens chains
-    draft_length_settings: dict[str, Any] = field(default_factory=dict)  # the fields of that policy
-    compile: bool = False  # the target, and the draft if its family can, through torch.compile
-    repeats: int = 1  # of every timed prompt, for steadier seconds; counts come from the first
+    # adaptive draft length of chains: optimal, confidence, goodput; fixed: always gamma
+    draft_length: str = "fixed"
+    # parameters of draft_length; empty: its own defaults
+    draft_length_settings: dict[str, Any] = field(default_factory=dict)
+    compile: bool = False  # run the target, and the draft if its method can, through torch.compile
+    # repetitions of every timed prompt, for steadier seconds; counts come from the first
+    repeats: int = 1
     batch: int = 1  # prompts that are timed together
-    seed: int = 0
+    seed: int = 0  # seed of the sampling
 
     def __post_init__(self) -> None:
         require_within("decode", self, prompts=0, max_new_tokens=1, repeats=1, batch=1, nodes=1)

@@ -17,29 +17,24 @@ SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
 
 @dataclass
 class LossConfig:
-    """A weighted sum of terms (see loss_terms.py), summed over the depths of each anchor with
-    weights `depth_decay`^k, but at least `least_weight`, and averaged over anchors.
+    """A weighted sum of loss terms, summed over the depths of each anchor and averaged over
+    anchors. A confidence head is trained beside them with weight 1, and its gradient reaches
+    nothing else, unless `confidence` is among the terms."""
 
-    `terms`: the weight of each term; a weight of 0 leaves a term out. [FROM, TO, UNTIL] is a weight
-    that goes linearly from FROM at the run's start to TO when the share UNTIL of its steps is done,
-    and then stays there, as in {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}. A family's own estimate of its
-    acceptance is trained beside them with weight 1, and its gradient reaches nothing else, unless
-    `confidence` is among the terms. `constants`: values for a term's own constants, such as
-    `loss.constants.jsd.beta=0.1`. `reference`: the folder of a trained draft, which adaspec
-    compares with. `paths`: those of the tree that expected_tree is for; null takes decode.paths.
-    `per`: token averages over all anchors of a step equally; sequence averages over each text
-    first, so long texts do not dominate. `chunk`: the number of anchors whose logits, at all
-    depths, exist at a time.
-    """
-
+    # weight of each term, by name; 0 omits it; [FROM, TO, UNTIL]: from FROM linearly to TO when the
+    # fraction UNTIL of the steps is done, as in {kl: [1, 0, 0.5], nla: [0, 1, 0.5]}
     terms: dict[str, Any] = field(default_factory=lambda: {"nla": 1.0})
+    # constants of a term, as in loss.constants.jsd.beta=0.1; empty: each term's own
     constants: dict[str, dict[str, float]] = field(default_factory=dict)
+    # folder of a trained draft, with which adaspec compares; null: none
     reference: str | None = None
-    paths: list[list[int]] | None = None
-    depth_decay: float = 0.8
-    least_weight: float = 0.0
+    paths: list[list[int]] | None = None  # nodes of the tree for expected_tree; null: decode.paths
+    depth_decay: float = 0.8  # weight of depth k is this number to the power k
+    least_weight: float = 0.0  # least weight of a depth
+    # token: average over all anchors of a step; sequence: average over each document first, so long
+    # ones do not dominate
     per: str = "token"
-    chunk: int = 256
+    chunk: int = 256  # anchors whose logits, at all depths, are in memory at a time
 
     def __post_init__(self) -> None:
         require_within("loss", self, chunk=1, depth_decay=0, least_weight=0)

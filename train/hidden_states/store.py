@@ -73,23 +73,25 @@ SUMS = "checksums"  # of the documents in a file, in the metadata of its header,
 
 @dataclass
 class HiddenStatesConfig:
-    """`mode`: "offline" computes each document's hidden states once and reads them back in every
-    epoch; "online" runs the target at every step and stores nothing. `path` is the folder; null:
-    one under `root` that is named after what the hidden states are made from. `engines` are servers
-    of the target that compute the hidden states, and write the responses too unless
-    `responses.engines` are others; on the command line, hidden_states.from=http://host:8000/v1 sets
-    them, several with commas between them. The target's layers are then never loaded for training.
-    A thread reads `prefetch` batches while training computes (0: none). With `shard`, such as 2/8,
-    the run stores that share of the hidden states and ends; when all are done, the same command
-    without it trains. `bits=8` stores the layers that the draft reads in 8 bits, with a scale for
-    each block of numbers; the final states, of which p is made, are stored as they are."""
+    """The target's hidden states, which the draft reads in training."""
 
+    # offline: compute each document's hidden states once, store them, and read them in every epoch;
+    # online: run the target at every step and store nothing
     mode: str = "offline"
+    # folder of the stored hidden states; null: one under root, named after their inputs
     path: str | None = None
-    root: str = "cache/hidden_states"
+    root: str = "cache/hidden_states"  # parent folder of the stored hidden states
+    # addresses of servers of the target that compute the hidden states, so that its layers are
+    # never loaded here; they generate the responses too unless responses.engines names others; set
+    # by hidden_states.from=http://host:8000/v1, with commas between several; empty: this process
+    # computes them
     engines: list[str] = field(default_factory=list)
-    prefetch: int = 2
+    prefetch: int = 2  # batches that a thread reads ahead of training; 0: none
+    # such as 2/8: store this shard of the hidden states and end; once all are done, the same
+    # command without it trains; null: all in one run
     shard: str | None = None
+    # 8: the layers read by the draft are stored with block-wise 8-bit quantisation, the final
+    # states in full; null: no quantisation
     bits: int | None = None
 
     def __post_init__(self) -> None:
