@@ -64,7 +64,7 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
 OUTPUTS = ("specdec/   ",)  # how blocks begin that show something else than commands
 VALUES = {"…": "x", "NAME": "eagle3", "FILE": "x.jsonl"}  # what placeholders stand for
 # settings that no test can compose: placeholders, and a family of another package
-KINDS = ("drafter=NAME", "loss=NAME", "experiment=NAME", "drafter=last_token")
+KINDS = ("drafter=NAME", "loss=NAME", "experiment=NAME", "recipe=NAME", "drafter=last_token")
 VARIABLES = r"^(?:[A-Z_]+=\S+ )+"  # of the environment, before a command
 
 
@@ -216,6 +216,8 @@ def test_the_readme_is_two_screens_and_leads_to_every_page() -> None:
 def test_every_recipe_and_family_has_its_words() -> None:
     for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"):
         assert f"`{path.stem}`" in TEXTS["docs/recipes.md"] or path.stem == "quickstart", path.stem
+    for path in (REPOSITORY / "conf" / "recipe").glob("*.yaml"):
+        assert f"`{path.stem}`" in TEXTS["docs/recipes.md"], path.stem
     for family in shipped():
         assert f"`{family.Config.name}`" in TEXTS["docs/choosing.md"], family
     core, lab = (
@@ -313,6 +315,7 @@ NEEDED = {
     "data=pairs": ["data.path=pairs.tsv"],
     "data=text": ["data.path=articles.txt"],
     "target=model": ["target.path=x"],
+    "recipe=qwen3_8b": ["data.path=x"],
     "data=conversations": ["data.path=x"],
     "loss=adaspec": ["loss.reference=runs/NAME/best"],
     "loss.reference=runs/NAME/best": ["loss=adaspec"],

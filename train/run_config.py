@@ -464,7 +464,7 @@ def _require_group_names(overrides: Sequence[str]) -> None:
         known = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
         known += [*DRAFTERS] * (group == "drafter") + [*LOSS_TERMS] * (group == "loss")
         plain = re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?|true|false|null|\[.*", value, re.IGNORECASE)
-        optional = value == "null" and group in ("experiment", "search", "debug")
+        optional = value == "null" and group in ("recipe", "experiment", "search", "debug")
         if plain and not optional:
             raise UserError(
                 f"{_shortened(override)} does not name a group of settings{nearest(value, known)}; "

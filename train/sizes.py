@@ -7,7 +7,7 @@ counts are exact and no weight is read.
 import math
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -237,7 +237,12 @@ def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -
     embedding = 0 if tied else parts.embedding.weight.numel()
     around = 2 * embedding / weights  # the embedding and the head are never quantised
     stored = itemsize(parts.model.config, dtype, on_cpu)
-    heads = (getattr(config, f"num_{kind}_heads", None) or 0 for kind in ("attention", "key_value"))
+    kinds = ("attention", "key_value")
+    heads = (
+        getattr(layer, f"num_{kind}_heads", None) or 0
+        for layer in configs_of_layers(config)
+        for kind in kinds
+    )
     return TargetSizes(
         title=f"{parts.name} ({type(parts.model).__name__})",
         weights=weights,
@@ -302,17 +307,29 @@ def _first(config: Any, keys: tuple[str, ...]) -> int | None:
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
+def configs_of_layers(config: Any) -> Sequence[Any]:
+    """The config of each layer. In Gemma 4 its sizes differ from the model's, whose config raises
+    if it is asked for them."""
+    various = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if various else [config] * config.num_hidden_layers
+
+
 def _cached(config: Any) -> int:
     """The numbers that the KV cache holds for a token: keys and values of every layer that keeps
     them. Recurrent and convolutional layers hold a state instead, whatever the length."""
     kinds = getattr(config, "layer_types", None)
-    layers = config.num_hidden_layers
+    layers = configs_of_layers(config)
     if isinstance(kinds, list):
-        layers = sum("attention" in kind and "linear" not in kind for kind in kinds)
+        pairs = zip(layers, kinds, strict=False)
+        layers = [x for x, kind in pairs if "attention" in kind and "linear" not in kind]
+    return sum(map(_cached_by_layer, layers))
+
+
+def _cached_by_layer(config: Any) -> int:
     heads = config.num_attention_heads
     if (rank := getattr(config, "kv_lora_rank", None)) is not None:  # transformers caches all heads
         keys = (getattr(config, "qk_nope_head_dim", 0) or 0) + config.qk_rope_head_dim
-        return int(layers * heads * (keys + (getattr(config, "v_head_dim", None) or rank)))
+        return int(heads * (keys + (getattr(config, "v_head_dim", None) or rank)))
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return int(2 * layers * kv_heads * head_dim)
+    return int(2 * kv_heads * head_dim)

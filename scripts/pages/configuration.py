@@ -42,7 +42,7 @@ number, such as `1.10` or `2024_01`, is rejected: put quotes around it.
 `GROUP=NAME` chooses a file of settings from `conf/GROUP`, as in `sampler=chat`; the settings that
 you give beside it are applied on top. The default in each table is what `python train.py` uses
 without any settings, followed by the defaults of the groups of settings with another value (of the
-experiments, only the quickstart's; [Recipes](recipes.md) has those of the papers).
+experiments, only the quickstart's; [Recipes](recipes.md) has all others and those for targets).
 """
 # The pages that explain each section
 GUIDES = {
@@ -117,9 +117,9 @@ def composed(*settings: str) -> dict[str, Any]:
 
 
 def choices() -> list[str]:
-    """The groups of settings with defaults of their own: all files but the papers' experiments."""
+    """The groups of settings with defaults of their own: all files but recipes and experiments."""
     files = [f"{p.parent.name}={p.stem}" for p in sorted(CONF.glob("*/*.yaml"))]
-    apart = {*NO_GROUPS, "experiment", "search"}
+    apart = {*NO_GROUPS, "experiment", "recipe", "search"}
     return ["experiment=quickstart", *(x for x in files if x.split("=")[0] not in apart)]
 
 
@@ -137,9 +137,8 @@ def groups() -> str:
         if path.parent.name in NO_GROUPS:
             continue
         if path.parent.name != "experiment":
-            comments = [
-                x for x in path.read_text(encoding="utf-8").splitlines() if x.startswith("# ")
-            ]
+            paragraph = path.read_text(encoding="utf-8").partition("\n#\n")[0]
+            comments = [x for x in paragraph.splitlines() if x.startswith("# ")]
             words = " ".join(x.removeprefix("# ") for x in comments if "@package" not in x)
             lines.append(f"| `{path.parent.name}={path.stem}` | {cell(first_sentence(words))} |")
     lines.append("| `drafter=NAME` | one of the families [below](#drafter) |")

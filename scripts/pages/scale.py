@@ -50,10 +50,14 @@ BEGIN, END = "<!-- made by scripts/docs -->", "<!-- end of what scripts/docs mak
 
 def page() -> str:
     """The page as it is, with its tables as the tool works them out now."""
-    text = PATH.read_text(encoding="utf-8")
-    inside = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)
-    made = iter(["\n".join(_held()), "\n".join([*_memory(), "", *_gains()])])
-    return inside.sub(lambda _: f"{BEGIN}\n{next(made)}\n{END}", text)
+    return filled_in(PATH, "\n".join(_held()), "\n".join([*_memory(), "", *_gains()]))
+
+
+def filled_in(path: Path, *tables: str) -> str:
+    """A page with these tables between its pairs of marks."""
+    inside, each = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S), iter(tables)
+    text = path.read_text(encoding="utf-8")
+    return inside.sub(lambda _: f"{BEGIN}\n{next(each)}\n{END}", text)
 
 
 def _held() -> Iterator[str]:
@@ -65,7 +69,7 @@ def _held() -> Iterator[str]:
         plan = plan_of_run(composed([*SCRIPT, f"target.path={path}", *settings]))
         *stages, disk = plan.stages
         largest = max(stages, key=lambda stage: stage.bytes)
-        cells = [f"{_cell(largest)} ({largest.name})", _cell(disk), hours(plan.seconds)]
+        cells = [f"{table_cell(largest)} ({largest.name})", table_cell(disk), hours(plan.seconds)]
         yield f"| {title} | {' | '.join(cells)} | {8 * plan.seconds / 3600:,.1f} |"
 
 
@@ -91,14 +95,14 @@ def _memory() -> Iterator[str]:
     for target, title in NAMES.items():
         for devices in COUNTS:
             plan, settings, fits = plans_of(target, devices)
-            cells = [_cell(stage) for stage in plan.stages]
+            cells = [table_cell(stage) for stage in plan.stages]
             cells += [f"`{settings}`" if settings else "the defaults"]
             n = fits.cfg.planning.devices if fits else 0
             cells += [hours(fits.seconds), f"{n * fits.seconds / 3600:,.1f}"] if fits else ["", ""]
             yield f"| {title} | {devices} | {' | '.join(cells)} |"
 
 
-def _cell(stage: PlannedStage) -> str:
+def table_cell(stage: PlannedStage) -> str:
     return gibibytes(stage.bytes) if stage.fits else f"**{gibibytes(stage.bytes)}**"
 
 

@@ -26,6 +26,7 @@ GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "tr
 NEEDED = {  # what must be given beside an option
     "target=model": "target.path=x",
     "data=conversations": "data.path=x",
+    **{f"recipe={path.stem}": "data.path=x" for path in (CONF / "recipe").glob("*.yaml")},
     "data=pairs": "data.path=x",
     "data=text": "data.path=x",
     "loss=adaspec": "loss.reference=x",
@@ -43,7 +44,7 @@ def options(group: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "chosen", [f"{g}={o}" for g in (*GROUPS, "experiment", "debug") for o in options(g)]
+    "chosen", [f"{g}={o}" for g in (*GROUPS, "recipe", "experiment", "debug") for o in options(g)]
 )
 def test_every_option_composes(chosen: str) -> None:
     more = [f"drafter={d}" for d in DRAFTERS] if chosen.startswith("debug") else []
@@ -75,7 +76,7 @@ def test_a_copying_draft_has_no_fastest_tree() -> None:
 
 def test_options_are_there() -> None:
     """So that a group that lost its files does not pass by having none to try."""
-    assert all(options(g) for g in (*GROUPS, "experiment", "debug", "search"))
+    assert all(options(g) for g in (*GROUPS, "recipe", "experiment", "debug", "search"))
 
 
 @pytest.mark.parametrize("option", options("search"))

@@ -223,5 +223,6 @@ def test_help_lists_the_groups_and_no_other_folder(own: Path) -> None:
     lines = [line.partition(": ") for line in done.stdout.splitlines()]
     listed = {group: names.split(", ") for group, _, names in lines if (CONF / group).is_dir()}
     assert "accelerate" not in listed and "hydra" not in listed
-    assert {"data", "drafter", "experiment", "search", "target", "track"} <= listed.keys()
+    assert {"data", "drafter", "experiment", "recipe", "search", "target"} <= listed.keys()
     assert {"mine", "quickstart"} <= {*listed["experiment"]} and "medusa" in listed["drafter"]
+    assert "qwen3_8b" in listed["recipe"]
