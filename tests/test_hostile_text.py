@@ -298,8 +298,8 @@ def test_any_text_in_a_sample_leaves_the_rest_of_the_page_as_it_is(value: str) -
             markdown.write(page, report_page.page(replace(base, measured=ats), PICTURES))
             pages.append(Tags(page.with_suffix(".html").read_text()))
     assert pages[1].seen == pages[0].seen
-    before, shown = pages[0].text.split("Answers at T = 0\n")
-    expected = before + "Answers at T = 0\n" + shown.replace(BENIGN, one_line(value))
+    before, shown = pages[0].text.split("Responses at T = 0\n")
+    expected = before + "Responses at T = 0\n" + shown.replace(BENIGN, one_line(value))
     # white space aside, at which pieces may begin and end; a rejected draft shows breaks as arrows
     both = ["".join(page.replace("↵", " ").split()) for page in (pages[1].text, expected)]
     assert both[0] == both[1]

@@ -115,7 +115,7 @@ def test_a_draft_length_and_a_figure_of_another_package_are_used(
     }
     monkeypatch.setattr(plugins, "entry_points", lambda group: entries.get(group, []))
     try:
-        assert DecodeConfig(draft_length="mine").length == "mine"
+        assert DecodeConfig(draft_length="mine").draft_length == "mine"
         assert "A paragraph of another package." in report_page.page(results(), {})
     finally:
         for table in (LENGTHS, FIGURES):

@@ -107,7 +107,7 @@ def evaluate(
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
-    with `subject.also` if there is one. A shape or a length is chosen on the prompts that follow
+    with `subject.combined` if there is one. A shape or a length is chosen on the prompts that follow
     those. `words` are what the user says last in each prompt, for the samples (default: the decoded
     prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of each
     prompt; if there are several, each has figures of its own.
