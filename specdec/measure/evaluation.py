@@ -107,14 +107,14 @@ def evaluate(
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
-    with `subject.combined` if there is one. A shape or a length is chosen on the prompts that follow
-    those. `words` are what the user says last in each prompt, for the samples (default: the decoded
-    prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of each
-    prompt; if there are several, each has figures of its own.
-    `left` returns the seconds that are left: then as many prompts are decoded at the first
-    temperature as its part of them allows, but at least `LEAST_PROMPTS`, and the same at others.
-    The draft's speculation steps are appended to the file `log`. All of `ranks` call this with the
-    same arguments and get the same results. Raises UserError if there is no prompt."""
+    with `subject.combined` if there is one. A shape or a length is chosen on the prompts that
+    follow those. `words` are what the user says last in each prompt, for the samples (default: the
+    decoded prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of
+    each prompt; if there are several, each has figures of its own. `left` returns the seconds that
+    are left: then as many prompts are decoded at the first temperature as its part of them allows,
+    but at least `LEAST_PROMPTS`, and the same at others. The draft's speculation steps are appended
+    to the file `log`. All of `ranks` call this with the same arguments and get the same results.
+    Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     asked = [list(p) for p in prompts[: cfg.prompts]]
     if not asked:
