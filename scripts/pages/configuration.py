@@ -101,8 +101,11 @@ def page() -> str:
         parts += [f"### {name}\n", text_of(method.Config), ""]
         parts += [section("drafter", method.Config, values, inner)]
         if issubclass(method, Trainable):
-            rate = learning_rate(method.Config())
-            parts += [f"With `optim.lr=null`, the learning rate is `{rate:g}`.\n"]
+            rate = f"`{learning_rate(method.Config()):g}`"
+            if values.get("initialisation") == "closed_form":
+                other = learning_rate(method.Config(initialisation="target"))
+                rate += f", or `{other:g}` with another `drafter.initialisation`"
+            parts += [f"With `optim.lr=null`, the learning rate is {rate}.\n"]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -122,8 +122,9 @@ LINEAR = (nn.Linear, Conv1D)
 
 @dataclass
 class LoraOptions:
-    """LoRA adapters. Dropout masks are drawn for a complete micro-batch, so another `loop.rows`
-    draws others."""
+    """LoRA adapters, which are trained alone; a draft model's own weights are trained without them,
+    and with them it is saved merged. Dropout masks are drawn for a complete micro-batch, so another
+    `loop.rows` draws others."""
 
     key: ClassVar[str] = "drafter.lora"
     rank: int = 0  # rank of the adapters; 0: no adapters
