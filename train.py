@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from specdec.signals import prepare_process
-from train.launcher import end_with_launcher, last_work
+from train.launcher import end_with_launcher, exiting_at_once
 
 INTERRUPTED = "interrupted: run the same command again to continue from the last checkpoint"
 os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors through to `command`
@@ -128,5 +128,5 @@ def run_command(arguments: list[str]) -> None:
 if __name__ == "__main__":
     register()
     console.outlives_reader = True
-    with last_work(), quiet_libraries():
+    with exiting_at_once(), quiet_libraries():
         command(lambda: run_command(sys.argv[1:]), INTERRUPTED)

@@ -60,7 +60,7 @@ class Unreadable(UserError):
     ever deleted."""
 
 
-class Elsewhere(UserError):
+class ReportedByAnotherProcess(UserError):
     """An error in another process of this run, which reports it: this process ends silently, with
     exit code 2, once the other has had the time to report it."""
 
@@ -233,7 +233,7 @@ def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
                     "texts or a smaller dtype; what was saved before is complete"
                 ) from error
             raise
-    except Elsewhere:
+    except ReportedByAnotherProcess:
         time.sleep(GRACE)  # a launcher ends all at the first exit, so the other prints first
         sys.exit(2)
     except UserError as error:

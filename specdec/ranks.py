@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from specdec.errors import Elsewhere, first_line
+from specdec.errors import ReportedByAnotherProcess, first_line
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -53,8 +53,8 @@ class _Failed:
 @dataclass(eq=False)
 class Ranks:
     """This process's number among all; by default, it is alone. An error in one process ends all:
-    it is raised where it occurred, and as `Elsewhere` in the others. Work that one process does
-    must not wait for the others, so within it, this process counts as alone."""
+    it is raised where it occurred, and as `ReportedByAnotherProcess` in the others. Work that one
+    process does must not wait for the others, so within it, this process counts as alone."""
 
     rank: int = 0
     world: int = 1
@@ -122,7 +122,8 @@ class Ranks:
         return outcome
 
     def _told(self, said: Any) -> Any:
-        """What the first process says to all. Raises `Elsewhere` in the others if it failed."""
+        """What the first process says to all. Raises `ReportedByAnotherProcess` in the others if it
+        failed."""
         held = [said]
         dist.broadcast_object_list(held)
         if self.rank > 0:
@@ -147,7 +148,7 @@ class Ranks:
             yield items[self.rank :: self.world]
         elif self.rank != 0:
             if (failure := self.team.help()) is not None:
-                raise Elsewhere(failure)
+                raise ReportedByAnotherProcess(failure)
             yield []
         else:
             with self._working(), self.team.lead():
@@ -202,12 +203,12 @@ def _group_of_hosts(world: Any) -> Any:
 
 
 def _require_done(error: Exception | None, outcomes: Sequence[Any]) -> None:
-    """Raise this process's own error, or `Elsewhere` for that of another one."""
+    """Raise this process's own error, or `ReportedByAnotherProcess` for that of another one."""
     if error is not None:
         raise error
     for outcome in outcomes:
         if isinstance(outcome, _Failed):
-            raise Elsewhere(outcome.line)
+            raise ReportedByAnotherProcess(outcome.line)
 
 
 ALONE = Ranks()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from specdec import errors
-from specdec.errors import Elsewhere, UserError
+from specdec.errors import ReportedByAnotherProcess, UserError
 from tests.kills import plant
 from tests.processes import fork_of_server
 from tests.tiny import Tiny
@@ -91,7 +91,7 @@ def _be(config: Config, folder: Path, log: Path, life: Life, number: int, rank: 
             plant(*life.kills[rank])
         pipeline.run(config, folder)
         code = 0
-    except Elsewhere:  # as `command` does: the other prints its line first
+    except ReportedByAnotherProcess:  # as `command` does: the other prints its line first
         time.sleep(errors.GRACE)
         code = 2
     except UserError as error:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec import errors, ranks
-from specdec.errors import Elsewhere, UserError
+from specdec.errors import ReportedByAnotherProcess, UserError
 from specdec.ranks import ALONE, Ranks
 from tests.ranks import together
 
@@ -62,7 +62,7 @@ def test_an_error_in_one_process_ends_all(
 
     ends = together(monkeypatch, 2, work)
     own, other = ends[failing], ends[1 - failing]
-    assert type(own) is kind and type(other) is Elsewhere
+    assert type(own) is kind and type(other) is ReportedByAnotherProcess
     assert str(own) == str(other) == "no such file"
 
 
@@ -70,7 +70,10 @@ def test_an_error_of_the_first_ends_all_that_wait_for_it(monkeypatch: pytest.Mon
     def work(us: Ranks) -> float:
         return us.first(lambda: 1 / 0)
 
-    assert [*map(type, together(monkeypatch, 2, work))] == [ZeroDivisionError, Elsewhere]
+    assert [*map(type, together(monkeypatch, 2, work))] == [
+        ZeroDivisionError,
+        ReportedByAnotherProcess,
+    ]
 
 
 def test_work_that_others_wait_for_does_not_wait_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +101,7 @@ def test_one_process_alone_prints_the_line(
             errors.command(main)
         return int(exit.value.code or 0)
 
-    assert [end(UserError("bad data")), end(Elsewhere("bad data"))] == [2, 2]
+    assert [end(UserError("bad data")), end(ReportedByAnotherProcess("bad data"))] == [2, 2]
     assert capsys.readouterr().err == "error: bad data\n"
     assert waited == [errors.GRACE]
     monkeypatch.setenv("RANK", "1")  # it may be the only one with this error, so it tells at last
@@ -149,4 +152,7 @@ def test_an_error_while_the_first_leads_ends_all(
     ends = together(monkeypatch, 2, work)
     own = 1 if failing == "item 1" else 0
     assert [type(end) for end in ends][own] is UserError
-    assert type(ends[1 - own]) is Elsewhere and str(ends[0]) == str(ends[1]) == "no such file"
+    assert (
+        type(ends[1 - own]) is ReportedByAnotherProcess
+        and str(ends[0]) == str(ends[1]) == "no such file"
+    )

@@ -202,7 +202,7 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
 
     def rows_of_same_run() -> tuple[RowsPerStep, LoopConfig, str]:
         require_same_run(folder, cfg)
-        rows = portion_of(folder, cfg.loop, ranks.world)
+        rows = rows_per_step_of_run(folder, cfg.loop, ranks.world)
         return rows, *rows.shared(cfg.loop, ranks.world)
 
     rows, loop, spread = ranks.first(rows_of_same_run)
@@ -268,7 +268,7 @@ def line_of_beginning(date: str, name: str) -> str:
     return f"{date} {of_value(date, name)}\n"
 
 
-def portion_of(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
+def rows_per_step_of_run(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
     """The portion of the data that each step of the run in this folder reads, as the run began; if
     no run has begun there, the portion of these settings."""
     theirs = config_of(folder)

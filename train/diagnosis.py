@@ -91,7 +91,7 @@ class Diagnosis:
     faults: list[str] = field(default_factory=list)
 
 
-def diagnose(
+def diagnose_data(
     cfg: DataConfig,
     target: TargetParts,
     draft_vocab: int | None,

@@ -41,7 +41,7 @@ def _watch(launcher: int) -> None:
 
 
 @contextmanager
-def last_work() -> Iterator[None]:
+def exiting_at_once() -> Iterator[None]:
     """Do the last work of this process. If it was launched, it then ends at once, with the exit
     code that the work gave.
 

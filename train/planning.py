@@ -58,7 +58,7 @@ from train.sizes import (
     DEVICES,
     GIB,
     Device,
-    DraftSizes,
+    DraftFootprint,
     TargetSizes,
     device_here,
     draft_sizes,
@@ -125,7 +125,7 @@ class PlannedStage(NamedTuple):
         return self.bytes <= self.room
 
 
-class Gain(NamedTuple):
+class PredictedGain(NamedTuple):
     """What a draft gains at a batch size: the α from which some chain gains (None: none does), and
     the γ and the speedup that are best at the expected α (γ = 0: vanilla decoding)."""
 
@@ -141,7 +141,7 @@ class Facts:
     batch size; `free` are the bytes that are free on the disk of this machine."""
 
     target: TargetSizes
-    draft: DraftSizes | None
+    draft: DraftFootprint | None
     device: Device
     data: DataAmount
     costs: dict[int, tuple[float, PassCost]]
@@ -233,7 +233,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
 
 
 def _filled_by_training(
-    cfg: Config, target: TargetSizes, draft: DraftSizes, frozen: float
+    cfg: Config, target: TargetSizes, draft: DraftFootprint, frozen: float
 ) -> dict[str, float]:
     """What a training step holds on a device. FSDP2 divides what lasts between steps; in a step, it
     gathers all of the draft's weights, as one unit, and the gradients are complete before they are
@@ -256,7 +256,7 @@ def _filled_by_training(
     }
 
 
-def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftSizes) -> float:
+def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftFootprint) -> float:
     """For a token: a forward and a backward pass of the draft at every depth, the target's own
     distribution, and the target's layers where they run in training."""
     anchors = min(1.0, (draft.anchors or cfg.data.max_length) / cfg.data.max_length)
@@ -264,7 +264,7 @@ def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftSizes)
     return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
 
 
-def _tokens_of_training(cfg: Config, draft: DraftSizes, data: DataAmount, mean: float) -> float:
+def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, mean: float) -> float:
     """Tokens of all training steps, and of held-out evaluations and a closed-form initialisation,
     which take a forward pass. Conversations have `mean` tokens."""
     once = data.conversations * mean
@@ -276,7 +276,7 @@ def _tokens_of_training(cfg: Config, draft: DraftSizes, data: DataAmount, mean: 
 
 
 def _disk(
-    cfg: Config, target: TargetSizes, draft: DraftSizes | None, tokens: float
+    cfg: Config, target: TargetSizes, draft: DraftFootprint | None, tokens: float
 ) -> dict[str, float]:
     """What a run over so many tokens writes, by what it is."""
     sizes: dict[str, float] = {}
@@ -315,7 +315,7 @@ def forward_seconds(
 
 
 def speculation_costs(
-    target: TargetSizes, draft: DraftSizes, device: Device, batch: int
+    target: TargetSizes, draft: DraftFootprint, device: Device, batch: int
 ) -> tuple[float, PassCost]:
     """c, and v by γ, in vanilla steps at this batch size, in an engine that replays graphs on as
     many devices as hold the target. The one step of a parallel draft is a part of v."""
@@ -338,7 +338,7 @@ def devices_for(target: TargetSizes, device: Device) -> int:
     return max(1, math.ceil(1.1 * target.bytes / (ROOM * device.memory)))
 
 
-def gain(batch: int, alpha: float, c: float, v: PassCost) -> Gain:
+def gain(batch: int, alpha: float, c: float, v: PassCost) -> PredictedGain:
     """What a draft gains if a share `alpha` of its tokens is accepted. More acceptance is never
     slower, so the break-even α is found by bisection, to a thousandth."""
     gamma, low, high = best_gamma(alpha, c, LONGEST, v), 0.0, 1.0
@@ -347,7 +347,7 @@ def gain(batch: int, alpha: float, c: float, v: PassCost) -> Gain:
         low, high = (low, middle) if best_gamma(middle, c, LONGEST, v) else (middle, high)
     pays = best_gamma(1.0, c, LONGEST, v) > 0
     speedup = walltime_by_gamma(alpha, c, LONGEST, v)[gamma]
-    return Gain(batch, high if pays else None, gamma, speedup)
+    return PredictedGain(batch, high if pays else None, gamma, speedup)
 
 
 def with_settings(cfg: Config, settings: Settings) -> Config:
@@ -416,7 +416,7 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
         yield chunks
         yield [{**r, **c} for r in fewer for c in chunks]
         smaller += [{**r, **c} for r in fewer[-1:] or [{}] for c in chunks[-1:]]
-        yield [{"hidden_states.mode": "disk", **s} for s in smaller]
+        yield [{"hidden_states.mode": "offline", **s} for s in smaller]
         yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
         yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
         yield [{**smaller[-1], **s} for s in halves("data.max_length", cfg.data.max_length, 64)]
@@ -478,7 +478,7 @@ class RunPlan:
         return sum(stage.seconds for stage in self.stages)
 
     @property
-    def gains(self) -> list[Gain]:
+    def gains(self) -> list[PredictedGain]:
         alpha = self.cfg.planning.alpha
         return [gain(batch, alpha, c, v) for batch, (c, v) in self.facts.costs.items()]
 
@@ -549,7 +549,7 @@ class RunPlan:
         pays = [g for g in self.gains if g.gamma]
         gains = f"will not pay at α = {self.cfg.planning.alpha:g}"
         if pays:
-            at = " and ".join(str(g.batch) for g in pays)
+            at = ", ".join(str(g.batch) for g in pays)
             best = max(g.speedup for g in pays)
             gains = f"will pay at batch {at}: up to {best:.2f} times as fast"
         gains = gains if self.gains else "whether it pays is unknown"
@@ -815,7 +815,7 @@ def _speculation_timed(
     return by_batch
 
 
-def _of_gain(at: Gain) -> str:
+def _of_gain(at: PredictedGain) -> str:
     if at.break_even is None:
         return f"  batch {at.batch}: no draft of this kind pays, however often it is accepted"
     least = f"  batch {at.batch}: pays above α = {at.break_even:.2f}"

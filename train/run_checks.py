@@ -21,7 +21,7 @@ import torch
 
 from specdec.decoding.config import DecodeConfig, beyond_training, require_fitting
 from specdec.decoding.decode import require_room
-from specdec.decoding.draft_responses import require_writes
+from specdec.decoding.draft_responses import require_writes_alone
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
 from specdec.errors import require
@@ -126,7 +126,7 @@ def check_texts(
             f"give data.max_length={room}",
         )
     if alone:
-        require_writes(drafter)
+        require_writes_alone(drafter)
     require_fitting(decode, drafter, parts)
     if warning := beyond_training(decode, drafter):
         console.print(warning)

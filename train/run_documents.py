@@ -30,7 +30,7 @@ from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.sequences import Document, Prompt, even_weights
+from train.data.sequences import Document, Prompt, uniform_token_weights
 from train.data.split import SHARE, DataSplit
 from train.hidden_states.filling import RunHiddenStates
 from train.hidden_states.store import HiddenStateStore
@@ -214,7 +214,7 @@ def _without_response(prompt: Prompt) -> Document:
     """What stands for a prompt that only later rounds response."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
-    weight = even_weights(len(ids), prompt.weight)
+    weight = uniform_token_weights(len(ids), prompt.weight)
     document = Document(prompt.id, ids, silent, weight=weight)
     document.opening, document.placed = prompt.opening, prompt.placed
     return document

@@ -27,7 +27,7 @@ from specdec.targets.gguf import model_path
 from specdec.targets.loading import kind_of
 from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import DTYPES, TargetConfig
-from specdec.targets.tensor_parallel import divided_weights
+from specdec.targets.tensor_parallel import count_of_divided_weights
 from train.optim import OptimConfig, trained_by_muon
 
 GIB = 2**30
@@ -176,7 +176,7 @@ class TargetSizes:
 
 
 @dataclass(frozen=True)
-class DraftSizes:
+class DraftFootprint:
     """A draft's sizes, in numbers: `weights` are its own, `trained` those with a gradient, and
     `moments` those that the optimizer keeps. A step of drafting multiplies by `read`, with the
     target's head where the draft uses that. A `parallel` draft takes one step for all depths,
@@ -256,12 +256,12 @@ def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -
         itemsize=stored * (1 - around) + dtype.itemsize * around,
         cached=_cached(config) * dtype.itemsize,
         state=dtype.itemsize,
-        divided=0 if method(parts.model.config) else divided_weights(parts.model),
+        divided=0 if method(parts.model.config) else count_of_divided_weights(parts.model),
         heads=math.gcd(*(n for x in heads for n in (x if isinstance(x, list | tuple) else [x]))),
     )
 
 
-def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftSizes | None:
+def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftFootprint | None:
     """The sizes of a draft of this config; None if they cannot be known without the weights of the
     target or of a draft model, or if it has no weights of its own to count."""
     kind = family(config.name)
@@ -282,7 +282,7 @@ def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftSiz
     weights, learns = _count(drafter.parameters()), kind.trains(config)
     trained = [p for p in drafter.parameters() if p.requires_grad and learns]
     muon = _count(p for p in trained if trained_by_muon(p, optim, sizes))
-    return DraftSizes(
+    return DraftFootprint(
         weights=weights,
         trained=_count(trained),
         moments=2 * _count(trained) - muon,  # AdamW keeps two, Muon one

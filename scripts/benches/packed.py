@@ -13,7 +13,7 @@ from specdec.errors import require
 from specdec.measure.machine import processor_name
 from specdec.progress import console
 from specdec.runtime.cpu.machine_probes import seconds
-from specdec.runtime.cpu.packed_linear import DTYPES, obstacle, packed_copy, pays
+from specdec.runtime.cpu.packed_linear import DTYPES, obstacle, packed_copy, packing_pays
 
 SHAPES = ((576, 576), (3072, 576), (576, 1536), (2048, 2048))  # SmolLM2-135M's, and a wider one
 COLD = 1 << 25  # bytes of weights read between two uses of one, so that no cache still holds it
@@ -44,7 +44,7 @@ def packed(
             continue
         for out, width in SHAPES:
             gains = [f"{_gain(out, width, dtype, n, repeats):.2f}" for n in rows]
-            marked = [x + "*" * pays(dtype, n) for x, n in zip(gains, rows, strict=True)]
+            marked = [x + "*" * packing_pays(dtype, n) for x, n in zip(gains, rows, strict=True)]
             table.append([name, f"{out} × {width}", *marked])
     show(["dtype", "weight", *(f"{n} rows" for n in rows)], table)
 

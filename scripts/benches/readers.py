@@ -19,7 +19,7 @@ from specdec.progress import console
 from specdec.targets.loading import TargetLoader
 from train.data.run_data import DataCounts, measured_prompts
 from train.data.sequences import Prompt
-from train.diagnosis import diagnose
+from train.diagnosis import diagnose_data
 from train.folder import config_of, data_of_run, noted_prompts
 from train.pipeline import run
 from train.planning import plan_of_run
@@ -247,7 +247,9 @@ def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
         return DataCounts(**config_of(place)["read"]), _text([*parts[0], *parts[1]])
 
     def of_doctor() -> tuple[DataCounts, str]:
-        diagnosis = diagnose(cfg.data, target, None, 1, cfg.response_generation, cfg.drafter.depth)
+        diagnosis = diagnose_data(
+            cfg.data, target, None, 1, cfg.response_generation, cfg.drafter.depth
+        )
         unusable = [x for x in diagnosis.faults if "stop token" not in x and "mask" not in x]
         require(not unusable, "".join(unusable[:1]))
         return diagnosis.counts, _text(diagnosis.prompts)

@@ -128,8 +128,6 @@ def choices() -> list[str]:
 
 def guide(name: str) -> str:
     """The line of links to the pages that explain a section."""
-    """The line of links to the pages that explain a section."""
-    """The line of links to the pages that explain a section."""
     return f"Guide: {GUIDES[name]}\n"
 
 

@@ -191,7 +191,7 @@ class Adaptive(Length, ABC):
 
 
 @dataclass
-class Optimal(Adaptive):
+class OptimalLength(Adaptive):
     """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
     with acceptance by depth and measured costs. It ignores the size of the batch. `c` is the time
     of a draft step divided by that of a plain target step; `v` gives points of v(γ), the time of a
@@ -301,7 +301,7 @@ class Confidence(Length):
 LENGTHS: Plugins[type[Length]] = Plugins(
     "draftsmith.draft_lengths",
     "decode.draft_length",
-    {"fixed": Fixed, "optimal": Optimal, "confidence": Confidence, "goodput": Goodput},
+    {"fixed": Fixed, "optimal": OptimalLength, "confidence": Confidence, "goodput": Goodput},
 )
 
 

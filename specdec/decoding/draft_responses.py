@@ -16,7 +16,7 @@ from specdec.sampling.trees import Chain
 AT_ONCE = 8  # tokens per draft call: few, because the q of each over the whole vocabulary is kept
 
 
-def require_writes(drafter: Drafter) -> None:
+def require_writes_alone(drafter: Drafter) -> None:
     """Raise UserError unless a draft can write any number of tokens without the target."""
     require(
         drafter.needs == HiddenStateSpec()

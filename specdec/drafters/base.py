@@ -525,7 +525,7 @@ def learning_rate(config: Any) -> float:
     return 3e-4 if getattr(config, "initialisation", None) == "closed_form" else 1e-3
 
 
-def with_depth(
+def grow_with_depth(
     grow: Callable[[Tensor, Tensor | None, int], Tensor],
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
     """`Growth.grow` from a function that also takes the depth of the new nodes."""
@@ -580,5 +580,5 @@ def reading_no_draft(logits: Callable[[int], Tensor]) -> Growth:
         return logits(depth)[:, None].expand(-1, tokens_BT.shape[1], -1)
 
     return Growth(
-        logits(0), with_depth(grow), lambda depth: torch.stack([*map(logits, range(depth))], 1)
+        logits(0), grow_with_depth(grow), lambda depth: torch.stack([*map(logits, range(depth))], 1)
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import entries, tokens_from
-from specdec.drafters.base import Sizes, Trainable, with_depth
+from specdec.drafters.base import Sizes, Trainable, grow_with_depth
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
 
@@ -91,7 +91,7 @@ class Heads(Trainable):
             nodes_BMF = torch.cat([nodes_BMF, state], 1)
             return self.unembed(self.output(state, k), k)
 
-        return Growth(self.unembed(self.output(nodes_BMF, 0), 0)[:, 0], with_depth(grow))
+        return Growth(self.unembed(self.output(nodes_BMF, 0), 0)[:, 0], grow_with_depth(grow))
 
     def copy_head(self, target: TargetParts) -> None:
         """Start all LM heads as the target's."""

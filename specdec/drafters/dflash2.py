@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.attention import tokens_from
-from specdec.drafters.base import with_depth
+from specdec.drafters.base import grow_with_depth
 from specdec.drafters.block import Block, BlockConfig, BlockSizes
 from specdec.errors import require
 from specdec.sampling.trees import Growth
@@ -135,4 +135,4 @@ class DFlash2(Block):
             logits: Tensor = logits_BKS[:, depth, None] + chosen(gate_BTN)
             return logits
 
-        return Growth(after(anchor_B[:, None], None, 0)[:, 0], with_depth(after))
+        return Growth(after(anchor_B[:, None], None, 0)[:, 0], grow_with_depth(after))

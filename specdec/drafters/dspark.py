@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context
 from specdec.drafters.attention import tokens_from
-from specdec.drafters.base import with_depth
+from specdec.drafters.base import grow_with_depth
 from specdec.drafters.block import Block, BlockConfig, BlockSizes
 from specdec.sampling.trees import Growth
 
@@ -67,7 +67,7 @@ class DSpark(Block):
             return logits_BTS
 
         first_B1S, own_B1 = after(anchor_B[:, None], 0)
-        state = Growth(first_B1S[:, 0], with_depth(grow), own_BT=own_B1)
+        state = Growth(first_B1S[:, 0], grow_with_depth(grow), own_BT=own_B1)
         return state
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from specdec.drafters.attention import (
     truncated_contexts,
     unread,
 )
-from specdec.drafters.base import with_depth
+from specdec.drafters.base import grow_with_depth
 from specdec.drafters.layers import Attend, Layer, RMSNorm, away_from_zero, copy_last, fits
 from specdec.drafters.recurrence import INITIALISATIONS, RecurrentConfig, RecurrentSizes, Solved
 from specdec.errors import require
@@ -262,7 +262,7 @@ class MTP(Solved):
             states_BTKD = self.step(embedding, state, attend, depth, below)
             return self.unembed(states_BTKD[:, :, 0], depth)
 
-        return Growth(self.unembed(entries(state_BTD, last_B1)[:, 0], 0), with_depth(grow))
+        return Growth(self.unembed(entries(state_BTD, last_B1)[:, 0], 0), grow_with_depth(grow))
 
     def _over_slots(
         self, cache: SlotCache, tokens_BT: Tensor, parents_BT: Tensor | None

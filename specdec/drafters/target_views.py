@@ -37,7 +37,7 @@ class ViewSizes(Sizes):
     layers: int
 
 
-class View(Predictor):
+class TargetViewDrafter(Predictor):
     """A drafter that runs the target's own weights. It continues a cache of the committed tokens
     before the anchor: the anchor takes the first scratch slot, drafted tokens the next ones."""
 

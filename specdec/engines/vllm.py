@@ -154,7 +154,7 @@ class Vllm(Engine):
     def hidden_states(
         self, reply: Any, text: Sequence[int], layers: Sequence[int], width: int
     ) -> list[Tensor]:
-        return states_of(reply, text, layers, width)
+        return states_in_reply(reply, text, layers, width)
 
     # Figures of speculation
 
@@ -198,7 +198,9 @@ class Vllm(Engine):
         return SpeculationCounts(counts["drafts"], counts["accepted_tokens"], deep)
 
 
-def states_of(reply: Any, text: Sequence[int], layers: Sequence[int], width: int) -> list[Tensor]:
+def states_in_reply(
+    reply: Any, text: Sequence[int], layers: Sequence[int], width: int
+) -> list[Tensor]:
     """The states [T, D] of a reply's file after each of these layers, for the tokens of `text` or
     all but the last. Raises UserError if they cannot be a target's of this width; ServerUnavailable
     for a file that an engine began and did not end."""

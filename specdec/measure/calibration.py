@@ -37,7 +37,7 @@ LEAST = 1e-12  # the smallest confidence, and the smallest divisor
 PRIOR = 1.0  # how strongly each depth is drawn towards the one before; see `fit`
 
 
-class Believed(NamedTuple):
+class ConfidenceAndAcceptance(NamedTuple):
     """The drafted tokens at the anchors of one response, each [T, K]."""
 
     confidence: Tensor
@@ -45,7 +45,7 @@ class Believed(NamedTuple):
     weight: Tensor  # P(all tokens before it were accepted); 0 where confidence is 0
 
 
-def believed(text: ForcedText, variant: str, gamma: int) -> Believed:
+def believed(text: ForcedText, variant: str, gamma: int) -> ConfidenceAndAcceptance:
     """The first γ tokens drafted at the anchors of a text that the target wrote. To weigh the
     tokens after it, a drafted token counts as accepted if it is the text's own. If drafts are drawn
     from q, the text's token x, drawn from p, stands for it with weight min(1, q(x) / p(x))."""
@@ -56,7 +56,7 @@ def believed(text: ForcedText, variant: str, gamma: int) -> Believed:
     c, accepted, went_on = (x[text.anchors, :gamma] for x in (c, accepted, went_on))
     before = torch.ones_like(went_on)
     before[:, 1:] = went_on[:, :-1].cumprod(-1)
-    return Believed(c, accepted, before * (c > 0))
+    return ConfidenceAndAcceptance(c, accepted, before * (c > 0))
 
 
 def calibrate(
@@ -72,7 +72,7 @@ def calibrate(
     The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
     name = drafter.config.name
     require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
-    beliefs: dict[str, list[Believed]] = {}
+    beliefs: dict[str, list[ConfidenceAndAcceptance]] = {}
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     for temperature in cfg.temperatures:
         sampler = Sampler(temperature, cfg.top_k, cfg.top_p)
@@ -97,7 +97,7 @@ def _believed(
     prompts: Sequence[Sequence[int]],
     variants: Sequence[str],
     first: int,
-) -> list[list[Believed]]:
+) -> list[list[ConfidenceAndAcceptance]]:
     """For each response to the `AT_ONCE` prompts from `first` on: its drafted tokens, by
     variant."""
     assert way.shape is not None
@@ -111,7 +111,7 @@ def _believed(
     return beliefs
 
 
-def fit(responses: Sequence[Believed]) -> Calibration:
+def fit(responses: Sequence[ConfidenceAndAcceptance]) -> Calibration:
     """The calibration that minimises, depth by depth, the cross-entropy with acceptance. Log scale
     and shift are drawn towards those of the depth before (at depth 0: 0, which changes nothing), so
     a depth that was seldom reached is calibrated much like the one before."""
@@ -119,7 +119,7 @@ def fit(responses: Sequence[Believed]) -> Calibration:
     with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
         for k in range(responses[0].confidence.shape[1]):
             columns = (torch.cat([x[:, k] for x in xs]) for xs in zip(*responses, strict=True))
-            whole = Believed(*(x.double().cpu().clone() for x in columns))
+            whole = ConfidenceAndAcceptance(*(x.double().cpu().clone() for x in columns))
             map_2 = _fitted(whole, map_2)
             maps.append(map_2)
             kept, seen = float((whole.weight * whole.accepted).sum()), float(whole.weight.sum())
@@ -128,7 +128,7 @@ def fit(responses: Sequence[Believed]) -> Calibration:
     return Calibration(log_scale_K.exp().tolist(), shift_K.tolist(), shares[1:])
 
 
-def _fitted(at_N: Believed, before_2: Tensor) -> Tensor:
+def _fitted(at_N: ConfidenceAndAcceptance, before_2: Tensor) -> Tensor:
     """Log scale and shift [2] for the tokens of one depth."""
     logit_N = logit(at_N.confidence.clamp_min(LEAST).log())
     map_2 = before_2.clone().requires_grad_()
@@ -144,7 +144,7 @@ def _fitted(at_N: Believed, before_2: Tensor) -> Tensor:
 
 
 def reliability(
-    responses: Sequence[Believed], calibration: Calibration | None = None
+    responses: Sequence[ConfidenceAndAcceptance], calibration: Calibration | None = None
 ) -> list[Reliability]:
     """Confidence, as the draft gives it or calibrated, beside acceptance at each depth."""
     by_depth = []

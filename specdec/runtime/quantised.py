@@ -186,7 +186,7 @@ def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
     device = next(x.device for x in [*layer.parameters(), *layer.buffers()])
     unit = partial(torch.zeros, dtype=dtype, device=device)
     columns = []
-    with without_bias(layer):
+    with bias_zeroed(layer):
         require(
             not bool(layer(unit(1, layer.in_features)).any()),
             f"a {type(layer).__name__} of the target adds a bias that cannot be taken out, so its "
@@ -202,7 +202,7 @@ def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 
 @contextmanager
-def without_bias(layer: Any) -> Iterator[None]:
+def bias_zeroed(layer: Any) -> Iterator[None]:
     """A block in which a bias of zeros takes the place of the layer's own."""
     bias = getattr(layer, "bias", None)
     if not isinstance(bias, Tensor):

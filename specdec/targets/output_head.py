@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.compat import twin
-from specdec.runtime.quantised import without_bias
+from specdec.runtime.quantised import bias_zeroed
 
 
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
@@ -45,7 +45,7 @@ def _divisor(config: Any) -> float | None:
     return next((x for key in keys if (x := getattr(config, key, None))), None)
 
 
-def first_rows(head: nn.Linear, rows: int) -> nn.Linear:
+def head_without_padding(head: nn.Linear, rows: int) -> nn.Linear:
     """A head without the rows that pad its vocabulary; it shares its weights with `head`."""
     cut = nn.Linear(head.in_features, rows, bias=head.bias is not None, device="meta")
     cut.weight = nn.Parameter(head.weight[:rows], requires_grad=False)
@@ -81,7 +81,7 @@ def flat(head: Any) -> nn.Linear:
     D = head.weight.shape[1]
     with torch.no_grad():
         bias_V = head(head.weight.new_zeros(1, D))[0]
-        with without_bias(head):  # a large bias would leave none of a weight's digits in a sum
+        with bias_zeroed(head):  # a large bias would leave none of a weight's digits in a sum
             unit_DD = torch.eye(D, device=bias_V.device, dtype=head.weight.dtype)
             weight_VD = (head(unit_DD) - head(head.weight.new_zeros(1, D))).T
     plain = nn.Linear(D, len(weight_VD), bias=bool(bias_V.any()), device="meta")

@@ -25,10 +25,10 @@ from specdec.targets.fingerprint import (
     untied,
 )
 from specdec.targets.output_head import (
-    first_rows,
     flat,
     head_factor,
     head_scaling,
+    head_without_padding,
     transform_of,
 )
 from specdec.targets.response_end import TurnEnds, turn_ends
@@ -82,7 +82,7 @@ class TargetParts:
         if not plain(self.head.weight):
             self.head = dense_linear(self.head, self.dtype)
         if 0 < (getattr(self.config, "unpadded_vocab_size", None) or 0) < self.vocab_size:
-            self.head = first_rows(self.head, self.config.unpadded_vocab_size)
+            self.head = head_without_padding(self.head, self.config.unpadded_vocab_size)
         self._scale, self.head_factor = head_scaling(self.config), head_factor(self.config)
         if fingerprint is None and self.embedding.weight.is_meta:  # sizes alone, for a plan
             fingerprint = ""

@@ -22,7 +22,7 @@ from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.runtime.recurrent_states import bounds_steps, in_steps
 from specdec.runtime.replay import ReplayCache
 from specdec.targets.parts import TargetParts, config_of_layers
-from specdec.targets.shrunken_twin import SHARP, NoTwin, TwinCheck, distance
+from specdec.targets.shrunken_twin import SHARP, NoTwin, TwinChecks, distance
 
 SAME = 1e-2  # the largest distance of logits that differ only by the order of operations
 ROUGH = 0.2  # the same in 16 bits, through all layers
@@ -76,7 +76,7 @@ def check_causal(target: Any) -> None:
                 raise _unread(target, error) from error
     with torch.no_grad():
         if twin is not None and _cache_right(target):
-            raise unlike_transformers(target)
+            raise error_unlike_transformers(target)
     raise UserError(
         f"{target.title} gives other logits for a text when more tokens follow it, so it is not "
         "causal or depends on the length of a text, and what it decodes would not follow the p "
@@ -85,15 +85,15 @@ def check_causal(target: Any) -> None:
     )
 
 
-def twin_check_of(target: Any) -> TwinCheck | None:
+def twin_check_of(target: Any) -> TwinChecks | None:
     """The check of the target's shrunken twin; None if there is no twin: then the target is read by
     transformers' modules and attention alone. Transformers' attention also takes the place of our
     own where ours leaves out what a layer computes."""
     try:
-        twin = TwinCheck(target)
+        twin = TwinChecks(target)
         if not twin.texts_right() and attention_of(target.model.config) == "grouped":
             ungroup(target.model)
-            twin = TwinCheck(target)
+            twin = TwinChecks(target)
             twin.texts_right()
         return twin
     except NoTwin as error:
@@ -102,7 +102,7 @@ def twin_check_of(target: Any) -> TwinCheck | None:
         return None
 
 
-def unlike_transformers(target: TargetParts) -> UserError:
+def error_unlike_transformers(target: TargetParts) -> UserError:
     """The error for a target whose logits differ from those of transformers."""
     return UserError(
         f"{target.title} gives other logits here than in transformers once a text is longer than "
@@ -111,7 +111,7 @@ def unlike_transformers(target: TargetParts) -> UserError:
     )
 
 
-def _reads_on(target: Any, twin: TwinCheck | None) -> bool:
+def _reads_on(target: Any, twin: TwinChecks | None) -> bool:
     """Whether the logits over a cache are right."""
     if twin is not None and twin.lean_right() and _lean_right(target):
         return True

@@ -240,7 +240,7 @@ def _together(target: Any, prompts: Sequence[int]) -> list[list[int]]:
     return list(by_room.values())
 
 
-class TwinCheck:
+class TwinChecks:
     """What the twin of a target shows, computed when it is asked for, and once for all targets of
     one kind in this process. Raises NoTwin where no twin can be made."""
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specdec.compat import change_class
 from specdec.context import HiddenStateSpec
-from specdec.errors import Elsewhere, UserError, first_line, require
+from specdec.errors import ReportedByAnotherProcess, UserError, first_line, require
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.quantised import method
 from specdec.targets.checkpoint_files import SafetensorsFiles
@@ -87,7 +87,7 @@ class TensorParallelTeam:
             if not self.leads or isinstance(error, UserError):
                 raise
             if _is_lost(error):
-                raise Elsewhere("another process of the launch has ended") from error
+                raise ReportedByAnotherProcess("another process of the launch has ended") from error
             raise UserError(
                 f"a pass of the target, which {self.size} processes hold together, failed "
                 f"({first_line(error)}): if memory ran out, lower responses.batch, data.max_length "
@@ -100,7 +100,9 @@ class TensorParallelTeam:
             return self._help()
         except RuntimeError as error:
             if _is_lost(error):
-                raise Elsewhere("the first process of the launch has ended") from error
+                raise ReportedByAnotherProcess(
+                    "the first process of the launch has ended"
+                ) from error
             raise
 
     def _help(self) -> str | None:
@@ -375,7 +377,7 @@ def require_plain(config: Any, title: str) -> None:
     )
 
 
-def divided_weights(model: Any) -> int:
+def count_of_divided_weights(model: Any) -> int:
     """How many of a model's weights `rules_of` divides over processes; 0 if there is no plan."""
     plan, count = model.tp_plan or {}, 0
     for name, weight in model.named_parameters():

@@ -18,7 +18,7 @@ from specdec.decoding.draft_length import (
     CostTable,
     Fixed,
     Length,
-    Optimal,
+    OptimalLength,
     length,
 )
 from specdec.errors import UserError
@@ -48,7 +48,7 @@ def test_lengths_by_name() -> None:
     assert sorted(LENGTHS) == ["confidence", "disco", "fixed", "goodput", "optimal"]
     assert length("fixed", {"limit": 3}).gamma(1) == 3
     assert isinstance(length("confidence"), Confidence)
-    assert isinstance(length("optimal", {"c": 0.1}), Optimal)
+    assert isinstance(length("optimal", {"c": 0.1}), OptimalLength)
     assert [LENGTHS[name].reads_q for name in sorted(LENGTHS)] == [True, True, False, False, False]
 
 
@@ -94,7 +94,7 @@ def test_mistakes_are_told_in_one_line(name: str, settings: dict, words: str) ->
 
 
 def test_acceptance_by_depth_by_hand() -> None:
-    known = Optimal(limit=4, alpha=[0.5], weight=2.0, forget=1.0)
+    known = OptimalLength(limit=4, alpha=[0.5], weight=2.0, forget=1.0)
     assert known.by_depth() == [0.5] * 4
     known.observe([3, 3, 1], [3, 1, 0])
     # depth 0: 2 of 3; depth 1: 1 of 2, from what depth 0 gives; depth 2: 1 of 1; depth 3: none
@@ -105,7 +105,7 @@ def test_acceptance_by_depth_by_hand() -> None:
 
 
 def test_a_prior_by_depth_holds_until_steps_say_otherwise() -> None:
-    known = Optimal(limit=3, alpha=[0.9, 0.4], weight=5.0, forget=1.0)
+    known = OptimalLength(limit=3, alpha=[0.9, 0.4], weight=5.0, forget=1.0)
     assert known.by_depth() == pytest.approx([0.9, 0.4, 0.4])
     for _ in range(5000):
         known.observe([2], [1])  # depth 0 always, depth 1 never
@@ -116,7 +116,7 @@ def test_order_matters_only_where_steps_are_forgotten() -> None:
     good, bad = [(2, 2)] * 30, [(2, 0)] * 30
 
     def after(forget: float, steps: list[tuple[int, int]]) -> float:
-        known = Optimal(limit=2, weight=1.0, forget=forget)
+        known = OptimalLength(limit=2, weight=1.0, forget=forget)
         for drafted, accepted in steps:
             known.observe([drafted], [accepted])
         return known.by_depth()[0]
@@ -142,7 +142,7 @@ def test_optimal_is_the_argmax_by_brute_force(c: float, v: dict[int, float]) -> 
         return 1.0
 
     for seen in ([], [(6, 6)] * 9, [(6, 1)] * 9, [(6, 0)] * 40, [(6, 3), (6, 5), (2, 2)] * 5):
-        policy = Optimal(limit=6, c=c, v=v, explore_every=0)
+        policy = OptimalLength(limit=6, c=c, v=v, explore_every=0)
         told(policy, *seen)
         alpha = policy.by_depth()
         factors = [1.0] + [walltime_factor(alpha, g, c, cost(g)) for g in range(1, 7)]
@@ -151,7 +151,7 @@ def test_optimal_is_the_argmax_by_brute_force(c: float, v: dict[int, float]) -> 
 
 def test_optimal_by_hand() -> None:
     # α = .6 for all depths at first; c = .2: 1, 1.333, 1.4, 1.36: γ = 2
-    policy = Optimal(limit=8, c=0.2, explore_every=0)
+    policy = OptimalLength(limit=8, c=0.2, explore_every=0)
     assert policy.gamma(1) == 2
     told(policy, *[(2, 0)] * 400)
     assert policy.gamma(1) == 0  # α < c: nothing helps
@@ -161,7 +161,7 @@ def test_optimal_by_hand() -> None:
 
 def test_exploring_goes_by_the_count_of_steps_and_brings_a_length_back() -> None:
     def lengths() -> list[int]:
-        policy = Optimal(limit=4, c=0.2, explore_every=10)
+        policy = OptimalLength(limit=4, c=0.2, explore_every=10)
         told(policy, *[(4, 0)] * 300)
         found = []
         for _ in range(400):  # the draft is good now, but only a draft can show it
@@ -174,10 +174,10 @@ def test_exploring_goes_by_the_count_of_steps_and_brings_a_length_back() -> None
     assert found[:20] == ([0] * 9 + [1]) * 2  # one in ten, one token
     assert found[-1] == 4
     assert found == lengths()  # and nothing of it is chance
-    never = Optimal(limit=4, c=0.2, explore_every=0)
+    never = OptimalLength(limit=4, c=0.2, explore_every=0)
     told(never, *[(4, 0)] * 300)
     assert {never.gamma(1) for _ in range(100)} == {0}
-    hopeless = Optimal(limit=4, c=1.0, explore_every=10)
+    hopeless = OptimalLength(limit=4, c=1.0, explore_every=10)
     assert {hopeless.gamma(1) for _ in range(100)} == {0}  # accepted or not, it would not pay
 
 

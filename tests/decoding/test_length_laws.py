@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specdec.context import Proposal
-from specdec.decoding.draft_length import Confidence, Fixed, Length, Optimal, length
+from specdec.decoding.draft_length import Confidence, Fixed, Length, OptimalLength, length
 from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.sampling.confidence import Calibration
 from specdec.sampling.trees import Growth
@@ -165,7 +165,7 @@ LOSSLESS: dict[str, Callable[[], Length]] = {
     "cumulative": lambda: Confidence(3, threshold=0.2, cumulative=True),
     "disco": lambda: length("disco", {"limit": 3, "threshold": 0.5}, likely(0.4)),
     "past speculation steps": lambda: Alternating(),
-    "optimal": lambda: Optimal(3, weight=0.5, c=0.3, explore_every=2),
+    "optimal": lambda: OptimalLength(3, weight=0.5, c=0.3, explore_every=2),
     "fixed": lambda: Fixed(3),
 }
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from specdec.engines.client import Server, ServerUnavailable
 from specdec.engines.engine_interface import CompletionRequest, SpeculationCounts
-from specdec.engines.vllm import FOLDER_MARK, MARK, Vllm, remove_states, states_of
+from specdec.engines.vllm import FOLDER_MARK, MARK, Vllm, remove_states, states_in_reply
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 from tests.tiny import REPOSITORY
@@ -33,7 +33,7 @@ def written(path: Path, metadata: dict[str, str] | None, width: int = WIDTH) -> 
 
 def read(path: Path, text: Sequence[int] = TEXT) -> Any:
     reply = {"kv_transfer_params": {"hidden_states_path": str(path), "layers": [1]}}
-    return states_of(reply, text, [1], WIDTH)
+    return states_in_reply(reply, text, [1], WIDTH)
 
 
 def test_a_file_of_our_connector_is_read_and_deleted(tmp_path: Path) -> None:

@@ -17,7 +17,13 @@ from specdec.drafters.ngram import NgramConfig
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint
-from specdec.measure.calibration import Believed, believed, calibrate, fit, reliability
+from specdec.measure.calibration import (
+    ConfidenceAndAcceptance,
+    believed,
+    calibrate,
+    fit,
+    reliability,
+)
 from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.forced import Along, ForcedText, along, whole
 from specdec.measure.results import Results
@@ -34,7 +40,7 @@ CFG = DecodeConfig(prompts=3, max_new_tokens=16, gamma=3)
 TRUE = ((0.5, -1.0), (1.5, 0.7))  # scale and shift at two depths
 
 
-def synthetic(seed: int, responses: int = 40, each: int = 100) -> list[Believed]:
+def synthetic(seed: int, responses: int = 40, each: int = 100) -> list[ConfidenceAndAcceptance]:
     """Tokens that are accepted with σ(scale · logit c + shift), not with their confidence c. Every
     second token after an accepted one counts, with weight 1."""
     generator = torch.Generator().manual_seed(seed)
@@ -45,7 +51,7 @@ def synthetic(seed: int, responses: int = 40, each: int = 100) -> list[Believed]
         likely = (scale * c.logit() + shift).sigmoid()
         y = (torch.rand(each, 2, generator=generator, dtype=torch.float64) < likely).double()
         weight = torch.stack([torch.ones_like(y[:, 0]), y[:, 0]], 1)
-        found.append(Believed(c, y, weight))
+        found.append(ConfidenceAndAcceptance(c, y, weight))
     return found
 
 
@@ -72,7 +78,7 @@ def test_the_error_by_hand() -> None:
     not tested counts for nothing."""
     c = torch.tensor([[0.95], [0.95], [0.25], [0.5]])
     y, w = torch.tensor([[1.0], [0.0], [1.0], [1.0]]), torch.tensor([[1.0], [1.0], [1.0], [0.0]])
-    (found,) = reliability([Believed(c, y, w)])
+    (found,) = reliability([ConfidenceAndAcceptance(c, y, w)])
     assert found.error == pytest.approx(0.45 * 2 / 3 + 0.75 / 3)
     assert [(b.predicted, b.observed.value, b.weight) for b in found.bins] == [
         pytest.approx((0.25, 1.0, 1.0)),
@@ -81,13 +87,18 @@ def test_the_error_by_hand() -> None:
 
 
 def test_a_depth_without_tokens_is_calibrated_like_the_one_before() -> None:
-    responses = [Believed(x.confidence, x.accepted, x.weight * torch.tensor([1.0, 0.0]))
-               for x in synthetic(0)]  # fmt: skip
+    first = torch.tensor([1.0, 0.0])
+    responses = [
+        ConfidenceAndAcceptance(x.confidence, x.accepted, x.weight * first) for x in synthetic(0)
+    ]
     found = fit(responses)
     assert found.scale[1] == pytest.approx(found.scale[0], abs=1e-6)
     assert found.shift[1] == pytest.approx(found.shift[0], abs=1e-6)
     assert found.accepted[1] == pytest.approx(found.accepted[0])
-    sure = [Believed(x.confidence, torch.ones_like(x.accepted), x.weight) for x in synthetic(0)]
+    sure = [
+        ConfidenceAndAcceptance(x.confidence, torch.ones_like(x.accepted), x.weight)
+        for x in synthetic(0)
+    ]
     assert max(map(abs, fit(sure).shift)) < 20  # all were accepted, and yet it ends
     with torch.inference_mode():
         assert fit(synthetic(0)).scale == fit(synthetic(0)).scale

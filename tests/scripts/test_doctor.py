@@ -16,7 +16,7 @@ from specdec.targets.target_config import TargetConfig
 from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
 from tests.told import require_one_line
 from train.data.conversations import DataConfig
-from train.diagnosis import NO_STOP, Diagnosis, diagnose
+from train.diagnosis import NO_STOP, Diagnosis, diagnose_data
 
 CAT = "a cat can come home by boat"
 
@@ -83,7 +83,7 @@ def parts_with(place: Path, template: str) -> TargetParts:
 
 def of(folder: Path, parts: TargetParts, **options: Any) -> Diagnosis:
     cfg = DataConfig(str(folder / "chats.jsonl"), held_out=0.2, max_length=128, **options)
-    return diagnose(cfg, parts, 48, 2)
+    return diagnose_data(cfg, parts, 48, 2)
 
 
 def test_responses_that_end_in_no_stop_token_are_a_fault(folder: Path, tmp_path: Path) -> None:
@@ -150,5 +150,5 @@ def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
     chats = [{"prompt": text} for text in ("Привет, Ёж", "你好世界", "こんにちは", "hi")]
     path = write_jsonl(tmp_path / "x.jsonl", chats)
     cfg = DataConfig(str(path), responses="target", held_out=0.0)
-    scripts = diagnose(cfg, parts, None, 0).scripts
+    scripts = diagnose_data(cfg, parts, None, 0).scripts
     assert scripts == {"Cyrillic": 8 / 19, "Kana": 5 / 19, "Han": 4 / 19, "Latin": 2 / 19}

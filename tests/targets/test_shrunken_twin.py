@@ -30,7 +30,7 @@ from specdec.targets.shrunken_config import POSITIONS, shrunken_config
 from specdec.targets.shrunken_twin import (
     NoTwin,
     ShrunkenTwin,
-    TwinCheck,
+    TwinChecks,
     errors_of_texts,
     errors_over_cache,
 )
@@ -78,9 +78,9 @@ MINIMAX_M3 = {
 @pytest.fixture(autouse=True)
 def computed_anew() -> Iterator[None]:
     """No twin's verdict is taken from another test, nor left to one."""
-    TwinCheck.forget()
+    TwinChecks.forget()
     yield
-    TwinCheck.forget()
+    TwinChecks.forget()
 
 
 def model_of(kind: str, config: dict[str, Any]) -> Any:
@@ -207,7 +207,7 @@ def test_a_difference_that_no_reading_avoids_is_rejected(monkeypatch: pytest.Mon
     group(model)
     target = Target(model, None, "fading")
     assert attention_of(model.config) == "sdpa" and target.reading is Reading.SLOTS
-    TwinCheck.forget()
+    TwinChecks.forget()
     monkeypatch.setattr(shrunken_twin, "errors_of_texts", lambda *_: iter([0.5]))
     with pytest.raises(UserError, match="once a text is longer than one of the lengths"):
         Target(model, None, "fading")

@@ -418,6 +418,8 @@ def test_every_printed_remedy_is_pasted_and_fits(case: str, large: dict[str, Pat
             assert fits.get(stage, True), override  # or an engine does its work
             assert all(fits.get(name, True) for name in fitted), override
     assert any(above.startswith("all stages fit") for above in advice)
+    if case == "online":
+        assert any("hidden_states.mode=offline" in x for some in advice.values() for x in some)
 
 
 def test_qwen3_32b_fits_eight_h100s(large: dict[str, Path]) -> None:

@@ -24,7 +24,7 @@ from tests.processes import process, together
 from tests.runs import draft
 from tests.tiny import Tiny, batch_of, losses
 from train import accelerated, optim, training_checkpoint
-from train.launcher import last_work
+from train.launcher import exiting_at_once
 from train.optim import OptimConfig
 
 pytestmark = pytest.mark.slow
@@ -228,5 +228,5 @@ def require_equal_precision(dtype: str, precision: str) -> None:
 
 
 if __name__ == "__main__":
-    with last_work():
+    with exiting_at_once():
         main()

@@ -71,7 +71,7 @@ class EngineResponse:
     states: Sequence[Tensor] = ()
 
 
-class ComparedServers(Generic[K, T]):
+class CheckedServerResults(Generic[K, T]):
     """Results of several servers, each kept only once its server was compared with the target: the
     first `COMPARED` of each server, and as many again after every `AGAIN`. `compare` raises
     UserError for results that are not the target's; then `drop` is passed what was kept of that
@@ -458,7 +458,7 @@ def _ask(
         if keep:
             keep.remove([kept[name] for name in names])
 
-    results = ComparedServers[str, EngineResponse](compare, accept, drop)
+    results = CheckedServerResults[str, EngineResponse](compare, accept, drop)
 
     def note(failed: Mapping[str, Failed]) -> None:
         """Note which prompts have no response, so that they are not asked again."""

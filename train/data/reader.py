@@ -309,7 +309,7 @@ def _prompt_ends(tokens: Tokens) -> list[int]:
     return [i for i, said in enumerate(tokens.mask) if said and not before[i] and i > 0]
 
 
-def usable_or_reason(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
+def usable_or_error(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
     """What `use` makes of a conversation, or the reason why it is unusable."""
     try:
         return use(conversation)
@@ -329,7 +329,7 @@ class ReaderWork:
 
     def __call__(self, task: ReaderTask) -> Any:
         name, conversation = task
-        return usable_or_reason(getattr(self._reader, name), conversation)
+        return usable_or_error(getattr(self._reader, name), conversation)
 
 
 def read_together(
@@ -340,7 +340,7 @@ def read_together(
     """What `use`, a method of a `Reader` if there are several processes to `share` the
     conversations, makes of each of them, or the reason why it is unusable."""
     if share is None:
-        return [usable_or_reason(use, conversation) for conversation in conversations]
+        return [usable_or_error(use, conversation) for conversation in conversations]
     return share([(use.__name__, conversation) for conversation in conversations])
 
 

@@ -19,7 +19,7 @@ from specdec.integrity import Damaged
 from specdec.measure.results import CutResponses
 from specdec.sampling.sampler import require_cutoffs, require_temperature
 from specdec.targets.parts import TargetParts
-from train.data.sequences import Document, Prompt, even_weights
+from train.data.sequences import Document, Prompt, uniform_token_weights
 from train.shards import shard_of
 
 MANY, MANY_ON_GPU = 128, 512  # prompts that are answered at once by default
@@ -210,7 +210,7 @@ def response_documents(
             prompt.id, prompt.ids, kept["ids"], kept.get("speculation_steps"), depth
         )
         if document is not None:
-            document.weight = even_weights(len(document.ids), prompt.weight)
+            document.weight = uniform_token_weights(len(document.ids), prompt.weight)
             document.opening, document.placed = prompt.opening, prompt.placed
             documents.append(document)
     return documents

@@ -76,7 +76,7 @@ def document_of(
     return document
 
 
-def even_weights(length: int, weight: float) -> NDArray[np.float32] | None:
+def uniform_token_weights(length: int, weight: float) -> NDArray[np.float32] | None:
     """The weight of a document whose tokens all count alike, as `Document` has it."""
     return None if weight == 1 else np.full(length, weight, np.float32)
 

@@ -23,9 +23,9 @@ from train.data.sequences import (
     Document,
     Prompt,
     document_of,
-    even_weights,
     reason_prompt_too_long,
     require_short,
+    uniform_token_weights,
 )
 
 DISAGREE = "template and mask disagree"
@@ -421,7 +421,7 @@ class Chat:
             said = np.arange(len(prompt) + last - first) >= len(prompt)
             text, weights = (
                 prompt + ids[first:last],
-                even_weights(len(prompt) + last - first, counts),
+                uniform_token_weights(len(prompt) + last - first, counts),
             )
             try:
                 rows[turn] = document_of(conversation.id, text, said, cfg, weights)

@@ -21,7 +21,7 @@ from specdec.targets.target import Target
 from train.data.engine_responses import (
     AT_ONCE,
     SECONDS,
-    ComparedServers,
+    CheckedServerResults,
     hidden_states_of,
     require_room_in,
     require_same_states,
@@ -86,7 +86,7 @@ def fill_from_engines(
     def remove_states(_: Server, names: Sequence[int]) -> None:
         store.remove([texts[i] for i in names])
 
-    results = ComparedServers[int, DocumentStates](compare, store_states, remove_states)
+    results = CheckedServerResults[int, DocumentStates](compare, store_states, remove_states)
     try:
         for i, result in states_of_documents(
             engines, texts, [*store.kind.layers, target.depth], target.width

@@ -28,7 +28,7 @@ from specdec.drafters.pretrained import LoraOptions
 from specdec.drafters.target_views import (
     Adapted,
     Adapters,
-    View,
+    TargetViewDrafter,
     ViewSizes,
     adapted_layers,
     count_of_runnable_layers,
@@ -59,7 +59,7 @@ class EarlyExitSizes(ViewSizes):
     adapted: list[Adapted] = field(default_factory=list)
 
 
-class EarlyExit(View, Trainable):
+class EarlyExit(TargetViewDrafter, Trainable):
     Config = EarlyExitConfig
     Sizes = EarlyExitSizes
 

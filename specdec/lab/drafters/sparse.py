@@ -27,7 +27,12 @@ from torch import Tensor, nn
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.attention import first_tokens, tokens_from
 from specdec.drafters.base import DrafterConfig
-from specdec.drafters.target_views import View, ViewSizes, count_of_runnable_layers, with_weights
+from specdec.drafters.target_views import (
+    TargetViewDrafter,
+    ViewSizes,
+    count_of_runnable_layers,
+    with_weights,
+)
 from specdec.errors import require, require_known, require_within
 from specdec.runtime.cache import (
     Place,
@@ -87,7 +92,7 @@ class SparseCache(SlotCache):
         self.seen, self.chosen = ([x[b] for b in rows if x] for x in (self.seen, self.chosen))
 
 
-class Sparse(View):
+class Sparse(TargetViewDrafter):
     Config = SparseConfig
     long_prompts = {method: SparseConfig(method=method) for method in METHODS}
     voters: tuple[Any, ...]  # for snapkv, the view of the target whose attention votes

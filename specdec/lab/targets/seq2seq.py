@@ -21,7 +21,13 @@ from specdec.context import HiddenStateSpec
 from specdec.errors import UserError, require
 from specdec.runtime.cache import Place, SlotCache, cache_argument, model_inputs
 from specdec.targets.parts import UNBOUNDED
-from specdec.targets.self_check import ROUGH, SAME, twin_check_of, understood, unlike_transformers
+from specdec.targets.self_check import (
+    ROUGH,
+    SAME,
+    error_unlike_transformers,
+    twin_check_of,
+    understood,
+)
 from specdec.targets.shrunken_twin import distance
 from specdec.targets.target import PassStates, Reading, Target, concatenated
 
@@ -364,7 +370,7 @@ class Seq2SeqTarget(Target):
         if twin is not None and not (twin.texts_right() and twin.cache_right()):
             self.texts_apart = True
             if not (twin.texts_right() and twin.cache_right()):
-                raise unlike_transformers(self)
+                raise error_unlike_transformers(self)
 
     @property
     def _marks(self) -> list[int]:

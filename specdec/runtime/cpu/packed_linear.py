@@ -199,7 +199,7 @@ def packed_copy(weight: Tensor) -> Tensor:
     return packed_weight(weight, LAYOUT_ROWS)
 
 
-def pays(dtype: torch.dtype, rows: int) -> bool:
+def packing_pays(dtype: torch.dtype, rows: int) -> bool:
     """Whether packed products of so many rows are as fast as the public operator's, or faster, on
     this kind of CPU. The rule holds what `scripts/bench packed` measured (its figures are in
     docs/notebook/machines.md): only in float32 on an Intel CPU does the public operator, which is
@@ -221,7 +221,7 @@ def bucket(rows: int) -> int:
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> ProbeResult:
     """Whether products of `rows` rows by packed weights [out, width] are used here: they must pay,
     run, and agree with the public operator's. Only a part of a large weight is tried."""
-    if not pays(dtype, rows):
+    if not packing_pays(dtype, rows):
         return ProbeResult(False, "they are no faster here")
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
     with torch.inference_mode():

@@ -156,13 +156,15 @@ def test_which_products_pay_follows_from_the_processor(
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(packed_linear.platform, "machine", lambda: machine)
     every = [1, 2, 3, 4, 64, 65, 1000]
-    assert [n for n in every if packed_linear.pays(torch.float32, n)] == rows
-    assert [n for n in every if packed_linear.pays(torch.bfloat16, n)] == (every if vendor else [])
+    assert [n for n in every if packed_linear.packing_pays(torch.float32, n)] == rows
+    assert [n for n in every if packed_linear.packing_pays(torch.bfloat16, n)] == (
+        every if vendor else []
+    )
     for dtype in packed_linear.DTYPES:  # what is tried for a number of rows holds for it
         for n in range(1, 400):
-            assert packed_linear.pays(dtype, packed_linear.bucket(n)) is packed_linear.pays(
-                dtype, n
-            )
+            assert packed_linear.packing_pays(
+                dtype, packed_linear.bucket(n)
+            ) is packed_linear.packing_pays(dtype, n)
 
 
 def test_a_dtype_that_this_machine_cannot_pack_is_left_as_it_is(

@@ -15,7 +15,7 @@ from tests.tiny import Tiny
 from train.data.response_files import ResponsesConfig, cut_responses, cut_responses_in_cache
 from train.data.sequences import Document
 from train.data.split import split_prompts
-from train.diagnosis import diagnose
+from train.diagnosis import diagnose_data
 from train.planning import plan_of_run
 
 END = 9
@@ -66,7 +66,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     cfg = tiny.config("medusa", *more)
     parts = TargetLoader(TargetConfig(str(tiny.target), dtype="float32", device="cpu")).parts
     assert plan_of_run(cfg).facts.cut is None
-    assert diagnose(cfg.data, parts, None, 0, cfg.response_generation).cut is None
+    assert diagnose_data(cfg.data, parts, None, 0, cfg.response_generation).cut is None
     tiny.job(tmp_path / "run", "medusa", *more)
     split = split_prompts(cfg.data, parts.tokenizer)
     found = cut_responses_in_cache(
@@ -78,7 +78,7 @@ def test_a_run_the_doctor_and_a_plan_count_the_same_responses(
     assert Results.load(tmp_path / "run" / "report").cut == found
     page = (tmp_path / "run" / "report" / "report.md").read_text()
     assert "were cut at responses.max\\_new\\_tokens=3" in page or str(found) in page
-    assert diagnose(cfg.data, parts, None, 0, cfg.response_generation).cut == found
+    assert diagnose_data(cfg.data, parts, None, 0, cfg.response_generation).cut == found
     planned = plan_of_run(cfg)
     known = cut_responses_in_cache(parts, split.train, cfg.response_generation)
     assert planned.facts.cut == known and f"stored so far: {known}" in str(planned)

@@ -25,7 +25,7 @@ from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, wri
 from tests.told import require_one_line, told
 from train.data import engine_responses
 from train.data.conversations import DataConfig
-from train.data.engine_responses import ComparedServers, ids_of
+from train.data.engine_responses import CheckedServerResults, ids_of
 from train.data.response_files import ResponsesConfig
 from train.data.responses import documents_with_responses
 from train.data.sequences import Document, Prompt
@@ -305,7 +305,7 @@ def test_a_server_that_changes_its_model_is_found_and_its_last_results_are_dropp
     def compare(_: Server, results: Mapping[int, int]) -> None:
         require(all(results.values()), "another model")
 
-    results = ComparedServers[int, int](
+    results = CheckedServerResults[int, int](
         compare, lambda _s, n, _r: kept.append(n), lambda _s, names: dropped.extend(names)
     )
     with pytest.MonkeyPatch.context() as patch:

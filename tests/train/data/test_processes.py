@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import Elsewhere, UserError
+from specdec.errors import ReportedByAnotherProcess, UserError
 from specdec.ranks import Ranks
 from tests.ranks import together
 from tests.train.data.chats import CHATML, tokenizer_of
@@ -143,7 +143,7 @@ def test_no_more_is_read_than_may_be_needed(
     first, _ = read_by(monkeypatch, 2, cfg)
     assert len(first.train) == len(taken) == 20
     own, other = read_by(monkeypatch, 2, replace(cfg, limit=21))
-    assert type(own) is UserError and type(other) is Elsewhere
+    assert type(own) is UserError and type(other) is ReportedByAnotherProcess
     assert str(own) == str(other) == "gone offline"
 
 
@@ -161,5 +161,5 @@ def test_mistakes_end_all(
     monkeypatch: pytest.MonkeyPatch, files: list[str], change: Broken, said: str
 ) -> None:
     ends = read_by(monkeypatch, 2, change(DataConfig(files[0])))
-    assert [type(end) for end in ends] == [UserError, Elsewhere]
+    assert [type(end) for end in ends] == [UserError, ReportedByAnotherProcess]
     assert all(said in str(end) for end in ends)

@@ -38,7 +38,7 @@ from train.data.response_files import ResponsesConfig
 from train.data.run_data import DataCounts, measured_prompts, read_run_data, whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import split_documents, split_prompts
-from train.diagnosis import STOP, TRAINED, diagnose
+from train.diagnosis import STOP, TRAINED, diagnose_data
 from train.folder import HELD_OUT, data_of_run, noted_prompts
 from train.planning import plan_of_run
 
@@ -181,7 +181,7 @@ def test_the_doctor_asks_the_prompts_that_a_run_asks(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n, turns=4) for n in range(45)])
     cfg = DataConfig(str(path), responses="target", max_prompt=24, max_length=100)
     split = read_run_data(cfg, parts)
-    diagnosis = diagnose(cfg, parts, None, 3, ResponsesConfig(max_new_tokens=9))
+    diagnosis = diagnose_data(cfg, parts, None, 3, ResponsesConfig(max_new_tokens=9))
     assert diagnosis.counts == DataCounts.of_split(split)
     prompts = [*split.train, *split.held_out]
     assert [len(prompt.ids) for prompt in prompts] == [6 + 5 + 5 + 3] * 45
@@ -202,7 +202,7 @@ def test_the_doctor_counts_the_tokens_that_a_run_keeps(tmp_path: Path) -> None:
         replace(cut, max_length=80),
         replace(cut, max_length=80, too_long="drop"),
     ):
-        diagnosis, split = diagnose(cfg, parts, None, 0), read_run_data(cfg, parts)
+        diagnosis, split = diagnose_data(cfg, parts, None, 0), read_run_data(cfg, parts)
         documents = [*split.train, *split.held_out]
         assert diagnosis.counts == DataCounts.of_split(split)
         # a turn of 30 words has 59 tokens and 5 around them, one of 6 words has 11 and 5
@@ -221,7 +221,7 @@ def test_a_template_that_opens_a_thought_is_no_fault_where_the_target_answers(
     parts = parts_of(tmp_path / "target", template)
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n) for n in range(40)])
     cfg = DataConfig(str(path), responses="target")
-    assert not diagnose(cfg, parts, None, 1, ResponsesConfig()).faults
+    assert not diagnose_data(cfg, parts, None, 1, ResponsesConfig()).faults
 
 
 def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) 
     cfg = tiny.config("ngram", *settings)
     train.run(cfg, tmp_path / "run")
     parts = TargetLoader(cfg.target).parts
-    for sample in diagnose(cfg.data, parts, None, 4, cfg.response_generation).samples:
+    for sample in diagnose_data(cfg.data, parts, None, 4, cfg.response_generation).samples:
         shown = sum(kind in (TRAINED, STOP) for kind, _ in sample.pieces)
         assert shown >= 1 and 1 <= sample.trained <= 5 and "[the" not in sample.pieces[-1][1]
 

@@ -29,7 +29,7 @@ from train.data.prompts_trained_on import (
 from train.data.run_data import measured_prompts
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_documents, split_prompts
-from train.diagnosis import diagnose
+from train.diagnosis import diagnose_data
 from train.folder import data_of_run, noted_prompts
 from train.initialisation import earlier_drafts
 from train.planning import plan_of_run
@@ -150,7 +150,9 @@ def read_alike(cfg: Config, run: Path, noted: tuple[list[Prompt], list[Prompt]])
         assert [p.id for p in rest] == [*validation, *test[limit:]][:others]
     earlier = earlier_drafts(cfg.initialisation, cfg.drafter)
     assert [str(draft) for draft in earlier] == [cfg.initialisation.draft]
-    found = diagnose(cfg.data, parts, None, 0, cfg.response_generation, cfg.drafter.depth, earlier)
+    found = diagnose_data(
+        cfg.data, parts, None, 0, cfg.response_generation, cfg.drafter.depth, earlier
+    )
     assert [p.id for p in found.prompts] == [*test, *validation]
     elsewhere = replace(cfg, planning=replace(cfg.planning, device="l4"))
     planned = plan_of_run(elsewhere).facts.data.split
