@@ -382,6 +382,10 @@ CASES: dict[str, tuple[str, list[str]]] = {
         "qwen3-30b-a3b",
         [*LONG, "loop.rows=16", "hidden_states.mode=online", "planning.device=a100-40"],
     ),
+    "online beside its target": (
+        "qwen3-30b-a3b",
+        [*LONG, "loop.rows=8", "hidden_states.mode=online"],
+    ),
     "engines": (
         "llama-3.1-70b",
         ["responses.from=http://a:8000/v1", "planning.devices=2", "decode.batch=8"],
@@ -418,7 +422,7 @@ def test_every_printed_remedy_is_pasted_and_fits(case: str, large: dict[str, Pat
             assert fits.get(stage, True), override  # or an engine does its work
             assert all(fits.get(name, True) for name in fitted), override
     assert any(above.startswith("all stages fit") for above in advice)
-    if case == "online":
+    if case == "online beside its target":
         assert any("hidden_states.mode=offline" in x for some in advice.values() for x in some)
 
 

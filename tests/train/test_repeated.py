@@ -167,7 +167,10 @@ def test_of_a_document_that_is_stored_twice_the_first_counts(tiny: Tiny, tmp_pat
 
 
 def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
-    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The reason for a dtype was once a timing, which changed from start to start. Of the code,
     formulas count, and docstrings and comments do not."""
@@ -187,6 +190,7 @@ def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
     code = tmp_path / "specdec"
     shutil.copytree(measurement.SPECDEC, code)
     monkeypatch.setattr(measurement, "SPECDEC", code)
+    request.addfinalizer(measurement.measuring_code.cache_clear)
     for name, old, new, times in (
         ("decoding/verification_methods.py", '"""', '"""In other words: ', 2),
         ("theory/leviathan.py", "\ndef ", "\n# a comment\ndef ", 2),
@@ -196,5 +200,6 @@ def test_a_finished_run_is_measured_again_for_numbers_and_not_for_words(
         text = (code / name).read_text(encoding="utf-8")
         assert old in text
         (code / name).write_text(text.replace(old, new, 1), encoding="utf-8")
+        measurement.measuring_code.cache_clear()  # as in a new process
         tiny.job(tmp_path / "run", "medusa", *more)
         assert len(counted) == times, name
