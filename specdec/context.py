@@ -25,7 +25,9 @@ class Context:
     row."""
 
     ids_BT: Tensor
-    layers_BTF: Tensor | None = None  # the layers of a `FeatureSpec`, concatenated in their order
+    layers_BTF: Tensor | None = (
+        None  # the layers of a `HiddenStateSpec`, concatenated in their order
+    )
     final_BTD: Tensor | None = None
     document_BT: Tensor | None = None  # each token's document, -1 = padding; None: see `documents`
     position_BT: Tensor | None = None  # position in its document; None = 0, 1, 2, …

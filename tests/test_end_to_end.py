@@ -476,7 +476,7 @@ def chat_of(n: int) -> dict[str, Any]:
 
 class Tools(NamedTuple):
     """vLLM with a target whose template has tools and thinking, and a draft trained on such chats.
-    Both decoders response the prompts, with thinking on and off by turns; these are our
+    Both decoders answer the prompts, with thinking on and off by turns; these are our
     responses."""
 
     engine: MeasuredServer

@@ -199,6 +199,7 @@ class Budget:
             f"{self.path} was made for other settings, by a run that never began: the clock starts "
             "anew"
         )
+        self.path.unlink()  # else it would be this run's record once it has begun
         return None
 
     @property
@@ -273,9 +274,11 @@ class Budget:
 
     def say_texts(self, written: int, available: int, held_out: int, limit: int | None) -> None:
         """Say on how many conversations the run trains, what to do if these are few, and when the
-        stages after this should end."""
+        stages after this should end. The run begins after this, so now there is a record."""
         if self.record is None:
             return
+        if not self.ranks.first(self.path.exists):
+            self._write()
         console.print(
             f"budget: {written:,} of {available:,} training conversations; {self.forecast()}"
         )

@@ -45,7 +45,7 @@ class RunDocuments:
     validation: list[Document]  # held out, to select the best draft on
     prompts: list[Prompt]  # the decoder's, of the test part
     validation_prompts: list[Prompt]  # the decoder's, for calibration and choices; may be empty
-    measured: int  # how many of `prompts` the final evaluation responses
+    measured: int  # how many of `prompts` the final evaluation decodes
     records: int  # number of records read from the data
     share: float  # of all conversations, held out
     validation_share: float  # of these, in the validation part; 0: all select and all are reported
@@ -202,7 +202,7 @@ def fill_in_time(
     texts.validation = hidden_states.fill_in_time(
         texts.validation, budget, "texts", key, VALIDATION, LEAST_VALIDATION
     )
-    if rounds.data != "on_policy":  # whose first speculation step writes its own texts
+    if rounds.data != "on_policy":  # whose first round writes its own texts
         texts.train = hidden_states.fill_in_time(
             texts.train, budget, "texts", "hidden states", 1.0, budget.cfg.floor
         )
@@ -211,7 +211,7 @@ def fill_in_time(
 
 
 def _without_response(prompt: Prompt) -> Document:
-    """What stands for a prompt that only later rounds response."""
+    """What stands for a prompt that only later rounds answer."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
     weight = uniform_token_weights(len(ids), prompt.weight)

@@ -264,7 +264,7 @@ class Predictor(Drafter):
     """A family gives `hidden` and `unembed`; the rest has defaults."""
 
     # It estimates its own acceptance (`confidence`). The estimate is trained along with the draft,
-    # whatever the draft's own loss (see `ObjectiveConfig.loss`).
+    # whatever the draft's own loss (see `LossConfig.loss`).
     estimates_acceptance: ClassVar[bool] = False
 
     vocab_S: Tensor | None  # target ids of the draft vocabulary, ascending; None = all

@@ -96,7 +96,7 @@ def adaspec(inputs: LossInputs, keep: float = 0.4) -> Tensor:
     divided by the number of all tokens.
     """
     reference = inputs.reference_log_q
-    assert reference is not None  # checked by `ObjectiveConfig.require_complete`
+    assert reference is not None  # checked by `LossConfig.require_complete`
     with torch.no_grad():
         more_NK = (inputs.p * (_floor(reference) - _floor(inputs.log_q))).sum(-1)
         valid_NK = more_NK.masked_fill(~inputs.valid, torch.nan)

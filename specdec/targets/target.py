@@ -46,7 +46,7 @@ from specdec.targets.self_check import check_causal, check_head, understood
 from specdec.targets.sequence_packing import document_groups
 from specdec.targets.spread import is_spread
 
-# The layers of a `FeatureSpec` [B, T, F], None if it names none, and the final states [B, T, D]
+# The layers of a `HiddenStateSpec` [B, T, F], None if it names none, and the final states [B, T, D]
 PassStates = tuple[Tensor | None, Tensor]
 
 

@@ -64,7 +64,7 @@ class Clock:
         return self.seconds
 
 
-PLAIN = shares_of_run(texts=True, steps=[False], trains=True)
+PLAIN = shares_of_run(texts=True, rounds=[False], trains=True)
 
 
 def budget_of(
@@ -121,14 +121,14 @@ def test_a_stage_that_ends_late_takes_from_all_after_it(tmp_path: Path) -> None:
 
 
 def test_shares_of_runs() -> None:
-    """Later speculation steps share the time; a run without training has the more for texts."""
-    steps = shares_of_run(texts=True, steps=[False, True], trains=True)
-    assert [*steps] == [
-        *("texts", "training of speculation step 1"),
-        *("texts of speculation step 2", "training of speculation step 2", "measuring"),
+    """Later rounds share the time; a run without training has the more for texts."""
+    rounds = shares_of_run(texts=True, rounds=[False, True], trains=True)
+    assert [*rounds] == [
+        *("texts", "training of round 1"),
+        *("texts of round 2", "training of round 2", "measuring"),
     ]
-    assert steps["texts"] == steps["texts of speculation step 2"] == TEXTS / 2
-    assert sum(steps.values()) == pytest.approx(1)
+    assert rounds["texts"] == rounds["texts of round 2"] == TEXTS / 2
+    assert sum(rounds.values()) == pytest.approx(1)
     assert [*shares_of_run(False, [False], True)] == ["training", "measuring"]
     assert [*shares_of_run(True, [False], False)] == ["texts", "measuring"]
 
@@ -303,14 +303,14 @@ def test_an_engine_responses_until_the_time_is_up(
 # ---- training
 
 
-def training_time(seconds: float, clock: Clock, steps: int = 1) -> TrainingTime:
-    return TrainingTime(StageTime("training", seconds, clock), steps, None, lambda steps: None)
+def training_time(seconds: float, clock: Clock, rounds: int = 1) -> TrainingTime:
+    return TrainingTime(StageTime("training", seconds, clock), rounds, None, lambda steps: None)
 
 
-def steps_fixed(seconds: float, slow: int = -1, a_step: float = 1.0, steps: int = 1) -> int:
+def steps_fixed(seconds: float, slow: int = -1, a_step: float = 1.0, rounds: int = 1) -> int:
     """The number of steps of a run of at most 1000, whose step `slow` takes ten times as long."""
     clock = Clock()
-    time, step = training_time(seconds, clock, steps), 0
+    time, step = training_time(seconds, clock, rounds), 0
     while not time.enough:
         time.begin_step()
         clock.seconds += a_step * (10 if step == slow else 1)
@@ -323,7 +323,7 @@ def test_steps_by_hand() -> None:
     """After 10 of 200 seconds, of which three evaluations of two steps each take 6, and each of the
     other steps 1 + 2 / 50 of a step: 10 + 184 / 1.04."""
     assert steps_fixed(200.0) == 10 + math.floor(184 / 1.04)
-    assert steps_fixed(200.0, steps=2) == 10 + math.floor(384 / 1.04)
+    assert steps_fixed(200.0, rounds=2) == 10 + math.floor(384 / 1.04)
     assert training_time(9.0, Clock()).forecast(0, 2.0, 50, most=77) == 77, "nothing is timed yet"
 
 
@@ -534,7 +534,7 @@ def test_runs_on_the_data_s_own_responses(
 
 
 @pytest.mark.parametrize("data", ["on_policy", "mixed", "draft"])
-def test_later_steps_share_the_time(
+def test_later_rounds_share_the_time(
     tiny: Tiny, tmp_path: Path, data: str, training_alone: None
 ) -> None:
     more = ("rounds.count=2", f"rounds.data={data}", "loop.epochs=9", "budget.minutes=2")
@@ -545,8 +545,8 @@ def test_later_steps_share_the_time(
     )
     job(tiny, tmp_path / "run", Clock(1.0), *more)
     record = record_of(tmp_path / "run")
-    assert "responses of speculation step 2" in record.texts
-    assert ("responses of speculation step 1" in record.texts) == (data == "on_policy")
+    assert "responses of round 2" in record.texts
+    assert ("responses of round 1" in record.texts) == (data == "on_policy")
     assert record.steps is not None and record.steps > TIMED_STEPS
     assert len(losses(tmp_path / "run")) <= record.steps
     before = dict(record.texts)
@@ -600,9 +600,19 @@ def test_a_damaged_record_is_told(tiny: Tiny, tmp_path: Path) -> None:
         budget_of(tmp_path, Clock(), begun=True)
 
 
+def test_a_run_has_a_record_once_it_has_begun(tmp_path: Path) -> None:
+    """Also one that writes no texts, whose first decision is the number of steps: without a record
+    it would be told that it began without a budget."""
+    budget_of(tmp_path, Clock(), shares=shares_of_run(False, [False], True)).say_texts(5, 5, 2, 9)
+    assert budget_of(tmp_path, Clock(), None, begun=True).active
+
+
 def test_replaced_settings_start_the_clock_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    budget_of(tmp_path, Clock()).end_measuring(3, 2)
+    assert not budget_of(tmp_path, Clock(), None, settings="others").active
+    assert not budget_of(tmp_path, Clock(), None, settings="others", begun=True).active
     budget_of(tmp_path, Clock()).end_measuring(3, 2)
     other = budget_of(tmp_path, Clock(), settings="others").record
     assert other is not None and other.prompts is None

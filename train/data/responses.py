@@ -92,7 +92,7 @@ def documents_with_responses(
 
     The target answers some prompts at a time, and when a response ends, the next prompt takes its
     place. As each group of prompts ends, its responses are written to a file, each with the name of
-    its prompt: an interrupted run continues there, and a run with more prompts responses only the
+    its prompt: an interrupted run continues there, and a run with more prompts answers only the
     new ones. The file appears whole or not at all, so that the groups, and with them rounding, stay
     the same. Each prompt has its own seed, so apart from rounding its response does not depend on
     its neighbours, on interruptions, or on how many processes share the work. `keep` stores the

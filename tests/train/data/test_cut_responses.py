@@ -29,7 +29,7 @@ def document(*response: int) -> Document:
 def test_a_response_is_cut_if_it_is_full_and_has_no_end() -> None:
     """Of 5 tokens at most: full without an end; full with the end as its last token; shorter with
     an end; shorter without one, as an engine may stop for a reason of its own; empty, as of a
-    prompt that only later rounds response."""
+    prompt that only later rounds answer."""
     documents = [document(3, 3, 3, 3, 3), document(3, 3, 3, 3, END), document(3, END), document(3)]
     found = cut_responses([*documents, document()], (END,), ResponsesConfig(max_new_tokens=5))
     assert (found.responses, found.cut, found.share) == (4, 1, 0.25)
