@@ -275,7 +275,7 @@ def test_the_papers_translation_stands_on_the_page(
     from benches import paper as bench
 
     translation, pairs = small_t5(monkeypatch), write_pairs(tmp_path)
-    keys = ("answers.", "loop.", "decode.", "target.d")
+    keys = ("responses.", "loop.", "decode.", "target.d")
     mine = [x for x in make_tiny(tmp_path).overrides() if x.startswith(keys)]
     given: dict[str, Any] = dict(folder=Path("p"), parts=["translation"], steps=4)
     with pytest.raises(UserError, match=r"package:absent .* or give --pairs FILE"):

@@ -89,9 +89,9 @@ def test_hidden_states_from_disk_and_online_give_one_curve(
 ) -> None:
     """1e-4: rows go through the target one by one for the disk and in batches online, which
     differs by float32 rounding (about 1e-6), and 12 steps of AdamW carry that on."""
-    for cache in ("disk", "online"):
-        tiny.job(tmp_path / cache, name, f"hidden_states.mode={cache}", "loop.rows=2")
-    pairs = list(zip(losses(tmp_path / "disk"), losses(tmp_path / "online"), strict=True))
+    for mode in ("offline", "online"):
+        tiny.job(tmp_path / mode, name, f"hidden_states.mode={mode}", "loop.rows=2")
+    pairs = list(zip(losses(tmp_path / "offline"), losses(tmp_path / "online"), strict=True))
     assert pairs
     for (step, disk), (_, online) in pairs:
         assert disk["loss"] == pytest.approx(online["loss"], rel=1e-4), step

@@ -465,9 +465,9 @@ def test_stored_hidden_states_train_with_cutoffs_as_the_target_does(
 ) -> None:
     """The store keeps what p is before the cutoffs, which the loss reads, and after them."""
     more = ["sampler=chat", "sampler.top_k=20", f"hidden_states.root={tmp_path / 'hidden_states'}"]
-    for cache in ("online", "disk"):
-        tiny.job(tmp_path / cache, "medusa", f"hidden_states.mode={cache}", *more)
-    ours, theirs = losses(tmp_path / "online"), losses(tmp_path / "disk")
+    for mode in ("online", "offline"):
+        tiny.job(tmp_path / mode, "medusa", f"hidden_states.mode={mode}", *more)
+    ours, theirs = losses(tmp_path / "online"), losses(tmp_path / "offline")
     assert len(ours) == 12
     for (_, one), (_, other) in zip(ours, theirs, strict=True):
         for name in ("loss", "sampled", "greedy"):

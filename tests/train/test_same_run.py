@@ -55,7 +55,7 @@ def test_one_table_knows_every_setting_and_no_other(tiny: Tiny) -> None:
     assert CHANGES.keys() <= verdicts.keys()
     assert {*verdicts.values()} == {*Change}
     with pytest.raises(KeyError):
-        change_of("features.new_setting")
+        change_of("hidden_states.new_setting")
 
 
 def begun(tiny: Tiny, folder: Path, *more: str) -> Config:
