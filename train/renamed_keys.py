@@ -48,7 +48,10 @@ def renamed_key_error(key: str, value: str | None = None, where: str = "") -> Us
     one that the key was given, if it is known; `where` says in which file, such as "in FILE: "."""
     if (new := renamed_key(key)) is None:
         return None
-    setting = new if value is None else f"{new}={RENAMED_VALUES.get(new, {}).get(value, value)}"
+    values = RENAMED_VALUES.get(new, {})
+    parts = [] if value is None else [x.strip().strip("'\"") for x in value.split(",")]
+    current = ",".join(values.get(x, x) for x in parts) if set(parts) & {*values} else value
+    setting = new if value is None else f"{new}={current}"
     return UserError(f"configuration: {where}{key} is now {new}: give {setting}")
 
 

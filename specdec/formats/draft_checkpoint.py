@@ -40,7 +40,7 @@ from specdec.sampling.confidence import Calibrations
 from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 
-FORMAT = 1
+FORMAT = 2
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
 CALIBRATION = "calibration.json"
 TRAINED_ON = "trained_on.npz"  # what it was trained on; see train.data.prompts_trained_on

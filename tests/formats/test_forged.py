@@ -112,7 +112,7 @@ CARDS: list[tuple[str, Change, str]] = [
     ),
     ("eagle3", lambda c: c["shape"]["llama"].update(hidden_size=-32), "no eagle3 can be built"),
     ("eagle3", lambda c: c["shape"]["llama"].update(head_dim=10**9), "has shape"),
-    ("eagle3", lambda c: c.update(family="medusa"), "config: unknown key 'start'"),
+    ("eagle3", lambda c: c.update(family="medusa"), "config: unknown key 'initialisation'"),
     ("eagle3", lambda c: c.update(family="medus"), "did you mean 'medusa'"),
     ("eagle3", lambda c: c["config"].update(name="medusa"), "'medusa', not 'eagle3'"),
     (
@@ -163,7 +163,7 @@ def test_a_forged_card_is_told_in_one_line(
     "text, words",
     [
         ("[" * 100_000, "nests thousands of brackets"),
-        ('{"format": 1, "notes": ' + "[" * 100_000, "nests thousands of brackets"),
+        ('{"format": 2, "notes": ' + "[" * 100_000, "nests thousands of brackets"),
         ("[" * 80 + "]" * 80, "nests more than 64 brackets"),
         ("9" * 10_000, "is damaged"),
         ("", "is damaged"),

@@ -263,14 +263,13 @@ def test_a_slow_machine_goes_on_to_the_floor(responses: Any) -> None:
 
 
 @pytest.mark.parametrize("slow_pass", [0, 7, 30, 50])
-def test_one_slow_pass_changes_the_texts_by_less_than_a_fifth(
-    responses: Any, slow_pass: int
-) -> None:
+def test_one_slow_pass_changes_the_texts_by_at_most_a_fifth(responses: Any, slow_pass: int) -> None:
+    """It takes 9 of 60 seconds, .15 of them; batches of 16 of 160 texts round that to a fifth."""
     usual = len(responses(60.0))
-    assert len(responses(60.0, slow_pass=slow_pass, root="slow")) > 0.8 * usual
+    assert len(responses(60.0, slow_pass=slow_pass, root="slow")) >= 0.8 * usual
 
 
-def test_an_engine_responses_until_the_time_is_up(
+def test_an_engine_responds_until_the_time_is_up(
     target: TargetLoader, prompts: list[Prompt], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The toy engine of tests; each of its responses takes a second."""

@@ -253,7 +253,7 @@ def test_a_draft_file_that_is_damaged(
 
 
 @pytest.mark.parametrize(
-    "card", [b"", b"[]", b"{}", b"null", b'{"format": 1}', b'{"format": 99}', b"\x93\xff\x00"]
+    "card", [b"", b"[]", b"{}", b"null", b'{"format": 2}', b'{"format": 99}', b"\x93\xff\x00"]
 )
 def test_a_card_that_is_none(tmp_path: Path, card: bytes) -> None:
     (tmp_path / draft_checkpoint.CARD).write_bytes(card)
@@ -469,7 +469,7 @@ def test_a_sweep_goes_on_after_a_trial_that_diverges(tiny: Tiny, tmp_path: Path)
     best = float(re.search(r"best_value: (\S+)", results)[1])  # type: ignore[index]
     assert best == pytest.approx(max(values))
     last = done.stdout.strip().splitlines()[-1]
-    assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): loss {best:.4f} ")
+    assert last.startswith(f"best of 3 trials ({len(diverged)} diverged): objective {best:.4f} ")
     assert "optim.lr=0.005" in last and "decode.prompts" not in last
 
 

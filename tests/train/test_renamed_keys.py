@@ -99,7 +99,10 @@ def test_the_old_names_of_engines_name_the_new_ones(old: str) -> None:
 )
 def test_an_old_value_is_given_as_the_new_one(new: str, was: str, now: str) -> None:
     old = next(old for old, name in RENAMED.items() if name == new)
-    assert rejected([f"{old}={was}"]) == f"configuration: {old} is now {new}: give {new}={now}"
+    said = f"configuration: {old} is now {new}: give {new}={now}"
+    assert rejected([f"{old}={was}"]) == said
+    assert rejected([f"{old}='{was}'"]) == said
+    assert rejected([f"{old}={was}, {was}"]) == f"{said},{now}"
 
 
 @pytest.mark.parametrize("old", RENAMED)

@@ -56,9 +56,10 @@ from train.shards import Shard, shard_of
 LEAST_OF_SHARE = 32  # prompts; smaller shares are not worth other groups than those of one process
 UNEVEN = 1.25  # times the mean that the largest share may have
 GROUP = 4  # responses in one file, as a multiple of the prompts that are answered at once
-# With a clock, prompts are answered few at a time, and then twice as many as long as a response
-# takes no more than a part of the time.
-FIRST, PART = 16, 1 / 12
+# With a clock, the first prompts are answered few at a time, to time a response. Then as many are
+# answered at once as one response, of those before, takes no more than a part of the time: when the
+# time is up, so much of it is lost.
+FIRST, PART = 16, 1 / 6
 
 
 @dataclass
@@ -211,9 +212,9 @@ def documents_with_responses(
             return groups.pop(0) if groups else []
         if not time.goes_on(ahead(at_once) / 2):
             return []
-        while 2 * at_once <= size and 0 < ahead(2 * at_once) <= PART * time.seconds:
+        while 2 * at_once <= size and 0 < ahead(at_once) <= PART * time.seconds:
             at_once *= 2
-        taken = [groups.pop(0) for _ in groups[: at_once * (GROUP if refills else 1)]]
+        taken = [groups.pop(0) for _ in groups[: at_once * (GROUP if refills and tokens else 1)]]
         return [name for group in taken for name in group]
 
     def write_all(groups: list[list[str]]) -> None:

@@ -89,7 +89,7 @@ def serve(target: TargetLoader) -> Iterator[Callable[..., FakeEngine]]:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_engines_write_what_this_process_writes(
-    response: ServedResponse, serve: Callable[..., FakeEngine], temperature: float
+    answer: ServedResponse, serve: Callable[..., FakeEngine], temperature: float
 ) -> None:
     """At T = 0.8 too, since the fake engine draws with our generator from the seeds sent to it."""
     engine = serve()
@@ -134,7 +134,7 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
 
 
 def test_nothing_is_asked_twice(
-    response: ServedResponse, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
+    answer: ServedResponse, serve: Callable[..., FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine breaks down after 5 responses: these are kept, and the rest is asked of another."""
     monkeypatch.setattr(server_pool, "IN_A_ROW", 4)
@@ -154,7 +154,7 @@ def asked_of(documents: Sequence[Document]) -> list[tuple[int, ...]]:
 
 
 def test_a_server_that_fails_for_a_moment_is_asked_again(
-    response: ServedResponse, serve: Callable[..., FakeEngine]
+    answer: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     engine = serve(lambda number, reply: 503 if number % 3 == 0 else reply)
     assert texts(answer(engine)) == texts(answer())
@@ -162,7 +162,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(
 
 
 def test_several_servers_share_the_prompts_and_one_may_end(
-    response: ServedResponse, serve: Callable[..., FakeEngine]
+    answer: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     first, second = serve(), serve(lambda number, reply: reply if number < 2 else None)
     assert texts(answer(first, second)) == texts(answer())
@@ -170,7 +170,7 @@ def test_several_servers_share_the_prompts_and_one_may_end(
 
 
 def test_refused_prompts_are_counted_and_left_out(
-    response: ServedResponse,
+    answer: ServedResponse,
     serve: Callable[..., FakeEngine],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -192,7 +192,7 @@ def test_refused_prompts_are_counted_and_left_out(
 
 
 def test_what_a_dead_engine_did_not_answer_is_asked_again(
-    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
+    answer: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     """Its last prompts, too few for `IN_A_ROW`, are not left out: none of them was refused."""
 
@@ -212,7 +212,7 @@ def test_what_a_dead_engine_did_not_answer_is_asked_again(
 
 @pytest.mark.parametrize("in_a_row", [20, 1])
 def test_refused_prompts_that_a_run_left_over_do_not_end_the_next(
-    response: ServedResponse,
+    answer: ServedResponse,
     serve: Callable[..., FakeEngine],
     monkeypatch: pytest.MonkeyPatch,
     in_a_row: int,
@@ -256,7 +256,7 @@ GARBAGE: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize("name", GARBAGE)
 def test_garbage_is_told_in_one_line(
-    response: ServedResponse, serve: Callable[..., FakeEngine], name: str
+    answer: ServedResponse, serve: Callable[..., FakeEngine], name: str
 ) -> None:
     fault, message = GARBAGE[name]
     with pytest.raises(UserError, match=message) as error:
@@ -266,7 +266,7 @@ def test_garbage_is_told_in_one_line(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_another_model_is_told(
-    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
+    answer: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path, temperature: float
 ) -> None:
     """With the same tokenizer, so that only what it says tells it apart."""
     other = TargetLoader(TargetConfig(str(save_target(tmp_path / "other", seed=3)), "float32"))
@@ -278,7 +278,7 @@ def test_another_model_is_told(
 
 
 def test_each_server_is_compared_and_the_sound_one_s_responses_are_kept(
-    response: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
+    answer: ServedResponse, serve: Callable[..., FakeEngine], tmp_path: Path
 ) -> None:
     """The other model answers more slowly than the first, so that the first eight responses are all
     sound; before, all that it wrote after these was believed."""
@@ -320,7 +320,7 @@ def test_a_server_that_changes_its_model_is_found_and_its_last_results_are_dropp
 
 
 def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
-    response: ServedResponse, serve: Callable[..., FakeEngine]
+    answer: ServedResponse, serve: Callable[..., FakeEngine]
 ) -> None:
     engine = serve(room=20)
     with pytest.raises(UserError, match="the engine takes 20: serve with --max-model-len"):
@@ -336,7 +336,7 @@ def test_what_is_wrong_at_once_is_told_before_any_prompt_is_asked(
 
 
 def test_text_is_believed_where_the_prompt_is_proven_a_prefix(
-    response: ServedResponse,
+    answer: ServedResponse,
     serve: Callable[..., FakeEngine],
     target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
@@ -371,7 +371,7 @@ def test_ids_of_texts(target: TargetLoader) -> None:
 
 
 def test_an_engine_that_strips_the_stop_id_gives_responses_with_an_end(
-    response: ServedResponse,
+    answer: ServedResponse,
     serve: Callable[..., FakeEngine],
     target: TargetLoader,
     monkeypatch: pytest.MonkeyPatch,
