@@ -374,7 +374,7 @@ import json, sys
 from tests.tiny import compose
 from train import launcher, pipeline
 pipeline.finished = lambda *_: None
-with launcher.last_work():
+with launcher.exiting_at_once():
     for overrides, folder in json.loads(sys.argv[1]):
         pipeline.run(compose(overrides), folder)
 """

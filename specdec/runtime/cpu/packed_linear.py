@@ -2,8 +2,9 @@
 
 For products of a few rows, torch's public operator may rearrange the weight every time. The copy
 saves that work: a step of SmolLM2-135M then takes two thirds of the time in bfloat16 and half in
-float32. `pays` says for which numbers of rows the copy is used. Both ways round differently, so it
-is a rule, and no timing: two processes on one machine compute the same numbers, idle or busy.
+float32. `packing_pays` says for which numbers of rows the copy is used. Both ways round
+differently, so it is a rule, and no timing: two processes on one machine compute the same numbers,
+idle or busy.
 `torch.compile` packs frozen weights itself; this file is for uncompiled passes.
 """
 
@@ -35,8 +36,9 @@ Product = Callable[..., Tensor]  # (x [..., in], residual [..., out] or None) ->
 
 class PackedLinear(nn.Linear):
     """`nn.Linear` with the parameters of `layer`. Outside autograd, autocast and compiled graphs,
-    it multiplies by a packed copy of its weight for the numbers of rows for which this `pays`. The
-    copy is made on first use and again after the weight changes; it doubles the layer's memory."""
+    it multiplies by a packed copy of its weight for the numbers of rows for which `packing_pays`.
+    The copy is made on first use and again after the weight changes; it doubles the layer's
+    memory."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -79,9 +81,9 @@ class PackedLinear(nn.Linear):
 
 class JointLinear:
     """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
-    multiplies by one packed copy of all their weights for the numbers of rows for which this
-    `pays`, and by one plain copy for others. It is no module, so that it adds nothing to a model's
-    state."""
+    multiplies by one packed copy of all their weights for the numbers of rows for which
+    `packing_pays`, and by one plain copy for others. It is no module, so that it adds nothing to a
+    model's state."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = list(layers)

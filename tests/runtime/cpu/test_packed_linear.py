@@ -121,7 +121,7 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
     def fails(*_: Any) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nand a trace")
 
-    monkeypatch.setattr(packed_linear, "pays", lambda *_: True)
+    monkeypatch.setattr(packed_linear, "packing_pays", lambda *_: True)
     put("packed_copy", fails)
     assert probe(*shape) == (False, "bf16 path needs the cpu support avx512bw")
     put("packed_copy", lambda weight: weight)
@@ -133,7 +133,7 @@ def test_a_probe_refuses_what_does_not_run_disagrees_or_does_not_pay(
         assert not response.used and "differs" in response.reason
     put("packed_product", lambda x, w, b: right(x, w))
     assert probe(*shape) == (True, "")
-    monkeypatch.setattr(packed_linear, "pays", lambda *_: False)
+    monkeypatch.setattr(packed_linear, "packing_pays", lambda *_: False)
     assert not probe(*shape).used
 
 
