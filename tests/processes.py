@@ -107,14 +107,14 @@ def together(
 ) -> None:
     """Run `launched` processes to their end; fails as soon as one of them does."""
     with launched(arguments, count, folder, **more) as children:
-        until = time.monotonic() + timeout
-        while any(child.exitcode is None for child in children):
+        until, ended = time.monotonic() + timeout, list[int | None]([None])
+        while None in ended:
+            time.sleep(0.05)
             ended = [child.exitcode for child in children]
             if set(ended) - {0, None} or time.monotonic() > until:
                 time.sleep(1)  # until the others have said why
                 said = [(folder / f"{rank}.err").read_text()[-2000:] for rank in range(count)]
                 raise AssertionError(f"exit codes {ended}: {said}")
-            time.sleep(0.05)
 
 
 def _run(arguments: list[str], out: Path, err: Path, given: Mapping[str, str]) -> None:
