@@ -42,6 +42,7 @@ from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Reading, Target
 from specdec.targets.target_config import TargetConfig
 from train import pipeline
+from train.measurement import FinalSettings
 from train.run_config import Config, composed, register
 from train.run_documents import RunDocuments
 
@@ -409,7 +410,12 @@ measured = pipeline.finished
 
 
 def without_measurement(
-    cfg: Config, folder: Path, texts: RunDocuments, _training: Any, target: TargetLoader, *_: Any
+    settings: FinalSettings,
+    folder: Path,
+    texts: RunDocuments,
+    _training: Any,
+    target: TargetLoader,
+    *_: Any,
 ) -> None:
     """The end of a run without its measurement: decode with the trained draft, and export it."""
     drafter, whole = draft_checkpoint.load_draft_with_target(folder / "best", target.whole())
@@ -419,8 +425,8 @@ def without_measurement(
         for draft in (None, drafter)
     )
     assert plain == drafted, "decoding with the trained draft changes the greedy tokens"
-    if cfg.export is not None and draft_export.layout_names(cfg.drafter.name):
-        draft_export.write_export(folder / "export", drafter, whole, cfg.export)
+    if settings.export is not None and draft_export.layout_names(drafter.config.name):
+        draft_export.write_export(folder / "export", drafter, whole, settings.export)
 
 
 def summary(outcomes: Sequence[StepOutcome]) -> str:
