@@ -93,7 +93,7 @@ def test_recipe_arms_are_trained_once_and_judged_at_their_best_rate(
     assert parts["random → target", "loss kl"] == "0.150"  # .5 less .35
     assert parts["kl → nla", "start target"] == "0.100"
     assert parts["random → target, kl → nla", ""] == "0.250"
-    assert parts["random → regression", "loss kl"] == "-0.050"
+    assert parts["random → closed_form", "loss kl"] == "-0.050"
 
 
 def test_losses_are_compared_with_the_first(
@@ -102,7 +102,7 @@ def test_losses_are_compared_with_the_first(
     from benches import recipe
 
     for _ in range(2):
-        recipe.objectives(arms=["kl", "nla loss.per=sequence"], seeds=2, folder=Path("o"))
+        recipe.losses(arms=["kl", "nla loss.per=sequence"], seeds=2, folder=Path("o"))
     assert [c[-4:] for c in runs[:2]] == [
         ["name=o/kl-lrnull-seed0", "loss=kl", "optim.lr=null", "loop.seed=0"],
         ["loss=nla", "loss.per=sequence", "optim.lr=null", "loop.seed=0"],
