@@ -37,7 +37,7 @@ MORE = ("data.responses=target", "responses.max_new_tokens=6", "loop.epochs=1", 
 MORE += ("loop.save_every=2", "budget.minutes=0.001", "budget.floor=24", "data.max_length=64")
 MORE += ("loop.accumulate=1", "loop.max_tokens=480", "loop.select_by=alpha_sampled")
 FAMILY = "medusa"
-CACHES = ("features/*/*", "answers/*/*", "targets/fingerprints/*")
+CACHES = ("hidden_states/*/*", "responses/*/*", "targets/fingerprints/*")
 
 
 class Runs:
@@ -269,7 +269,7 @@ def test_a_damaged_answer_is_written_again_as_it_was(
     runs.again()
     (path, *_) = [p for p in runs.caches if p.suffix == ".jsonl"]
     lines = path.read_text().splitlines()
-    (other, *_) = [p for p in runs.work.glob("answers/*/*.jsonl") if p.parent != path.parent]
+    (other, *_) = [p for p in runs.work.glob("responses/*/*.jsonl") if p.parent != path.parent]
     stranger = other.read_text().splitlines()[0]
     first = json.loads(lines[0])
     first["ids"][0] = (first["ids"][0] + 1) % 90

@@ -177,7 +177,7 @@ def test_a_divided_target_decodes_as_a_whole_one(tmp_path: Path) -> None:
     # an error of the first process ends the others as well
     said = [(tmp_path / "said" / f"{rank}.out").read_text().split("\n") for rank in (0, 1)]
     assert said[0][-3:-1] == ["worked", "UserError: the end"]
-    assert said[1][-2] == "Elsewhere: the end"
+    assert said[1][-2] == "ReportedByAnotherProcess: the end"
 
 
 def refused(cfg: TargetConfig, reason: str) -> None:
