@@ -152,7 +152,7 @@ def reliability(path: Path, results: Results) -> None:
     with _axes(path, (4.1, 4.3), len(panels), deepest) as axes:
         for ax, (title, depths) in zip(axes, panels, strict=True):
             ax.plot([0, 1], [0, 1], "--", color=GREY, linewidth=1)
-            most = max(b.weight for depth in depths for b in depth.bins)
+            most = max((b.weight for depth in depths for b in depth.bins), default=1.0)
             for k, depth in enumerate(depths):
                 colour = shades(0.1 + 0.8 * k / max(1, deepest - 1))
                 ax.plot([], [], "o", color=colour, label=f"depth {k}")
