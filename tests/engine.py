@@ -9,7 +9,7 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -77,11 +77,12 @@ class FakeEngine:
                 if isinstance(reply, int):
                     reply = {"error": {"message": f"made up\nfor a test ({reply})"}}
                 content = reply if isinstance(reply, str) else json.dumps(reply)
-                self.send_response(status)
                 kind = "text/plain" if isinstance(reply, str) else "application/json"
-                self.send_header("Content-Type", kind)
-                self.end_headers()
-                self.wfile.write(content.encode())
+                with suppress(BrokenPipeError, ConnectionResetError):  # the client has gone away
+                    self.send_response(status)
+                    self.send_header("Content-Type", kind)
+                    self.end_headers()
+                    self.wfile.write(content.encode())
 
             def log_message(self, *_: Any) -> None:
                 pass

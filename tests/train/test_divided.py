@@ -95,7 +95,7 @@ def test_two_processes_hold_half_each_and_their_run_is_that_of_one(
     settings = [*own(tmp_path, "caches"), "loop.accumulate=1", "target.tensor_parallel=true"]
     command = [__file__, "run", str(tmp_path), *tiny.command(tmp_path / "run", "eagle3", *settings)]
     with launched(command, 2, tmp_path / "killed") as children:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not responses(tmp_path / "caches" / "responses"):
             assert time.monotonic() < until and not any(child.exitcode for child in children)
             time.sleep(0.01)

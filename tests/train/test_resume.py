@@ -120,13 +120,13 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
 ) -> None:
     """The command itself, as a process, killed from outside whenever metrics.jsonl has grown by
     a few lines; then the same command to its end."""
-    more = ("loop.save_every=2", "loop.epochs=7", "decode.prompts=1")  # 42 steps
+    more = ("loop.save_every=2", "loop.epochs=20", "decode.prompts=1")  # 120 steps
     folder, whole = tmp_path / "cut", tmp_path / "whole"
     assert process(tiny.command(whole, "medusa", *more)).returncode == 0
     seen = 0
     for lines in (5, 17):
         running = forked(tiny.command(folder, "medusa", *more), Path(os.devnull), Path(os.devnull))
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while running.is_alive() and time.monotonic() < deadline:
             path = folder / "metrics.jsonl"
             if path.exists() and path.read_bytes().count(b"\n") >= max(lines, seen + 3):
@@ -135,7 +135,7 @@ def test_train_py_killed_at_a_length_of_metrics_and_started_again(
         running.kill()
         running.join()
         assert running.exitcode == -signal.SIGKILL, "it ended before it was killed"
-        assert 0 < read_lines(folder / "metrics.jsonl", ["step"])[-1]["step"] < 42, (
+        assert 0 < read_lines(folder / "metrics.jsonl", ["step"])[-1]["step"] < 120, (
             "it was killed, but not while it trained"
         )
         seen = (folder / "metrics.jsonl").read_bytes().count(b"\n")
