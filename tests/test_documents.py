@@ -59,6 +59,8 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "vllm serve": "a serving engine: tests/test_end_to_end.py, with -m serving",
     "python -m sglang": "a serving engine that is not installed here",
     "wandb sync": "needs a network",
+    "tensorboard --logdir": "a server: tests/train/test_tracking.py reads what it shows",
+    "scripts/compare": "tests/scripts/test_compare.py",
     "python examples/": "tests/test_examples.py",
 }
 OUTPUTS = ("specdec/   ",)  # how blocks begin that show something else than commands

@@ -18,14 +18,16 @@ class TrackConfig:
     sweep's name and the trial's number, the group is the sweep, and the tags are the settings that
     the sweep varies."""
 
-    tracker: str = "wandb"  # wandb, or a tracker of an installed package
+    tracker: str = "wandb"  # wandb, tensorboard, or a tracker of an installed package
     # offline: no key or network needed, `wandb sync` uploads later; online; disabled
     mode: str = "offline"
     project: str = "draftsmith"  # project in the tracker
     entity: str | None = None  # user or team that owns the project; null: the tracker's default
     title: str | None = None  # the run's name in the tracker; null: name
-    group: str | None = None  # group of the run in the tracker; null: none
-    tags: list[str] = field(default_factory=list)  # tags of the run in the tracker
+    # group of the run in the tracker; null: none, in a sweep NAME-sweep
+    group: str | None = None
+    # tags of the run in the tracker; empty: none, in a sweep the settings that it varies
+    tags: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         require_known("track", self, mode=MODES)
@@ -57,8 +59,28 @@ class TrackedRun:
         """Log figures of a step. The entries of a list are named `name/0`, `name/1`, …"""
         raise NotImplementedError
 
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after this step: training continues there and logs it again. By
+        default nothing is done, as for trackers that ignore steps they already have."""
+
     def log_results(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
         """Log what was measured, the report's pictures by name, and the folder of the draft."""
 
     def finish(self, exit_code: int) -> None:
         """End the run, with the exit code of the command."""
+
+
+def main_figures(results: Results) -> dict[str, float]:
+    """τ and the speedup of everything measured. An artifact of W&B takes at most 100 figures, and
+    there may be more."""
+    figures = results.headline()
+    return {name: x for name, x in figures.items() if name.endswith(("/tau", "/speedup"))}
+
+
+def flat_figures(figures: object, name: str = "") -> dict[str, object]:
+    """Nested figures by flat names: the entries of a list as `name/0`, `name/1`, …"""
+    parts = dict(enumerate(figures)) if isinstance(figures, list) else figures
+    if not isinstance(parts, Mapping):
+        return {name: figures}
+    flat = (flat_figures(part, f"{name}/{key}".lstrip("/")) for key, part in parts.items())
+    return {n: x for one in flat for n, x in one.items()}

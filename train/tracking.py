@@ -1,4 +1,5 @@
-"""Where a run's figures go: always to metrics.jsonl, and to a tracker such as Weights & Biases."""
+"""Where a run's figures go: always to metrics.jsonl, and to a tracker such as Weights & Biases or
+TensorBoard."""
 
 import json
 import os
@@ -12,6 +13,7 @@ from specdec.integrity import of_file
 from specdec.measure.results import Curve, Results
 from specdec.plugins import Plugins
 from specdec.progress import tell
+from train.tensorboard_tracking import TensorBoardRun
 from train.tracked_run import TrackConfig, TrackedRun
 from train.wandb_tracking import WandbRun
 
@@ -25,7 +27,10 @@ def _require_tracked_run(name: str, value: Any) -> None:
 
 # by the name that `track.tracker` gives
 TRACKERS = Plugins[type[TrackedRun]](
-    "draftsmith.trackers", "tracker", {"wandb": WandbRun}, _require_tracked_run
+    "draftsmith.trackers",
+    "tracker",
+    {"wandb": WandbRun, "tensorboard": TensorBoardRun},
+    _require_tracked_run,
 )
 
 
@@ -83,8 +88,10 @@ class Tracker:
         return of_file(self.path) if self.main and self.path.exists() else ""
 
     def rewind(self, step: int, checksum: str = "") -> None:
-        """Drop the records after `step` from metrics.jsonl: a resumed run writes them again. Says
-        so if what is left is not what was logged, whose `checksum` was kept."""
+        """Drop the records after `step` from metrics.jsonl and the tracker: a resumed run writes
+        them again. Says so if what is left is not what was logged, whose `checksum` was kept."""
+        if self._run:
+            self._run.rewind(step)
         if self.main and self.path.exists():
             records = (r for r in read_lines(self.path, ("step",)) if type(r["step"]) is int)
             kept = [r for r in records if r["step"] <= step]

@@ -9,7 +9,7 @@ from typing import Any
 from specdec.errors import UserError, first_line, require
 from specdec.measure.results import Results
 from specdec.terminal import plain
-from train.tracked_run import TrackConfig, TrackedRun
+from train.tracked_run import TrackConfig, TrackedRun, flat_figures, main_figures
 
 
 class WandbRun(TrackedRun):
@@ -65,7 +65,7 @@ class WandbRun(TrackedRun):
             ) from error
 
     def log(self, step: int, figures: Mapping[str, object]) -> None:
-        self._run.log(_flat(figures), step=step)
+        self._run.log(flat_figures(figures), step=step)
 
     def log_results(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
         """Log samples, plots, a summary, and the draft as an artifact, which is never loaded back
@@ -85,18 +85,3 @@ class WandbRun(TrackedRun):
 
     def finish(self, exit_code: int) -> None:
         self._run.finish(exit_code=exit_code)
-
-
-def main_figures(results: Results) -> dict[str, float]:
-    """τ and the speedup of everything measured. An artifact takes at most 100 figures, and there
-    may be more."""
-    figures = results.headline()
-    return {name: x for name, x in figures.items() if name.endswith(("/tau", "/speedup"))}
-
-
-def _flat(figures: object, name: str = "") -> dict[str, object]:
-    parts = dict(enumerate(figures)) if isinstance(figures, list) else figures
-    if not isinstance(parts, Mapping):
-        return {name: figures}
-    flat = (_flat(part, f"{name}/{key}".lstrip("/")) for key, part in parts.items())
-    return {n: x for one in flat for n, x in one.items()}

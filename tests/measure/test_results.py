@@ -38,7 +38,7 @@ from specdec.progress import Terminal
 from specdec.report import report, report_page
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
-from train.wandb_tracking import main_figures
+from train.tracked_run import main_figures
 
 
 def at(value: float, spread: float = 0.05, n: int = 900) -> Interval:

@@ -1,8 +1,11 @@
-"""A tracker of another package: found by name, and shown all that a run logs.
+"""A tracker of another package: found by name, and shown all that a run logs. TensorBoard, as
+TensorBoard itself reads it.
 
 Run alone: python -m pytest tests/train/test_tracking.py
 """
 
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,7 +14,10 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.measure.results import Results
+from specdec.report import plots
+from tests.measure.test_results import results
 from tests.tiny import Tiny
+from train.tensorboard_tracking import TensorBoardRun
 from train.tracked_run import TrackConfig, TrackedRun
 from train.tracking import TRACKERS, files_of_trackers, require_tracker
 
@@ -82,3 +88,113 @@ def test_a_tracker_is_checked_before_the_target_is_loaded(
         )
     require_tracker(TrackConfig(tracker="notebok", mode="disabled"))  # nothing is shown
     assert notebook.runs == []
+
+
+# TensorBoard
+
+
+def events_in(folder: Path) -> Any:
+    """What TensorBoard shows of a folder."""
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder), {"scalars": 0, "tensors": 0, "images": 0})
+    return found.Reload()
+
+
+class Killed(BaseException):
+    """Stands for a signal after which nothing is saved."""
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps 5 to 7 come after the checkpoint: they are logged twice and shown once, as the second
+    time has them."""
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+    shown = ["track=tensorboard", "track.group=ours", "track.tags=[a,b]"]
+    shown += ["loop.save_every=4", "decode.prompts=0"]
+    log = TensorBoardRun.log
+
+    def logged_until_7(self: TensorBoardRun, step: int, figures: Mapping[str, Any]) -> None:
+        if "train" in figures:  # told from what is logged after the restart
+            figures = {**figures, "train": {**figures["train"], "loss": [-1.0]}}
+        log(self, step, figures)
+        if step == 7:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardRun, "log", logged_until_7)
+        with pytest.raises(Killed):
+            tiny.job(run, "medusa", *shown)
+    before = [(e.step, e.value) for e in events_in(run / "tensorboard").Scalars("train/loss/0")]
+    assert before == [(step, -1.0) for step in range(1, 8)]  # all on the disk, before a close
+    tiny.job(run, "medusa", *shown)
+    events = events_in(run / "tensorboard")
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = {r["step"]: r["train"]["loss"][0] for r in records if "train" in r}
+    assert [e.step for e in events.Scalars("train/loss/0")] == [*losses] == [*range(1, 13)]
+    kept = {e.step: e.value for e in events.Scalars("train/loss/0")}
+    assert all(kept[step] == -1.0 for step in range(1, 5))
+    assert [kept[step] for step in range(5, 13)] == pytest.approx([*losses.values()][4:])
+    held_out = [r["step"] for r in records if "held_out" in r]
+    assert [e.step for e in events.Scalars("held_out/tau_greedy")] == held_out
+    (described,) = events.Tensors("run/text_summary")
+    words = described.tensor_proto.string_val[0].decode()
+    assert "| group | ours |" in words and "| tags | a, b |" in words
+
+
+def test_tensorboard_shows_the_last_measurement_beside_the_settings(tmp_path: Path) -> None:
+    """A finished run logs its results again: each figure is there once."""
+    pytest.importorskip("tensorboard")
+    picture = plots.Line([0, 1], [0, 1], plots.BLUE, "line")
+    plots.curves(tmp_path / "a.png", [plots.Panel("title", "x", [picture])])
+    measured, settings = results(), {"optim": {"lr": 0.002}, "drafter": {"name": "medusa"}}
+    for _ in range(2):
+        cfg = TrackConfig(tracker="tensorboard")
+        shown = TensorBoardRun(cfg, tmp_path, "run", "1a", settings)
+        shown.log_results(measured, {"plot": tmp_path / "a.png"}, tmp_path / "best")
+        shown.finish(0)
+    events = events_in(tmp_path / "tensorboard" / "results")
+    for name, figure in measured.headline().items():
+        (event,) = events.Scalars(name)
+        assert (event.step, event.value) == (924, pytest.approx(figure))
+    metadata = pytest.importorskip("tensorboard.plugins.hparams.metadata")
+    content = events.summary_metadata[metadata.SESSION_START_INFO_TAG].plugin_data.content
+    given = metadata.parse_session_start_info_plugin_data(content).hparams
+    assert given["optim.lr"].number_value == 0.002
+    assert given["drafter.name"].string_value == "medusa"
+    assert "samples T=0/text_summary" in events.Tags()["tensors"]
+    (image,) = events.Images("plot")
+    assert image.width > 100
+
+
+def test_tensorboard_says_what_it_cannot_do_before_the_target_is_loaded(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["target.path=nowhere", "track=tensorboard"]
+
+    def told(*more: str) -> str:
+        with pytest.raises(UserError) as error:
+            tiny.job(tmp_path / "run", "medusa", *asked, *more)
+        return str(error.value)
+
+    monkeypatch.setattr("train.tensorboard_tracking.find_spec", lambda name: object())
+    assert "track.mode=online: TensorBoard reads the run" in told("track.mode=online")
+    assert "track.entity=us: TensorBoard has no users" in told("track.entity=us")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    monkeypatch.setattr("train.tensorboard_tracking.find_spec", lambda name: sys.modules[name])
+    assert 'pip install -e ".[tensorboard]"' in told()
+
+
+def test_the_curves_of_other_settings_are_deleted(tmp_path: Path) -> None:
+    """A run that had not begun has a new id once its settings change."""
+    pytest.importorskip("tensorboard")
+    for run_id in ("1a", "1a", "2b"):
+        shown = TensorBoardRun(TrackConfig(tracker="tensorboard"), tmp_path, "run", run_id, {})
+        shown.log(1, {"x": 1.0, "none": None, "words": "no number", "list": [2]})
+        shown.finish(0)
+        ids = {path.suffix for path in (tmp_path / "tensorboard").iterdir()}
+        assert ids == {f".{run_id}"}
+    events = events_in(tmp_path / "tensorboard")
+    assert sorted(events.Tags()["scalars"]) == ["list/0", "x"]
