@@ -6,12 +6,18 @@ Run alone: python -m pytest tests/test_site.py (about 20 s)
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from datetime import date
 from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
 
 from tests.tiny import REPOSITORY
+
+PICTURES = sorted(path.stem for path in (REPOSITORY / "docs" / "pictures").glob("*.svg"))
 
 
 def output_of(*command: str) -> str:
@@ -60,6 +66,25 @@ def test_the_readme_has_the_figures_of_the_quickstart() -> None:
         for name in ("τ", "speedup"):
             value, low, high = row[names.index(name)]
             assert f"| {value:.2f} [{low:.2f}, {high:.2f}] |" in readme, row[0]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_words_of_a_picture_do_not_meet(name: str) -> None:
+    """Not even in the widest font that stands in for Helvetica; nor do they leave the picture."""
+    width_of = runpy.run_path(str(REPOSITORY / "scripts" / "pages" / "drawing.py"))["width_of"]
+    picture = ElementTree.parse(REPOSITORY / "docs" / "pictures" / f"{name}.svg").getroot()
+    boxes = []
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        words, size = text.text or "", float(text.attrib["font-size"])
+        width = width_of(words, size, mono="monospace" in text.attrib.get("font-family", ""))
+        shift = {"start": 0, "middle": width / 2, "end": width}[text.attrib["text-anchor"]]
+        left, bottom = float(text.attrib["x"]) - shift, float(text.attrib["y"])
+        assert left >= 0 and left + width <= float(picture.attrib["width"]), words
+        for other, (x, y, x2, y2) in boxes:
+            apart = x2 <= left + 1 or left + width <= x + 1 or y2 <= bottom - size or bottom <= y
+            assert apart, f"{words!r} is over {other!r}"
+        boxes.append((words, (left, bottom - size, left + width, bottom)))
+    assert boxes
 
 
 def test_every_picture_is_made_and_shown() -> None:

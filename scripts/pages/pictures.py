@@ -1,17 +1,26 @@
 """The pictures of the site, drawn from files of results or of what concepts.md explains."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
-from pages.drawing import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, YELLOW, Drawing
+from pages.drawing import BLUE, GREEN, GREY, INK, ORANGE, PALE, RED, YELLOW, Drawing, width_of
 from pages.results_page import FOLDER, Cell, tables
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from specdec.theory.leviathan import expected_tokens, walltime_factor
 
 PICTURES = FOLDER.parent / "pictures"
 
 
 def pictures() -> dict[Path, Callable[[], str]]:
     """What draws each file."""
+    drawn: tuple[Callable[[], str], ...]
     drawn = (speedups, families, pipeline, speculation_step, alpha, anchors, shapes)
+    drawn += (terminal, speedup_by_alpha, decision)
     return {PICTURES / f"{draw.__name__}.svg": draw for draw in drawn}
 
 
@@ -22,13 +31,13 @@ def figures(cell: Cell) -> list[float]:
 
 
 def speedups() -> str:
-    """The quickstart's speedups with their intervals, beside plain decoding."""
+    """The quickstart's speedups with their intervals, over vanilla decoding."""
     table = tables()["01-quickstart"]
     names = [column.name for column in table.columns]
     (run,) = table.runs
     d = Drawing(760, 318, f"{table.claim}, with 95 % intervals")
-    d.text(20, 28, "How many times as fast as plain decoding the quickstart's head is", size=15)
-    left, scale = 250, 230
+    d.text(20, 28, "Speedup of the quickstart's head over vanilla decoding", size=15)
+    left, scale = 250, 220
 
     def across(value: float) -> float:
         return left + scale * value
@@ -43,7 +52,7 @@ def speedups() -> str:
             y += 14
         value, low, high = figures(row[names.index("speedup")])
         ink = BLUE if words.startswith("T = 0") else ORANGE
-        d.text(left - 10, y + 19, words.replace("the fastest shape: ", ""), at="end")
+        d.text(left - 10, y + 19, words.replace("the fastest topology: ", ""), at="end")
         d.box(left, y + 4, scale * value, 22, ink, fill=ink, round=2)
         d.line(across(low), y + 15, across(high), y + 15, INK)
         for end in (low, high):
@@ -51,7 +60,7 @@ def speedups() -> str:
         d.text(across(high) + 8, y + 19, f"{value:.2f}")
         y += 35
     d.line(across(1), 46, across(1), 278, INK)
-    d.text(across(1), 310, "plain decoding", size=12, at="middle", ink=GREY)
+    d.text(across(1), 310, "vanilla decoding", size=12, at="middle", ink=GREY)
     return d.svg()
 
 
@@ -64,9 +73,7 @@ def families() -> str:
     rows.sort(key=lambda row: -max(figures(row[i])[0] for i in (chain, tree) if row[i]))
     left, scale, step = 110, 560, 26
     d = Drawing(760, 96 + step * len(rows), f"{table.claim}: τ at T = 0 of chains and of trees")
-    d.text(
-        20, 28, "Tokens that a pass of the target emits (τ) at T = 0, after 40,000 tokens", size=15
-    )
+    d.text(20, 28, "Mean acceptance length τ at T = 0, after 40,000 training tokens", size=15)
 
     def across(value: float) -> float:
         return left + scale * (value - 1)
@@ -101,51 +108,54 @@ STAGES = (  # what is made, from what or for whom; where it is kept; how an engi
 
 def pipeline() -> str:
     """The stages of a run, their files, and what an engine can do."""
-    d = Drawing(900, 168, "The stages of a run, where each is kept, and what an engine can do")
-    left, pitch, width = 104, 131, 113
+    d = Drawing(960, 168, "The stages of a run, where each is kept, and what an engine can do")
+    left, pitch, width = 104, 142, 126
     for y, words in ((48, "train.py"), (64, "runs all"), (112, "kept in"), (142, "in an engine")):
         d.text(14, y, words, size=12, ink=GREY)
     for i, (stage, words, file, engine, ink) in enumerate(STAGES):
         x = left + pitch * i
         middle = x + width / 2
         d.box(x, 24, width, 58, ink)
-        d.text(middle, 49, stage, size=14, at="middle")
-        d.text(middle, 68, words, size=11, at="middle", ink=GREY)
+        d.inside(x, 49, width, stage, size=14)
+        d.inside(x, 68, width, words, size=11, ink=GREY)
         if i:
             d.arrow(x + width - pitch + 1, 53, x - 2, 53)
         d.text(middle, 112, file, size=11, at="middle")
         d.text(middle, 142, engine, size=11, at="middle", ink=BLUE)
-    d.line(14, 122, 886, 122, PALE, width=1)
+    d.line(14, 122, 946, 122, PALE, width=1)
     return d.svg()
 
 
 def speculation_step() -> str:
-    """A speculation step of speculative decoding: drafted tokens, one pass of the target, what is
-    kept."""
+    """One speculation step: drafted tokens, one forward pass of the target, the tokens kept."""
     d = Drawing(
-        760, 250, "One speculation step: the draft proposes, one pass of the target verifies"
+        840, 270, "One speculation step: the draft proposes, one pass of the target verifies"
     )
-    words = ["The", "sky", "is"]
-    for i, word in enumerate(words):
-        d.token(150 + 66 * i, 40, 60, word, GREY if i < 2 else BLUE)
+    left, pitch = 200, 76
+    for i, word in enumerate(["The", "sky", "is"]):
+        d.token(left + pitch * i, 40, 70, word, GREY if i < 2 else BLUE)
     d.text(20, 60, "the text so far")
-    d.text(312, 32, "anchor", size=12, at="middle", ink=BLUE)
+    d.text(left + 2 * pitch + 35, 32, "anchor", size=12, at="middle", ink=BLUE)
     d.text(20, 124, "the draft proposes")
+    drafted = left + 3 * pitch
     for i, word in enumerate(["blue", "because", "of"]):
-        d.token(348 + 86 * i, 104, 80, word, GREY)
-        d.text(388 + 86 * i, 98, f"depth {i}", size=11, at="middle", ink=GREY)
-    d.arrow(316, 72, 344, 112)
-    d.text(20, 174, "one pass of the target")
-    d.text(20, 190, "verifies all of them")
+        d.token(drafted + pitch * i, 104, 70, word, GREY)
+        d.text(drafted + pitch * i + 35, 98, f"depth {i}", size=11, at="middle", ink=GREY)
+    d.arrow(left + 2 * pitch + 40, 72, drafted - 4, 114)
+    d.text(20, 174, "one forward pass")
+    d.text(20, 190, "of the target verifies")
     kept = (("blue", GREEN, False), ("because", RED, True), ("of", RED, True))
     for i, (word, ink, struck) in enumerate(kept):
-        d.token(348 + 86 * i, 160, 80, word, ink, struck)
-        d.arrow(388 + 86 * i, 136, 388 + 86 * i, 157)
+        d.token(drafted + pitch * i, 160, 70, word, ink, struck)
+        d.arrow(drafted + pitch * i + 35, 136, drafted + pitch * i + 35, 157)
+    for y, words, ink in ((168, "accepted,", GREEN), (186, "then rejected", RED)):
+        d.text(drafted + 3 * pitch + 8, y + 2, words, size=12, ink=ink)
     d.text(20, 230, "the text afterwards")
     after = (("The", GREY), ("sky", GREY), ("is", GREY), ("blue", GREEN), ("when", YELLOW))
     for i, (word, ink) in enumerate(after):
-        d.token(150 + 66 * i, 210, 60, word, ink)
-    d.text(490, 230, "2 tokens for one pass; “when” is the next anchor", size=12, ink=GREY)
+        d.token(left + pitch * i, 210, 70, word, ink)
+    d.text(left + 5 * pitch + 8, 222, "2 tokens for one pass;", size=12, ink=GREY)
+    d.text(left + 5 * pitch + 8, 238, "“when” is the next anchor", size=12, ink=GREY)
     return d.svg()
 
 
@@ -153,7 +163,7 @@ def alpha() -> str:
     """p and q over five tokens, and the three variants of β at this position."""
     p, q = (0.40, 0.30, 0.15, 0.10, 0.05), (0.25, 0.45, 0.20, 0.05, 0.05)
     words = ("blue", "clear", "dark", "so", "the")
-    d = Drawing(760, 300, "Acceptance at one position in its three variants")
+    d = Drawing(820, 300, "Acceptance at one position in its three variants")
     d.text(20, 28, "p of the target and q of the draft at one position", size=15)
     base, scale = 240, 400
     for i, (word, of_p, of_q) in enumerate(zip(words, p, q, strict=True)):
@@ -162,15 +172,16 @@ def alpha() -> str:
         d.box(x + 28, base - scale * of_q, 26, scale * of_q, ORANGE, fill="none", round=0)
         both = scale * min(of_p, of_q)
         d.box(x, base - both, 26, both, BLUE, round=0)
-        d.box(x + 28, base - both, 26, both, ORANGE, fill="#ffedd5", round=0)
-        d.text(x + 13, base - scale * of_p - 5, f"{of_p:.2f}", size=11, at="middle", ink=BLUE)
-        d.text(x + 41, base - scale * of_q - 5, f"{of_q:.2f}", size=11, at="middle", ink=ORANGE)
+        d.box(x + 28, base - both, 26, both, ORANGE, round=0)
+        for shift, value, ink in ((12, of_p, BLUE), (42, of_q, ORANGE)):
+            y = base - scale * value - 5
+            d.text(x + shift, y, f"{value:.2f}", size=11, at="middle", ink=ink)
         d.text(x + 27, base + 18, word, at="middle")
     d.line(30, base, 420, base, INK)
-    for x, ink, letter in ((40, BLUE, "p, the target"), (160, ORANGE, "q, the draft")):
+    for x, ink, letter in ((40, BLUE, "p, the target"), (170, ORANGE, "q, the draft")):
         d.box(x, 272, 12, 12, ink, fill=ink, round=2)
         d.text(x + 18, 283, letter, ink=GREY)
-    d.text(270, 283, "shaded: min(p, q)", ink=GREY)
+    d.text(290, 283, "shaded: min(p, q)", ink=GREY)
     sampled = sum(map(min, p, q))
     drafted = max(range(len(q)), key=q.__getitem__)
     agree = int(drafted == max(range(len(p)), key=p.__getitem__))
@@ -185,33 +196,41 @@ def alpha() -> str:
     )
     for i, (name, value, when) in enumerate(told):
         y = 70 + 66 * i
-        d.box(450, y - 18, 290, 54, GREY)
+        d.box(450, y - 18, 350, 54, GREY)
         d.text(462, y + 2, f"{name}: {value}")
         d.text(462, y + 22, when, size=12, ink=GREY)
     return d.svg()
 
 
 def anchors() -> str:
-    """All positions of a text as anchors, and those that a decoder visits."""
+    """Anchors of a text in training, and those that a decoder visits; prompt tokens are marked."""
     d = Drawing(
-        760, 190, "Anchors: every position in training, where speculation steps begin in decoding"
+        884, 234, "Anchors in training and in decoding; tokens of the prompt are anchors of neither"
     )
-    words = ["Why", "is", "the", "sky", "blue", "?", "Because", "air", "scatters"]
-    visited = {0, 2, 5, 6}
-    for row, (y, label) in enumerate(
-        ((50, "training: every position"), (120, "decoding: where speculation steps begin"))
-    ):
-        d.text(20, y - 10, label, ink=GREY)
+    prompt = ["Why", "is", "the", "sky", "blue", "?"]
+    response = ["Because", "air", "scatters", "blue", "light", "most"]
+    words, last = [*prompt, *response], len(prompt) - 1
+    pitch, width = 70, 66
+    rows = (
+        (46, "training: each position before a token of the response", range(last, len(words) - 1)),
+        (146, "decoding: the positions where speculation steps begin", (last + 1, last + 3)),
+    )
+    for y, label, at_anchor in rows:
+        d.text(22, y - 12, label)
         for i, word in enumerate(words):
-            here = row == 0 or i in visited
-            d.token(20 + 80 * i, y, 74, word, BLUE if here else GREY)
-    d.text(
-        20,
-        180,
-        "Steps begin where the last one failed, so visited anchors are harder: α there is lower.",
-        size=12,
-        ink=GREY,
-    )
+            here = i in at_anchor
+            x = 22 + pitch * i
+            if i <= last:
+                d.box(x, y, width, 30, BLUE if here else PALE, fill="" if here else "white")
+                d.inside(x, y + 20, width, word, ink=INK if here else GREY)
+            else:
+                d.token(x, y, width, word, BLUE if here else GREY)
+        for start, stop, name in ((0, last, "prompt"), (last + 1, len(words) - 1, "response")):
+            left, right = 22 + pitch * start, 22 + pitch * stop + width
+            d.line(left, y + 36, right, y + 36, GREY, width=1)
+            d.text((left + right) / 2, y + 49, name, size=11, at="middle", ink=GREY)
+    below = "Blue: anchors. The step at “Because” drafts “air of”; the target corrects “of”."
+    d.text(22, 222, below, size=12)
     return d.svg()
 
 
@@ -223,7 +242,7 @@ def shapes() -> str:
         d.token(20 + 92 * i, 90, 72, word, BLUE if i == 0 else GREEN)
         if i:
             d.arrow(20 + 92 * i - 20, 105, 20 + 92 * i - 2, 105)
-    d.text(400, 28, "a tree of 6 nodes, depth 3", size=14)
+    d.text(400, 28, "a tree of 6 nodes", size=14)
     nodes = {
         (): (400, 90, "is"),
         (0,): (490, 50, "blue"),
@@ -246,4 +265,160 @@ def shapes() -> str:
         size=12,
         ink=GREY,
     )
+    return d.svg()
+
+
+SAID = Path(__file__).with_name("generate.ansi")  # what `script` recorded of a terminal
+PROMPT = '"Which planets orbit the Sun?" --gamma 2 --max-new-tokens 72'
+NIGHT, FOREGROUND = "#111827", "#d1d5db"
+TERMINAL = {1: "#f87171", 2: "#4ade80", 3: "#facc15", 4: "#60a5fa"}  # by ANSI's numbers
+COLUMNS = 84
+
+
+def terminal() -> str:
+    """A recorded answer of scripts/generate, in the colours of a terminal."""
+    lines: list[list[Word]] = []
+    for text in (
+        Text(f"$ scripts/generate runs/quickstart/best {PROMPT}"),
+        Text.from_ansi(SAID.read_text(encoding="utf-8")),
+    ):
+        for line in text.split("\n"):
+            lines += wrapped(words_of(line))
+    advance, step = width_of("x", 13, mono=True), 21
+    d = Drawing(
+        round(40 + COLUMNS * advance),
+        34 + step * len(lines),
+        "scripts/generate: accepted drafts are green, corrections yellow, rejected drafts struck",
+    )
+    d.box(0, 0, d.width, d.height, NIGHT, fill=NIGHT, round=8)
+    for i, words in enumerate(lines):
+        column = 0
+        for word in words:
+            start = column + len(word.text) - len(word.text.lstrip())
+            if text := word.text.strip():
+                x, y = 20 + advance * start, 30 + step * i
+                d.text(x, y, text, ink=word.ink, mono=True, struck=word.struck)
+            column += len(word.text)
+    return d.svg()
+
+
+class Word(NamedTuple):
+    text: str  # with the space before it
+    ink: str = FOREGROUND
+    struck: bool = False
+
+
+def words_of(line: Text) -> list[Word]:
+    """The words of a line with their styles."""
+    words = []
+    for segment in line.render(Console(color_system="standard")):
+        style = segment.style or Style.null()
+        number = style.color.number if style.color else None
+        ink = TERMINAL.get(number, FOREGROUND) if number else FOREGROUND
+        parts = re.findall(r"\s*\S+|\s+$", segment.text.rstrip("\n"))
+        words += [Word(part, ink, bool(style.strike)) for part in parts]
+    return words
+
+
+def wrapped(words: list[Word]) -> list[list[Word]]:
+    """The words in lines of `COLUMNS`."""
+    lines: list[list[Word]] = []
+    column = COLUMNS
+    for word in words:
+        if column + len(word.text) > COLUMNS:
+            lines.append([])
+            word, column = word._replace(text=word.text.lstrip()), 0
+        lines[-1].append(word)
+        column += len(word.text)
+    return lines
+
+
+GAMMAS = {1: GREY, 2: BLUE, 3: GREEN, 5: YELLOW, 7: RED}
+
+
+def speedup_by_alpha() -> str:
+    """The predicted speedup against α for some γ at two costs, and the quickstart's chains."""
+    d = Drawing(880, 400, "Predicted speedup against the acceptance rate α, by draft length γ")
+    d.text(20, 28, "Predicted speedup of chains: τ / (γc + v), with c = 0.05", size=15)
+    table = tables()["01-quickstart"]
+    names = [column.name for column in table.columns]
+    row = table.runs[0].rows[0]
+    gamma = 2
+    assert row[0] == f"T = 0, chains of {gamma} tokens"
+    tau = figures(row[names.index("τ")])[0]
+    speedup, low, high = figures(row[names.index("speedup")])
+    for left, v, words in ((56, 1.1, "memory-bound: v = 1.1"), (484, 1.3, "a small CPU: v = 1.3")):
+
+        def at(alpha: float, factor: float, left: int = left) -> tuple[float, float]:
+            return left + 340 * (alpha - 0.1) / 0.8, 350 - 280 * (factor - 0.5) / 3.5
+
+        d.text(left + 10, 62, words)
+        for tick in (0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0):
+            _, y = at(0, tick)
+            d.line(left, y, left + 340, y, INK if tick == 1 else PALE, width=1)
+            d.text(left - 8, y + 4, f"{tick:g}", size=11, at="end", ink=GREY)
+        for tick in (0.1, 0.3, 0.5, 0.7, 0.9):
+            x, _ = at(tick, 0)
+            d.text(x, 368, f"{tick:g}", size=11, at="middle", ink=GREY)
+        d.text(left + 170, 386, "α, alike at all depths", size=12, at="middle", ink=GREY)
+        for length, ink in GAMMAS.items():
+            alphas = [0.1 + 0.8 * i / 40 for i in range(41)]
+            d.curve([at(a, walltime_factor(a, length, 0.05, v)) for a in alphas], ink)
+            x, y = at(0.9, walltime_factor(0.9, length, 0.05, v))
+            d.text(x + 6, y + 4, f"γ = {length}", size=12, ink=ink)
+        x, y = at(alpha_of(tau, gamma), speedup)
+        d.line(x, at(0, low)[1], x, at(0, high)[1], INK)
+        d.box(x - 5, y - 5, 10, 10, INK, fill=ORANGE, round=5)
+        d.line(x - 4, y - 10, x - 30, 186, GREY, width=1)
+        d.text(left + 12, 166, "quickstart, γ = 2:", size=12, ink=ORANGE)
+        d.text(left + 12, 182, f"τ {tau:.2f}, {speedup:.2f} times", size=12, ink=ORANGE)
+    return d.svg()
+
+
+def alpha_of(tau: float, gamma: int) -> float:
+    """The α, alike at all depths, at which chains have this τ."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if expected_tokens(middle, gamma) < tau else (low, middle)
+    return low
+
+
+QUESTIONS = (  # of the decision tree: the question, and the drafters if the answer is yes
+    ("Nothing may be trained?", "suffix, ngram", "copy from texts seen before"),
+    ("Encoder-decoder target (T5, BART)?", "seq2seq_lm", "a small encoder-decoder"),
+    (
+        "Served by vLLM or SGLang?",
+        "eagle3",
+        "mtp if the target has MTP modules; dflash with much data",
+    ),
+    ("Prompts far longer than responses?", "sparse", "the target over a sparse KV cache"),
+    (
+        "Responses that repeat the prompt, T = 0?",
+        "combine_with=suffix",
+        "a hybrid of any trained head and suffix decoding",
+    ),
+    ("Much training data?", "dflash2, dspark, jetspec", "blocks and trees drafted in one pass"),
+)
+
+
+def decision() -> str:
+    """Which drafter to take: questions from above to below, the drafter where one is a yes."""
+    step, top = 70, 20
+    d = Drawing(860, top + step * len(QUESTIONS) + 62, "Which drafter to choose")
+    for i, (question, drafter, remark) in enumerate(QUESTIONS):
+        y = top + step * i
+        d.box(20, y, 330, 44, GREY)
+        d.inside(20, y + 27, 330, question)
+        d.arrow(352, y + 22, 428, y + 22)
+        d.text(390, y + 15, "yes", size=12, at="middle", ink=GREY)
+        d.box(432, y, 408, 44, GREEN)
+        d.inside(432, y + 19, 408, drafter, size=14)
+        d.inside(432, y + 36, 408, remark, size=11, ink=GREY)
+        d.arrow(185, y + 45, 185, y + step - 2)
+        d.text(196, y + 62, "no", size=12, ink=GREY)
+    y = top + step * len(QUESTIONS)
+    d.box(20, y, 330, 44, GREEN)
+    d.inside(20, y + 19, 330, "mlp, hydra", size=14)
+    d.inside(20, y + 36, 330, "the cheapest draft steps with our own decoder", size=11, ink=GREY)
     return d.svg()
