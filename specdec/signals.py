@@ -18,6 +18,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from specdec.busy_cores import wait_briefly_if_busy
+
 SECONDS = 20.0  # from SIGTERM to the end, checkpoint included; Slurm and Kubernetes wait for 30
 INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit codes
 
@@ -62,9 +64,10 @@ def print_any_character() -> None:
 def prepare_process(interrupted: str = "interrupted") -> None:
     """Call this before slow imports. It opens closed standard streams and, until `handled`, ends
     the process at once on SIGINT or SIGTERM: a library that is interrupted while it is imported
-    raises errors of its own."""
+    raises errors of its own. On a busy machine, threads wait briefly for each other."""
     open_standard_streams()
     print_any_character()
+    wait_briefly_if_busy()
 
     def end(number: int, frame: FrameType | None) -> None:
         _say(interrupted if number == signal.SIGINT else _terminated(interrupted))

@@ -39,6 +39,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.shapes",
         "specdec.context",
         "specdec.ranks",
+        "specdec.busy_cores",
         "specdec.signals",
     ),
     ("specdec.runtime",),

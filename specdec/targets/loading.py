@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from specdec.busy_cores import waits_briefly
 from specdec.errors import UserError, memory_for, require
 from specdec.plugins import Plugins
 from specdec.progress import tell
@@ -243,11 +244,13 @@ def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
             f"classes could be made to check ours ({target.without_twin})"
         )
     alone = isinstance(target, Target) and target.restricted
+    busy = "; other processes keep a core busy, so threads soon sleep where they wait"
     return (
         f"target {target.name}: {kind}, {layers} layers, vocabulary {target.vocab_size:,}, "
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
         f"{f'; it {target.only_chains}' if alone else ''}"
         f"{unchecked}"
         f"{spread}{f'; {packed_linear.described(target.model, target.dtype)}' if pack else ''}"
+        f"{busy if waits_briefly() and target.device.type == 'cpu' else ''}"
         f"{endless if after is not None else ''}"
     )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.busy_cores import WAITING
 from specdec.errors import UserError
 from specdec.measure.results import Results
 from specdec.runtime.cpu import machine_probes, packed_linear
@@ -184,6 +185,9 @@ def test_the_opening_line_says_what_was_chosen_and_why(
     assert f", {chosen.dtype} on cpu" in line and "\n" not in line
     assert (f"({native_dtype('cpu').reason}" in line) is (dtype == "auto")
     assert ("packed" in line.partition(" on cpu")[2]) is packs
+    assert "busy" not in line
+    monkeypatch.setenv(WAITING, "briefly")
+    assert "other processes keep a core busy" in opening(target, cfg)
 
 
 def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""Short waits between threads on a machine that others keep busy, decided before torch is imported.
+
+Threads of a matrix product meet at its end, and those that come first spin. If another process
+holds one of the cores, the last thread waits for that core while the others spin on theirs: with
+one busy core of two, a plain step took four times as long as on an idle machine. Threads that soon
+sleep are twice as fast there, but reach two thirds of the speed on an idle machine (the figures are
+in docs/notebook/machines.md).
+
+Standard library only, as libgomp reads its settings once, when torch loads it.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+STAT = Path("/proc/stat")  # Linux alone
+SECONDS = 0.1  # of the look at the cores: ten units of the kernel's clock each
+BUSY = 0.5  # of a core
+SPINS = "1000"  # about 30 microseconds; libgomp's default is milliseconds
+SPINNING, WAITING = "GOMP_SPINCOUNT", "DRAFTSMITH_WAITING"
+OWN_CHOICE = (SPINNING, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # of the user
+
+
+def wait_briefly_if_busy() -> None:
+    """Let threads sleep soon if other processes keep at least half a core busy, unless the user has
+    decided how they wait, there is one thread, or torch is imported. Child processes follow."""
+    decided = "torch" in sys.modules or any(name in os.environ for name in OWN_CHOICE)
+    if decided or os.environ.get("OMP_NUM_THREADS") == "1" or len(_cores()) < 2:
+        return
+    if busy_cores() >= BUSY:
+        os.environ[SPINNING] = SPINS
+        os.environ[WAITING] = "briefly"
+
+
+def waits_briefly() -> bool:
+    """Whether `wait_briefly_if_busy` has decided that threads sleep soon."""
+    return WAITING in os.environ
+
+
+def busy_cores(seconds: float = SECONDS) -> float:
+    """How many of this process's cores others use, over so many seconds; 0 where the system does
+    not tell."""
+    before = _times()
+    time.sleep(seconds)
+    after = _times()
+    shares = []
+    for core in before.keys() & after.keys() & _cores():
+        busy, whole = (after[core][n] - before[core][n] for n in (0, 1))
+        shares.append(busy / max(1, whole))
+    return sum(shares)
+
+
+def _cores() -> set[int]:
+    """The cores that this process may use; none where the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def _times() -> dict[int, tuple[int, int]]:
+    """The time that each core was busy, and all its time, in units of the kernel's clock."""
+    try:
+        lines = STAT.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return {}
+    times = {}
+    for line in lines:
+        name, *counts = line.split()
+        if name.startswith("cpu") and name != "cpu":
+            user, nice, system, idle, iowait, *rest = map(int, counts[:8])
+            busy = user + nice + system + sum(rest)  # interrupts, and what a hypervisor took
+            times[int(name[3:])] = busy, busy + idle + iowait
+    return times
