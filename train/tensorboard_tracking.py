@@ -85,8 +85,8 @@ class TensorBoardRun(TrackedRun):
             path.unlink()
         step = results.training.step if results.training else 0
         writer = self._opened(folder)
-        given = {key.replace("/", "."): x for key, x in flat_figures(self._settings).items()}
-        kept = {name: x for name, x in given.items() if isinstance(x, bool | int | float | str)}
+        named = {key.replace("/", "."): x for key, x in flat_figures(self._settings).items()}
+        kept = {name: x for name, x in named.items() if isinstance(x, bool | int | float | str)}
         for summary in hparams(kept, main_figures(results)):
             writer.file_writer.add_summary(summary, step)
         for name, figure in results.headline().items():
