@@ -1,5 +1,6 @@
 """The pictures of the site, drawn from files of results or of what concepts.md explains."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -384,41 +385,28 @@ def alpha_of(tau: float, gamma: int) -> float:
     return low
 
 
-QUESTIONS = (  # of the decision tree: the question, and the drafters if the answer is yes
-    ("Nothing may be trained?", "suffix, ngram", "copy from texts seen before"),
-    ("Encoder-decoder target (T5, BART)?", "seq2seq_lm", "a small encoder-decoder"),
-    (
-        "Served by vLLM or SGLang?",
-        "eagle3",
-        "mtp if the target has MTP modules; dflash with much data",
-    ),
-    ("Prompts far longer than responses?", "sparse", "the target over a sparse KV cache"),
-    (
-        "Responses that repeat the prompt, T = 0?",
-        "combine_with=suffix",
-        "a hybrid of any trained head and suffix decoding",
-    ),
-    ("Much training data?", "dflash2, dspark, jetspec", "blocks and trees drafted in one pass"),
-)
+QUESTIONS = Path(__file__).with_name("decision.json")  # the last entry has no question
 
 
 def decision() -> str:
     """Which drafter to take: questions from above to below, the drafter where one is a yes."""
+    *questions, otherwise = json.loads(QUESTIONS.read_text(encoding="utf-8"))
     step, top = 70, 20
-    d = Drawing(860, top + step * len(QUESTIONS) + 62, "Which drafter to choose")
-    for i, (question, drafter, remark) in enumerate(QUESTIONS):
+    d = Drawing(860, top + step * len(questions) + 62, "Which drafter to choose")
+
+    def answer(x: float, y: float, width: float, entry: dict[str, str]) -> None:
+        d.box(x, y, width, 44, GREEN)
+        d.inside(x, y + 19, width, entry["drafter"], size=14)
+        d.inside(x, y + 36, width, entry["remark"], size=11, ink=GREY)
+
+    for i, entry in enumerate(questions):
         y = top + step * i
         d.box(20, y, 330, 44, GREY)
-        d.inside(20, y + 27, 330, question)
+        d.inside(20, y + 27, 330, entry["question"])
         d.arrow(352, y + 22, 428, y + 22)
         d.text(390, y + 15, "yes", size=12, at="middle", ink=GREY)
-        d.box(432, y, 408, 44, GREEN)
-        d.inside(432, y + 19, 408, drafter, size=14)
-        d.inside(432, y + 36, 408, remark, size=11, ink=GREY)
+        answer(432, y, 408, entry)
         d.arrow(185, y + 45, 185, y + step - 2)
         d.text(196, y + 62, "no", size=12, ink=GREY)
-    y = top + step * len(QUESTIONS)
-    d.box(20, y, 330, 44, GREEN)
-    d.inside(20, y + 19, 330, "mlp, hydra", size=14)
-    d.inside(20, y + 36, 330, "the cheapest draft steps with our own decoder", size=11, ink=GREY)
+    answer(20, top + step * len(questions), 330, otherwise)
     return d.svg()
