@@ -96,3 +96,11 @@ def test_every_picture_is_made_and_shown() -> None:
     shown = "".join(path.read_text() for path in pages)
     for name in drawn - {"speedups", "families"}:
         assert f"pictures/{name}.svg)" in shown, name
+
+
+def test_the_page_of_targets_begins_with_well_known_ones() -> None:
+    text = (REPOSITORY / "docs" / "targets.md").read_text()
+    shown, *folded = text.split("<details markdown")
+    rows = re.findall(r"^\| (\S+) \| \w+ \| (?:chains|whole)", shown, re.M)
+    assert len(rows) == 20 and {"llama", "qwen3", "gpt_oss"} < set(rows)
+    assert len(folded) == 3 and len(re.findall(r"^\| .* \| \w+ \| chains", folded[0], re.M)) > 180

@@ -47,6 +47,29 @@ from train.run_config import Config, composed, register
 from train.run_documents import RunDocuments
 
 ROOT = Path(__file__).resolve().parents[2]
+# the architectures that the page shows first
+WELL_KNOWN = [
+    "llama",
+    "llama4",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "mistral",
+    "mixtral",
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "phi3",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm4_moe",
+    "smollm3",
+    "olmo3",
+    "granite",
+]
 PAGE = ROOT / "docs" / "targets.md"
 COMMAND = "scripts/bench targets"
 NEW = 24  # tokens of a response that are compared with transformers' own
@@ -488,17 +511,21 @@ def page(found: Sequence[tuple[Tiny, list[StepOutcome]]], seconds: float) -> str
             for kind, names in alike.items()
         ),
         "",
-        "| architecture | class | decodes | trained | refused |",
-        "| --- | --- | --- | --- | --- |",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        *table([row for row in rows if row[0] in WELL_KNOWN]),
         "",
-        "Reasons:",
+        *folded("All other architectures", table([r for r in rows if r[0] not in WELL_KNOWN])),
         "",
-        *grouped((f"{arch.name}", o) for arch, x in read.items() for o in x if o.state == REFUSED),
+        *folded(
+            "Reasons of what is refused",
+            grouped((arch.name, o) for arch, x in read.items() for o in x if o.state == REFUSED),
+        ),
         "",
         "## Refused when they are loaded",
         "",
-        *grouped((arch.name, x[0]) for arch, x in found if x[0].state == REFUSED),
+        *folded(
+            "Architectures and reasons",
+            grouped((arch.name, x[0]) for arch, x in found if x[0].state == REFUSED),
+        ),
         "",
         "## Not made",
         "",
@@ -510,6 +537,21 @@ def page(found: Sequence[tuple[Tiny, list[StepOutcome]]], seconds: float) -> str
     if faults:
         lines += ["", "## Faults", "", *grouped(faults)]
     return "\n".join(lines) + "\n"
+
+
+def table(rows: list[list[str]]) -> list[str]:
+    """The matrix of some architectures."""
+    head = [
+        "| architecture | class | decodes | trained | refused |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def folded(summary: str, lines: list[str]) -> list[str]:
+    """Lines of Markdown that the reader unfolds."""
+    opened = f'<details markdown="1"><summary>{summary}</summary>'
+    return [opened, "", *lines, "", "</details>"]
 
 
 def share_of_causal(found: Sequence[tuple[Tiny, list[StepOutcome]]]) -> str:
