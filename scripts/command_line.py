@@ -29,6 +29,8 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.spread import AUTO
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
+from train.data.conversations import DataConfig
+from train.data.rendering import prompt_rendering
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")
@@ -103,6 +105,7 @@ def target_of(
     name = path or theirs.name
     wanted = TargetConfig(name, dtype, revision=revision, packed=packed, **placed)
     target = load_target(wanted)
+    target.render_prompts_with(theirs.rendering)
     console.print(opening(target, wanted))
     return target
 
@@ -167,6 +170,15 @@ def add_thinking(parser: argparse.ArgumentParser) -> None:
     """Add --thinking, which chat templates read."""
     words = "ask for reasoning, or for none; default: as in the draft's run (data.thinking)"
     parser.add_argument("--thinking", choices=("on", "off"), help=words)
+
+
+def render_with_thinking(target: TargetParts, thinking: str | None) -> None:
+    """Note that --thinking replaces how the draft's run rendered prompts."""
+    if thinking is not None:
+        theirs = target.rendering
+        asked = DataConfig(template_args=theirs.arguments).with_thinking(thinking)
+        rendering = prompt_rendering(asked, target.tokenizer, theirs.chat_template)
+        target.render_prompts_with(rendering)
 
 
 def add_beams(parser: argparse.ArgumentParser) -> None:

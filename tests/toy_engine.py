@@ -33,7 +33,13 @@ class Toy(Engine):
         return ["--head", str(draft.folder), "--tokens", str(draft.gamma)]
 
     def shown_commands(
-        self, drafter: str, draft: str, target: str, gamma: int, overrides: str | None
+        self,
+        drafter: str,
+        draft: str,
+        target: str,
+        gamma: int,
+        overrides: str | None,
+        options: Sequence[str] = (),
     ) -> tuple[str, ...]:
         return (f"toy-server {target} --head {draft} --tokens {gamma}",)
 

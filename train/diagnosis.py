@@ -89,6 +89,7 @@ class Diagnosis:
     cut: CutResponses | None = None  # None: no responses of the target are stored
     samples: list[ShownSequence] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
+    rendering: str = ""  # how prompts are rendered, if not as the target's files say
 
 
 def diagnose_data(
@@ -110,6 +111,8 @@ def diagnose_data(
     prompts = [*split.prompts, *split.validation_prompts]
     figures = str(split.tally), counts, prompts, _sizes(counts, cfg)
     diagnosis = Diagnosis(cfg.name, target.name, *figures)
+    if not target.rendering.is_default:
+        diagnosis.rendering = f" with {target.rendering}"
     diagnosis.longer = _longer(cfg, split)
     most = min(diagnosis.longer)
     diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts) + _left_out(cfg, split))
@@ -350,7 +353,10 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     if diagnosis.samples:
         console.print(legend)
     notes = _notes(diagnosis)
-    console.print(f"\n{diagnosis.data}, as {diagnosis.target} reads it\n{diagnosis.tally}")
+    console.print(
+        f"\n{diagnosis.data}, as {diagnosis.target} reads it"
+        f"{diagnosis.rendering}\n{diagnosis.tally}"
+    )
     for heading, rows in _tables(diagnosis).items():
         console.print(f"\n{heading}{f': {notes[heading]}' if heading in notes else ''}")
         width = max(len(name) for name in rows)
@@ -365,7 +371,8 @@ def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def write_diagnosis(diagnosis: Diagnosis, path: Path) -> None:
     """Write a diagnosis as Markdown and, beside it, as HTML."""
     text, notes = markdown.text, _notes(diagnosis)
-    page = [f"# {text(diagnosis.data)}, as {text(diagnosis.target)} reads it"]
+    read = f"as {diagnosis.target} reads it{diagnosis.rendering}"
+    page = [f"# {text(diagnosis.data)}, {text(read)}"]
     page += [f"**Fault**: {text(fault)}" for fault in diagnosis.faults]
     if not diagnosis.faults:
         page += ["No fault was found."]

@@ -29,8 +29,10 @@ from specdec.files import (
 from specdec.formats import draft_checkpoint
 from specdec.integrity import of_value, sealed
 from specdec.progress import tell
+from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 from train.budget import BUDGET, texts_of_run
 from train.data.conversations import DataConfig
+from train.data.rendering import own_chat_template
 from train.data.response_files import RESPONSES_READ
 from train.data.sequences import Document, Prompt
 from train.data.split import trained_openings
@@ -41,6 +43,7 @@ from train.tracking import files_of_trackers
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
 HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as the run read them
 KEPT = 4000  # the most prompts in it
+TEMPLATE_OF = "chat template"  # its digest in config.json, among what a run reads
 BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
@@ -106,14 +109,17 @@ def describe(
     drafts: Mapping[str, str | None],
     fingerprint: str,
     texts: RunDocuments,
+    chat_template: str | None = None,
 ) -> None:
     """Write the run's config.json: its `settings` and what it reads, namely the target with this
-    fingerprint, the texts, and `drafts` by what they are to the run. If the folder holds a run of
-    other texts or models, raise UserError instead. Until here, an error leaves the folder free for
-    another run."""
+    fingerprint, the texts, the text of an own chat template, and `drafts` by what they are to the
+    run. If the folder holds a run of other texts or models, raise UserError instead. Until here, an
+    error leaves the folder free for another run."""
     of = {"target": fingerprint, "training data": digest(texts.train)}
     of["held-out data"] = digest(texts.validation)
     of["held-out prompts"] = of_value([prompt.ids.tolist() for prompt in texts.prompts])
+    if chat_template is not None:
+        of[TEMPLATE_OF] = of_value(chat_template)
     for name, draft in drafts.items():
         if draft is not None:
             of[name] = draft_checkpoint.digest_of_draft(draft)
@@ -127,6 +133,25 @@ def describe(
     if texts.counts is not None:
         described["read"] = asdict(texts.counts)
     write_json(folder / "config.json", described)
+
+
+def chat_template_of_run(cfg: DataConfig, folder: Path) -> str | None:
+    """The text of `data.chat_template`; None if the tokenizer's template is used. Raises UserError
+    as `own_chat_template` does, and if the run in this folder began with another text."""
+    text = own_chat_template(cfg)
+    known = config_of(folder).get("of", {}).get(TEMPLATE_OF)
+    require(
+        known is None or text is None or known == of_value(text),
+        f"{folder}: data.chat_template={cfg.chat_template} changed since this run began: give "
+        f"another name=, or put back the text in {folder / CHAT_TEMPLATE}",
+    )
+    return text
+
+
+def note_chat_template(folder: Path, text: str | None) -> None:
+    """Keep the text of a run's own chat template in its folder."""
+    if text is not None:
+        write_whole(folder / CHAT_TEMPLATE, text)
 
 
 def note_prompts(folder: Path, identity: str, texts: RunDocuments) -> None:
@@ -214,11 +239,13 @@ def data_of_run(folder: Path, draft: Path | None = None) -> DataConfig:
 
 
 def known_data_of_run(folder: Path, draft: Path | None = None) -> DataConfig | None:
-    """`data_of_run`, or None if the folder holds no run, or another one than that of the draft."""
+    """`data_of_run`. If the folder holds no run, or another one than that of the draft: settings
+    with the template arguments on the draft's card, or None if it has none."""
     try:
         return data_of_run(folder, draft)
     except UserError:
-        return None
+        arguments = draft_checkpoint.read_card(draft).target.rendering.arguments if draft else {}
+        return DataConfig(template_args=arguments) if arguments else None
 
 
 def origin_of_prompts(

@@ -27,9 +27,17 @@ from train.accelerated import ranks_of
 from train.budget import Budget, shares_of_run
 from train.continued import SettledRun, digest_of_settings, note_beginning, note_date, settled
 from train.data.prompts_trained_on import TrainedOn, before_this_stage
+from train.data.rendering import prompt_rendering
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
-from train.folder import BEGAN, config_of, describe, locked
+from train.folder import (
+    BEGAN,
+    chat_template_of_run,
+    config_of,
+    describe,
+    locked,
+    note_chat_template,
+)
 from train.hidden_states.batches import BatchSource
 from train.hidden_states.filling import RunHiddenStates
 from train.initialisation import (
@@ -120,7 +128,16 @@ def run(
 
         def note_run() -> None:
             check_texts(texts, drafter, target.parts, cfg.decode, alone)
-            describe(folder, identity, job.settled.described(), drafts, job.fingerprint, texts)
+            note_chat_template(folder, target.rendering.chat_template)
+            describe(
+                folder,
+                identity,
+                job.settled.described(),
+                drafts,
+                job.fingerprint,
+                texts,
+                target.rendering.chat_template,
+            )
             TrainedOn.of_texts(texts.train).after(before_this_stage(starts_from)).write(folder)
 
         ranks.first(note_run)
@@ -293,6 +310,7 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
     console.quiet = not main
     drafts = [cfg.loss.reference, cfg.initialisation.draft]
     ranks.first(lambda: check_files(cfg.data, cfg.track, drafts))
+    chat_template = ranks.first(lambda: chat_template_of_run(cfg.data, folder))
     with ExitStack() as held:
         ranks.first(lambda: held.enter_context(locked(lock)))
         make_folder(folder)  # on another machine it may not be the one that is locked
@@ -306,6 +324,8 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
             placed = replace(cfg.target, device=str(accelerator.device))
             target = TargetLoader(placed, alone=bool(cfg.hidden_states.engines))
             fingerprint = target.parts.fingerprint()
+        rendering = prompt_rendering(cfg.data, target.parts.tokenizer, chat_template)
+        target.render_prompts_with(rendering)
         ranks = ranks_of(accelerator, target)
         if cfg.needs_layers:
             target.whole()

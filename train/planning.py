@@ -45,6 +45,7 @@ from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import PassCost, best_gamma, pass_cost, walltime_by_gamma
 from train import optim
 from train.accelerated import accelerator_of
+from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
 from train.data.sequences import Document, Prompt, pack_rows
@@ -657,6 +658,8 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
     `planning.tokens` says how much that is."""
     asked, responds = cfg.planning.tokens, cfg.data.responses == "target"
     parts.tokenizer = parts.tokenizer or _tokenizer(cfg)
+    chat_template = own_chat_template(cfg.data)
+    parts.render_prompts_with(prompt_rendering(cfg.data, parts.tokenizer, chat_template))
 
     def amount(n: int, tokens: int, known: str) -> DataAmount:
         held_out = max(1, round(n * (SHARE if cfg.data.held_out is None else cfg.data.held_out)))

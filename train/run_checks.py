@@ -32,6 +32,7 @@ from specdec.targets.parts import TargetParts
 from train import training_checkpoint
 from train.data.conversations import DataConfig
 from train.data.reader import require_readable
+from train.data.rendering import own_chat_template
 from train.data.sequences import Prompt
 from train.hidden_states.store import in_megabytes
 from train.initialisation import InitialisationConfig, require_initialisation
@@ -44,6 +45,7 @@ def check_files(data: DataConfig, track: TrackConfig, drafts: Sequence[str | Non
     """Everything that can be checked before the target is loaded, by one process: the data, the
     tracker and the drafts that the run reads. Raises UserError."""
     require_readable(data)
+    own_chat_template(data)
     require_tracker(track)
     for named in drafts:
         if named is not None:

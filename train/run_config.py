@@ -47,6 +47,7 @@ from train.training_rounds import RoundsConfig
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
 PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.decoding_log")
+PATHS += ("data.chat_template",)
 PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
 PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
@@ -298,7 +299,8 @@ def register() -> None:
     schema.loss.terms = {}  # loss=NAME fills it
     # the keys of these are checked by the code that reads them
     open_ended = schema.decode.draft_length_settings, schema.loss.terms, schema.loss.constants
-    for free in (*open_ended, schema.optim.rates, schema.target.max_memory):
+    others = schema.optim.rates, schema.target.max_memory, schema.data.template_args
+    for free in (*open_ended, *others):
         OmegaConf.set_struct(free, False)
     store.store(name="schema", node=schema)
     for name, drafter in DRAFTERS.items():

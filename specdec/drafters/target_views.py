@@ -170,7 +170,9 @@ class Adapters(nn.Module):
             weight = body_of(model).get_submodule(name).weight
             weight.copy_(weight + body.get_submodule(name).get_delta_weight("default"))
         name = f"{target.name}, adapted with its draft"
-        return type(target)(model, target.tokenizer, name, target.revision)
+        adapted = type(target)(model, target.tokenizer, name, target.revision)
+        adapted.render_prompts_with(target.rendering)
+        return adapted
 
 
 def adapted_layers(target: TargetParts, layers: int, lora: LoraOptions) -> list[Adapted]:

@@ -11,7 +11,7 @@ Two capabilities are optional. An engine without hidden states leaves `hidden_st
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,6 +80,8 @@ class TargetToServe:
     revision: str | None = None
     trust_remote_code: bool = False
     has_cuda: bool = False
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # of its chat template
+    chat_template: str | None = None  # a file with another chat template
 
 
 @dataclass(frozen=True)
@@ -138,14 +140,29 @@ class Engine:
         layers to files in a folder. Raises UserError if it cannot."""
         raise self.no_states()
 
+    def chat_options(
+        self, template_args: Mapping[str, Any], chat_template: str | None
+    ) -> list[str]:
+        """The options with which a server renders chats by default: with these arguments of the
+        chat template, and with the template in this file. Empty if the engine has no such options:
+        then requests carry the arguments."""
+        return []
+
     def remove_unread_states(self, folder: Path) -> None:
         """Remove the files of hidden states that an earlier server left in a folder."""
 
     def shown_commands(
-        self, drafter: str, draft: str, target: str, gamma: int, overrides: str | None
+        self,
+        drafter: str,
+        draft: str,
+        target: str,
+        gamma: int,
+        overrides: str | None,
+        options: Sequence[str] = (),
     ) -> tuple[str, ...]:
         """The lines by which a user serves an exported draft of one of the drafters in `layouts`,
-        for a report. `overrides` is the path of the keys to add to the target's config."""
+        for a report. `overrides` is the path of the keys to add to the target's config; `options`
+        are further ones of the server, such as `chat_options`."""
         return ()
 
     # Requests

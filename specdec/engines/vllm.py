@@ -13,6 +13,7 @@ import fcntl
 import json
 import os
 import re
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -89,6 +90,7 @@ class Vllm(Engine):
             line.append("--trust-remote-code")
         if not target.has_cuda:
             line.append("--enforce-eager")
+        line += self.chat_options(target.template_args, target.chat_template)
         return [*line, "--host", host, "--port", str(port), *options]
 
     def speculative_config(self, drafter: str, draft: str, gamma: int) -> dict[str, Any]:
@@ -119,13 +121,30 @@ class Vllm(Engine):
             json.dumps(connector),
         ]
 
+    def chat_options(
+        self, template_args: Mapping[str, Any], chat_template: str | None
+    ) -> list[str]:
+        options = []
+        if template_args:
+            options += ["--default-chat-template-kwargs", json.dumps(dict(template_args))]
+        if chat_template is not None:
+            options += ["--chat-template", chat_template]
+        return options
+
     def remove_unread_states(self, folder: Path) -> None:
         remove_states(folder)
 
     def shown_commands(
-        self, drafter: str, draft: str, target: str, gamma: int, overrides: str | None
+        self,
+        drafter: str,
+        draft: str,
+        target: str,
+        gamma: int,
+        overrides: str | None,
+        options: Sequence[str] = (),
     ) -> tuple[str, ...]:
         more = f' --hf-overrides "$(cat {overrides})"' if overrides else ""
+        more += f" {shlex.join(options)}" if options else ""
         how = json.dumps(self.speculative_config(drafter, draft, gamma))
         return (f"vllm serve {target}{more} --speculative-config \\", f"  '{how}'")
 

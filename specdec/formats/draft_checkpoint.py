@@ -38,6 +38,7 @@ from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.targets.parts import TargetParts
+from specdec.targets.prompt_rendering import DEFAULT_RENDERING, PromptRendering
 from specdec.targets.target import Target
 
 FORMAT = 2
@@ -59,6 +60,8 @@ class TargetOf:
     fingerprint: str
     vocab_size: int
     width: int = 0
+    # how prompts were rendered, beyond the target's own files
+    rendering: PromptRendering = DEFAULT_RENDERING
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,12 @@ def write_draft(
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
     require_finite(tensors, f"{folder}: not written")
     theirs = TargetOf(
-        target.name, target.revision, target.fingerprint(), target.vocab_size, target.width
+        target.name,
+        target.revision,
+        target.fingerprint(),
+        target.vocab_size,
+        target.width,
+        target.rendering,
     )
     config = drafter.config
     card = Card(

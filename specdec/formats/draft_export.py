@@ -31,6 +31,7 @@ from specdec.formats import (
     peagle_layout,
 )
 from specdec.formats.draft_checkpoint import copy_trained_on, require_finite, require_same, untied
+from specdec.formats.export_readme import README, export_readme
 from specdec.formats.layout import (
     CONFIG,
     LAYOUT,
@@ -44,6 +45,7 @@ from specdec.formats.layout import (
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.parts import TargetParts
+from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 from specdec.targets.saved import save_tokenizer, with_older_rope_keys
 from specdec.targets.target import Target
 
@@ -136,6 +138,11 @@ def write_export(
             save_tokenizer(target.tokenizer, partial)
         if draft is not None:
             copy_trained_on(draft, partial)
+        if target.rendering.chat_template is not None:
+            template = target.rendering.chat_template
+            (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+        readme = export_readme(drafter, layout, target, bool(chosen.overrides))
+        (partial / README).write_text(readme, encoding="utf-8")
         _write_mark(partial, name, layout, target)
         again = read_export(partial, drafter, target, layout)
         before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
@@ -199,7 +206,8 @@ def write_target(folder: Path, target: Target) -> None:
 def _write_mark(folder: Path, drafter: str, layout: str, target: TargetParts) -> None:
     """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
-    mark = {"drafter": drafter, "layout": layout, "target": target.name, "files": files}
+    mark: dict[str, Any] = {"drafter": drafter, "layout": layout, "target": target.name}
+    mark |= {"template_args": target.rendering.arguments, "files": files}
     (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
 
 

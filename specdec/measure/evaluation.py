@@ -16,6 +16,7 @@ machine at the same time slow each other down, more so the more there are. A len
 the batch and may learn from one prompt to the next, so with one, all prompts are timed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,6 +76,8 @@ from specdec.theory.oracle import Oracle, oracle
 LONG = 8  # tokens per speculation step for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
 LEAST_PROMPTS = 12  # that are decoded, however little time is left
+MOST_SLICES = 12  # kinds of prompts with figures of their own
+OTHER_KINDS = "other kinds"
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
@@ -189,6 +192,7 @@ def evaluate(
         batch=cfg.batch,
         max_new_tokens=cfg.max_new_tokens,
         machine=machine_of(target),
+        rendering=target.rendering,
         measured=[one for of_way in measured.values() for one in of_way],
         learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
         calibrated_on=drafter.calibrations.prompts,
@@ -324,10 +328,13 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts
 
 
 def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Slice]:
-    """The figures of each kind of prompt, by its name; none if there are not several kinds."""
+    """The figures of each kind of prompt, by its name; none if there are not several kinds. Beyond
+    `MOST_SLICES`, the rarest kinds are one."""
+    frequent = [kind for kind, _ in Counter(kinds[: len(counts)]).most_common()]
+    named = frequent if len(frequent) <= MOST_SLICES else frequent[: MOST_SLICES - 1]
     of_kind: dict[str, list[PromptCounts]] = {}
     for count, kind in zip(counts, kinds, strict=False):
-        of_kind.setdefault(kind, []).append(count)
+        of_kind.setdefault(kind if kind in named else OTHER_KINDS, []).append(count)
 
     def slice_of(some: Sequence[PromptCounts]) -> Slice:
         positions = [c.positions[0] for c in some]

@@ -12,6 +12,7 @@ from specdec.files import read_record, write_json
 from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
 from specdec.measure.machine import Machine
+from specdec.targets.prompt_rendering import DEFAULT_RENDERING, PromptRendering
 from specdec.theory.intervals import FEWEST, Interval
 from specdec.theory.oracle import Oracle
 
@@ -332,6 +333,8 @@ class Results:
     training: Training | None = None
     cut: CutResponses | None = None  # None: the target wrote no responses to train on
     shift: Shift | None = None  # of the target, if it was trained too
+    # how the prompts were rendered, beyond the target's own files
+    rendering: PromptRendering = DEFAULT_RENDERING
 
     @property
     def ways(self) -> dict[str, list[Measured]]:

@@ -68,8 +68,9 @@ def _setting(results: Results) -> str:
         prompts = prompts.replace("prompts", "prompt", 1)
     if results.prompts < FEWEST:
         intervals = f"With fewer than {FEWEST} prompts there are no intervals."
+    rendered = "" if results.rendering.is_default else f", rendered with {results.rendering}"
     return (
-        f"{results.prompts} {prompts} ({results.data}), "
+        f"{results.prompts} {prompts} ({results.data}{rendered}), "
         f"up to {results.max_new_tokens} new tokens, batch {results.batch}, "
         f"drafting {drafted}{', compiled' * results.asked[0].way.compiled}. {intervals} "
         "Timed prompts are decoded plainly and speculatively in turn, in one process; times cover "

@@ -16,6 +16,7 @@ from specdec.engines.known_engines import ENGINES
 from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES
 from specdec.measure.results import Described, Measured, Results
+from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 
 EXPORT, TARGET = "my-head", "my-target"
 
@@ -197,7 +198,9 @@ def _by_engine(engine: Engine, results: Results) -> Command | None:
     layout = layout_of(results.drafter, name)
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
     overrides = f"{EXPORT}/{OVERRIDES}" if layout.overrides else None
-    serving = engine.shown_commands(results.drafter, EXPORT, TARGET, gamma, overrides)
+    template = f"{EXPORT}/{CHAT_TEMPLATE}" if results.rendering.chat_template is not None else None
+    options = engine.chat_options(results.rendering.arguments, template)
+    serving = engine.shown_commands(results.drafter, EXPORT, TARGET, gamma, overrides, options)
     alike: dict[float, Measured] = {}
     for one in chains:
         if one.way.gamma == gamma:  # the first is the one that was asked for

@@ -27,6 +27,7 @@ from specdec.runtime.quantised import method
 from specdec.targets import transformers_model
 from specdec.targets.checkpoint_files import SIGNIFICANT, StoredLayers
 from specdec.targets.parts import TargetParts, config_of_layers
+from specdec.targets.prompt_rendering import DEFAULT_RENDERING, PromptRendering
 from specdec.targets.self_check import check_head
 from specdec.targets.spread import AUTO, in_words, is_spread
 from specdec.targets.target import Target
@@ -140,6 +141,7 @@ class TargetLoader:
 
     def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg = cfg
+        self.rendering = DEFAULT_RENDERING
         self._whole: Target | None = None
         if alone := alone or cfg.tensor_parallel:
             complete, _, config, _, weights = opened(cfg)
@@ -175,6 +177,7 @@ class TargetLoader:
             if self.team is not None:
                 self.team.tell(LOAD)
             self._whole = load_target(self.cfg)
+            self._whole.render_prompts_with(self.rendering)
             if isinstance(self._whole, TensorParallelTarget) and self._stored is not None:
                 self._whole.team = self.team
                 self._whole.take_parts(self._stored)
@@ -196,12 +199,23 @@ class TargetLoader:
                 size *= 2
             free = free_bytes(self._stored.device)
             if free is not None and FITTING * free < size:
-                return load_target(replace(self.cfg, device_map=AUTO))
+                spread_target = load_target(replace(self.cfg, device_map=AUTO))
+                spread_target.render_prompts_with(self.rendering)
+                return spread_target
         return self.whole()
+
+    def render_prompts_with(self, rendering: PromptRendering) -> None:
+        """See `TargetParts.render_prompts_with`: for what is loaded now, and what will be."""
+        self.rendering = rendering
+        for loaded in (self._stored, self._whole):
+            if loaded is not None:
+                loaded.render_prompts_with(rendering)
 
     def release(self) -> None:
         """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
-        self._stored = self._stored or load_parts(self.cfg)
+        if self._stored is None and (stored := load_parts(self.cfg)) is not None:
+            stored.render_prompts_with(self.rendering)
+            self._stored = stored
         if self._stored is not None and self._whole is not None:
             if self.team is not None:
                 self.team.tell(FREE)
@@ -250,7 +264,8 @@ def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
         f"{dtype} on {target.device}{f' ({reason})' if reason else ''}"
         f"{f'; it {target.only_chains}' if alone else ''}"
         f"{unchecked}"
-        f"{spread}{f'; {packed_linear.described(target.model, target.dtype)}' if pack else ''}"
+        f"{spread}{f'; prompts by {target.rendering}' if not target.rendering.is_default else ''}"
+        f"{f'; {packed_linear.described(target.model, target.dtype)}' if pack else ''}"
         f"{busy if waits_briefly() and target.device.type == 'cpu' else ''}"
         f"{endless if after is not None else ''}"
     )

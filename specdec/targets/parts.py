@@ -31,6 +31,7 @@ from specdec.targets.output_head import (
     head_without_padding,
     transform_of,
 )
+from specdec.targets.prompt_rendering import DEFAULT_RENDERING, PromptRendering
 from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.spread import is_spread, tensors
 
@@ -50,6 +51,7 @@ class TargetParts:
     stored: StoredLayers | None = None  # where the weights of layers are read; None: from memory
     transform: nn.Module | None = None  # from the last hidden state to the head's input
     reads_pairs: str | None = None  # what it is, if it reads a prompt apart from its response
+    rendering: PromptRendering = DEFAULT_RENDERING  # of its prompts; see `render_prompts_with`
 
     def __init__(
         self,
@@ -233,6 +235,13 @@ class TargetParts:
         if self._turn_ends is None or self._turn_ends[0] != template:
             self._turn_ends = template, turn_ends(self.tokenizer)
         return self._turn_ends[1]
+
+    def render_prompts_with(self, rendering: PromptRendering) -> None:
+        """Render prompts with these arguments and this chat template from now on: the tokenizer is
+        given the template. Drafts that are written note it."""
+        self.rendering = rendering
+        if rendering.chat_template is not None and self.tokenizer is not None:
+            self.tokenizer.chat_template = rendering.chat_template
 
     def require_embedded(self, ids: Sequence[int], where: str) -> None:
         """Raise UserError naming the first of the ids that has no row in the embedding, and its

@@ -2,6 +2,7 @@
 left out, with the reasons (`Tally`)."""
 
 import hashlib
+import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -14,6 +15,11 @@ from specdec.errors import UserError, require, require_known, require_within
 DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
 THINKING = ("template", "on", "off", "data", "mixed")
+THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # of templates: whether to reason
+RENDERING_SETTINGS = ("template_args", "chat_template")
+# arguments that a server sets itself, with the value that changes nothing
+RENDERED: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
+RENDERED |= dict.fromkeys(("messages", "conversation", "tools", "chat_template", "tokenize"))
 FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
 
 
@@ -82,6 +88,11 @@ class DataConfig:
     # whether the chat template asks for reasoning; template: its default; on: always; off: never;
     # data: where the record has it; mixed: in half of the conversations
     thinking: str = "template"
+    # arguments of the chat template, such as {reasoning_effort: high}, as a server's defaults: the
+    # chat_template_kwargs of a record replace them
+    template_args: dict[str, Any] = field(default_factory=dict)
+    # file with a chat template (jinja) that replaces the tokenizer's; null: the tokenizer's
+    chat_template: str | None = None
     # file, or folder of files, written by scripts/generate or scripts/evaluate with --log-steps:
     # train on these speculation steps, with only the held-out side from path; null: none
     decoding_log: str | None = None
@@ -108,6 +119,35 @@ class DataConfig:
             f"data.validation={self.validation}: give a fraction that is at least 0 and below 1",
         )
         _ = self.clock
+        self._require_rendering()
+
+    def _require_rendering(self) -> None:
+        """Raise UserError for settings of the chat template that contradict each other, that a
+        server sets itself, or that nothing reads."""
+        unread = [f"data.{name}" for name in RENDERING_SETTINGS if getattr(self, name)]
+        require(
+            not unread or self.format not in (*TEXTS, "tokens"),
+            f"{' and '.join(unread)}: data.format={self.format} uses no chat template: leave "
+            f"{'them' if unread[1:] else 'it'} out",
+        )
+        for name, value in self.template_args.items():
+            require(
+                name not in RENDERED,
+                f"data.template_args.{name}: a server sets this variable itself: leave it out",
+            )
+            require(
+                name not in THINKING_ARGUMENTS or self.thinking == "template",
+                f"data.thinking={self.thinking} and data.template_args.{name}={json.dumps(value)} "
+                "both say whether to reason: leave one of them out",
+            )
+
+    def with_thinking(self, thinking: str | None) -> "DataConfig":
+        """These settings with another `thinking`, which also replaces the template arguments that
+        say the same; None: these settings."""
+        if thinking is None:
+            return self
+        others = {k: x for k, x in self.template_args.items() if k not in THINKING_ARGUMENTS}
+        return replace(self, thinking=thinking, template_args=others)
 
     def _require_sources(self) -> None:
         weights = [source.weight for source in self.sources]

@@ -233,7 +233,7 @@ class Reader:
         if cfg.format in TEXTS:
             self.by_text = PlainText(tokenizer)
         elif cfg.format != "tokens":
-            self.by_text = Chat(tokenizer, cfg.clock, cfg.thinking)
+            self.by_text = Chat(tokenizer, cfg.clock, cfg.thinking, cfg.template_args)
 
     def documents(self, conversation: Conversation) -> list[Document]:
         """A conversation up to its last response: one document, or several where the chat template

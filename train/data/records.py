@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from train.data.conversations import (
+    RENDERED,
     TEXTS,
+    THINKING_ARGUMENTS,
     Conversation,
     DataConfig,
     Message,
@@ -39,7 +41,6 @@ from train.data.record_shapes import (
     unwrapped_request,
     written_by_python,
 )
-from train.data.rendering import RENDERED, THINKING
 
 SYSTEM = ("system", "system_prompt")  # keys of a record
 EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
@@ -279,9 +280,10 @@ def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], 
         named.append(EFFORT)
         if arguments.setdefault(EFFORT, effort) != effort:
             raise Unusable(f"two different values of {EFFORT!r}")
-    above = [key for key in THINKING if isinstance(record.get(key), bool)]
+    above = [key for key in THINKING_ARGUMENTS if isinstance(record.get(key), bool)]
     said = [record[key] for key in above]
-    said += [arguments.pop(key) for key in THINKING if isinstance(arguments.get(key), bool)]
+    within = [key for key in THINKING_ARGUMENTS if isinstance(arguments.get(key), bool)]
+    said += [arguments.pop(key) for key in within]
     if any(x != said[0] for x in said):
         raise Unusable("two different values of arguments that turn reasoning on or off")
     return (said[0] if said else None), arguments, [*named, *above]

@@ -15,14 +15,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from copy import copy
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError, meta, nodes
+from jinja2 import Template, TemplateSyntaxError, meta, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specdec.compat import template_environment
-from specdec.errors import UserError, first_line
-from train.data.conversations import Message, Unusable
+from specdec.errors import UserError, first_line, require
+from specdec.files import reading
+from specdec.targets.prompt_rendering import PromptRendering
+from train.data.conversations import (
+    RENDERED,
+    TEXTS,
+    THINKING_ARGUMENTS,
+    DataConfig,
+    Message,
+    Unusable,
+)
 
 PROBE = "Quokka"  # a word that no template writes of itself
 STEPS = 500_000  # iterations of loops and calls of macros while one chat is rendered
@@ -32,10 +42,6 @@ LARGEST = 1 << 23  # characters of any text that a template makes, or elements o
 MORE = 8  # more of them for each character of the chat
 BITS = 1 << 16  # of a number
 REFUSED = "refused by the chat template"
-THINKING = ("enable_thinking", "thinking")  # names of the variable that asks for reasoning
-# arguments that a server sets itself, with the value that changes nothing
-RENDERED: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
-RENDERED |= dict.fromkeys(("messages", "conversation", "tools", "chat_template", "tokenize"))
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 
 
@@ -150,6 +156,69 @@ def _call(method: str, arguments: Sequence[nodes.Expr]) -> nodes.Call:
     return nodes.Call(nodes.EnvironmentAttribute(method), list(arguments), [], None, None)
 
 
+def environment_of_templates(clock: datetime | None) -> BoundedEnvironment:
+    """All that transformers' templates may use, within bounds and at a time (None: the present);
+    taken from an empty template, since compiling another there would compute its constants without
+    bounds."""
+    theirs = template_environment()
+    extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
+    ours = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    ours.filters |= theirs.filters
+    ours.globals |= theirs.globals
+    ours.globals["strftime_now"] = lambda format: (clock or datetime.now()).strftime(format)
+    ours.bound()
+    return ours
+
+
+def compiled(environment: BoundedEnvironment, source: str, name: str) -> Template:
+    """A chat template, ready to render. Raises UserError, beginning with the `name`, if it is
+    broken."""
+    try:
+        environment.allow_steps()
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise UserError(
+            f"{name}: the chat template is broken in line {error.lineno}: {first_line(error)[:80]}"
+        ) from error
+    except Exception as error:
+        raise UserError(
+            f"{name}: the chat template cannot be compiled: {first_line(error)[:80]}"
+        ) from error
+
+
+def own_chat_template(cfg: DataConfig) -> str | None:
+    """The text of `data.chat_template`; None if the tokenizer's is used. Raises UserError for a
+    file that is missing, empty, not text, or no template."""
+    if cfg.chat_template is None:
+        return None
+    name, path = f"data.chat_template={cfg.chat_template}", Path(cfg.chat_template)
+    require(path.is_file(), f"{name}: there is no such file: give a file with a chat template")
+    try:
+        with reading(path):
+            text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name}: the file is not UTF-8 text: save it as UTF-8") from error
+    require(bool(text.strip()), f"{name}: the file is empty: give a file with a chat template")
+    compiled(environment_of_templates(None), text, name)
+    return text
+
+
+def prompt_rendering(cfg: DataConfig, tokenizer: Any, chat_template: str | None) -> PromptRendering:
+    """What a server must be given to render prompts as these settings do, with this text of an
+    own `chat_template`: the template arguments, and whether to reason if all prompts agree on it,
+    under the names that the template reads."""
+    arguments = dict(cfg.template_args)
+    if cfg.format in (*TEXTS, "tokens"):
+        return PromptRendering()
+    if cfg.thinking in ("on", "off"):
+        source = chat_template or getattr(tokenizer, "chat_template", None)
+        sources = [*source.values()] if isinstance(source, dict) else [source] if source else []
+        read = {name for one in sources for name in BoundedTemplate(one, tokenizer, None).variables}
+        names = [name for name in THINKING_ARGUMENTS if name in read]
+        arguments |= dict.fromkeys(names, cfg.thinking == "on")
+    return PromptRendering(arguments, chat_template)
+
+
 class BoundedTemplate:
     """A chat template of a tokenizer, at a time (None: the present). Raises UserError if it cannot
     be compiled."""
@@ -160,33 +229,16 @@ class BoundedTemplate:
         self.has_blocks = bool(re.search(r"{%-?\s*generation\s*-?%}", source))
         self.parts = False  # whether texts are given as lists of parts
         self.tokens: Mapping[str, Any] = tokenizer.special_tokens_map
-        # all that transformers' templates may use; taken from an empty template, since compiling
-        # this one there would compute its constants without bounds
-        theirs = template_environment()
-        extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
-        self.environment = BoundedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=extensions
-        )
-        self.environment.filters |= theirs.filters
-        self.environment.globals |= theirs.globals
-        self.environment.globals["strftime_now"] = lambda format: (
-            clock or datetime.now()
-        ).strftime(format)
-        self.environment.bound()
-        self.variables: Set[str] = frozenset()  # that it reads, and does not set
-        try:
-            self.environment.allow_steps()
-            self.compiled = self.environment.from_string(source)
-            self.variables = meta.find_undeclared_variables(self.environment.parse(source))
-        except TemplateSyntaxError as error:
-            raise UserError(
-                f"{self.name}: the chat template is broken in line {error.lineno}: "
-                f"{first_line(error)[:80]}"
-            ) from error
-        except Exception as error:
-            raise UserError(
-                f"{self.name}: the chat template cannot be compiled: {first_line(error)[:80]}"
-            ) from error
+        self.environment = environment_of_templates(clock)
+        self.compiled = compiled(self.environment, source, self.name)
+        # that it reads, and does not set
+        self.variables: Set[str] = meta.find_undeclared_variables(self.environment.parse(source))
+
+    @property
+    def arguments_read(self) -> Set[str]:
+        """The names of the arguments that it reads, beside what every rendering sets."""
+        known = {*self.environment.globals, *self.tokens, *RENDERED, "documents"}
+        return self.variables - known
 
     def render(
         self,
@@ -201,7 +253,7 @@ class BoundedTemplate:
         templates know; None leaves it to the template. `arguments` are further variables. Raises
         Unusable if the template refuses the chat; UserError if it does not end."""
         chosen = {"documents": None, **self.tokens, **(arguments or {})}
-        chosen |= {} if thinking is None else dict.fromkeys(THINKING, thinking)
+        chosen |= {} if thinking is None else dict.fromkeys(THINKING_ARGUMENTS, thinking)
         written: list[str] = []
         blocks: list[Span] = []
         size = 0
@@ -239,17 +291,23 @@ class ChatTemplate:
     `control` are the tokens that would forge a turn; `marks` are further tokens of the template
     that people may write, such as <think>, which a server reads as if the template had. `reasons`
     says whether the template writes reasoning that a message has beside its text; else reasoning
-    that the data have within the text stays there."""
+    that the data have within the text stays there. `arguments` are given to the template in each
+    rendering; one that it does not read raises UserError."""
 
-    def __init__(self, tokenizer: Any, clock: datetime | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        clock: datetime | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         try:
             source: str = tokenizer.get_chat_template()
             with_tools: str = tokenizer.get_chat_template(tools=[{}])
         except ValueError as error:
             raise UserError(
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template: use an "
-                "instruction-tuned target, save a template as chat_template in its "
-                "tokenizer_config.json, or train on plain text with data=text"
+                "instruction-tuned target, give a template with data.chat_template=FILE, or train "
+                "on plain text with data=text"
             ) from error
         if not tokenizer.is_fast:
             raise UserError(
@@ -258,13 +316,14 @@ class ChatTemplate:
             )
         self._after_ends: dict[tuple[Any, ...], str] = {}
         self.source = source
-        self.arguments: Mapping[str, Any] = {}
+        self.arguments: Mapping[str, Any] = arguments or {}
         self.template = BoundedTemplate(source, tokenizer, clock)
         self.with_tools = self.template
         if with_tools != source:  # some tokenizers have a template of its own for tools
             self.with_tools = BoundedTemplate(with_tools, tokenizer, clock)
+        self._require_read_arguments()
         for template in (self.template, self.with_tools):
-            template.parts = _reads_parts(template)
+            template.parts = _reads_parts(template, self.arguments)
         # some tokenizers also have words, signs and spaces among the added tokens
         added = [
             t
@@ -297,12 +356,30 @@ class ChatTemplate:
         return template.render(messages, tools, prompt, thinking, self.arguments)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
-        """A writer that sets these variables of the template, too."""
-        if arguments == self.arguments:
+        """A writer that sets these variables of the template, too, in place of its own."""
+        merged = {**self.arguments, **arguments}
+        if merged == self.arguments:
             return self
         writer = copy(self)
-        writer.arguments = arguments
+        writer.arguments = merged
         return writer
+
+    def arguments_read(self, tools: Sequence[Any]) -> dict[str, Any]:
+        """The arguments that the template reads, with their values."""
+        read = (self.with_tools if tools else self.template).variables
+        return {name: value for name, value in self.arguments.items() if name in read}
+
+    def _require_read_arguments(self) -> None:
+        """Raise UserError for an argument that the template does not read."""
+        read = self.template.arguments_read | self.with_tools.arguments_read
+        known = self.template.variables | self.with_tools.variables
+        unread = sorted(name for name in self.arguments if name not in known)
+        if unread:
+            others = f"it reads {', '.join(sorted(read))}" if read else "it reads no argument"
+            raise UserError(
+                f"data.template_args.{unread[0]}: the chat template of {self.template.name} does "
+                f"not read it ({others}): give one that it reads, or leave it out"
+            )
 
     def unread(self, tools: Sequence[Any]) -> list[str]:
         """The names of arguments that the template does not read."""
@@ -378,12 +455,12 @@ class ChatTemplate:
         return text[: len(text) - len(rest)] + token if token else ""
 
 
-def _reads_parts(template: BoundedTemplate) -> bool:
+def _reads_parts(template: BoundedTemplate, arguments: Mapping[str, Any]) -> bool:
     """Whether a template writes texts only as parts, as those of models that see images do."""
     chat = [Message("user", PROBE)]
     for template.parts in (False, True):
         try:
-            if PROBE in template.render(chat)[0]:
+            if PROBE in template.render(chat, arguments=arguments)[0]:
                 return template.parts
         except Unusable:
             continue

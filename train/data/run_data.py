@@ -166,10 +166,10 @@ def measured_prompts(
     calibration and for choices: those of the validation part before the rest of the test part. They
     are those of a run with these settings, which trained `draft` if that is given; `thinking` asks
     them in another way. Raises UserError as `read_run_data` does."""
-    if thinking in (None, cfg.thinking):
+    if (otherwise := cfg.with_thinking(thinking)) == cfg:
         split = _split(cfg, tokenizer)
     else:
-        reader, asking = Reader(cfg, tokenizer), Reader(replace(cfg, thinking=thinking), tokenizer)
+        reader, asking = Reader(cfg, tokenizer), Reader(otherwise, tokenizer)
         use: Any = reader.prompt if cfg.responses == "target" else reader.documents
         split = split_conversations(cfg, use, asking.prompt)
     if draft is not None and (known := trained_on(draft)) is not None:
@@ -207,8 +207,12 @@ def whole_prompts(
             f"--thinking {thinking}: the target has no chat template to ask for reasoning: leave "
             "it out"
         )
-    cfg = replace(cfg or DataConfig(), format="auto" if by_template else "paragraphs")
-    reader, prompts = Reader(replace(cfg, thinking=thinking or cfg.thinking), tokenizer), []
+    cfg = cfg or DataConfig()
+    if by_template:
+        cfg = replace(cfg, format="auto").with_thinking(thinking)
+    else:
+        cfg = replace(cfg, format="paragraphs", template_args={}, chat_template=None)
+    reader, prompts = Reader(cfg, tokenizer), []
     for conversation in conversations:
         try:
             prompts.append(reader.prompt(conversation, whole=True))

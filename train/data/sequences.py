@@ -3,13 +3,17 @@ documents are packed into (best fit, several documents a row, none of them split
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdec.errors import require
+from specdec.targets.prompt_rendering import arguments_in_words
 from train.data.conversations import DataConfig, Unusable
+
+LONGEST_KIND = 80  # characters of the template arguments that name a kind of prompt
 
 
 @dataclass(eq=False)
@@ -44,6 +48,8 @@ class Prompt:
     words: str = ""  # what the user said last
     earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
     thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
+    # the other arguments of the chat template that it was rendered with, by name
+    arguments: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     weight: float = 1.0  # of its response in a loss, relative to others
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
@@ -53,9 +59,10 @@ class Prompt:
     @property
     def kind(self) -> str:
         """What it asks for, in words, for the report."""
-        if self.thinking is None:
-            return "as the template has it"
-        return "with reasoning" if self.thinking else "without reasoning"
+        words = [] if self.thinking is None else [f"with{'out' * (not self.thinking)} reasoning"]
+        if self.arguments:
+            words.append(arguments_in_words(self.arguments)[:LONGEST_KIND])
+        return ", ".join(words) or "as the template has it"
 
 
 def document_of(

@@ -17,7 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from train.data.conversations import Conversation, DataConfig, Message, Unusable
+from train.data.conversations import (
+    THINKING_ARGUMENTS,
+    Conversation,
+    DataConfig,
+    Message,
+    Unusable,
+)
 from train.data.rendering import PROBE, ChatTemplate, Span, common_length, first_end
 from train.data.sequences import (
     Document,
@@ -318,14 +324,19 @@ class ResponseSpans:
 
 class Chat:
     """Turns conversations into token ids by a tokenizer's chat template, at a time (None: the
-    present), with or without reasoning as `thinking` says (see `DataConfig`). Raises UserError as
+    present), with or without reasoning as `thinking` says (see `DataConfig`), and with further
+    `arguments`, which those of a conversation replace. Raises UserError as
     `ChatTemplate` does; Unusable for a conversation that the template rejects or writes in part, or
     whose text contains one of the template's control tokens: that would forge a turn."""
 
     def __init__(
-        self, tokenizer: Any, clock: datetime | None = None, thinking: str = "template"
+        self,
+        tokenizer: Any,
+        clock: datetime | None = None,
+        thinking: str = "template",
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.writer = tokenizer, ChatTemplate(tokenizer, clock)
+        self.tokenizer, self.writer = tokenizer, ChatTemplate(tokenizer, clock, arguments)
         self.thinking = thinking
         self.tails: dict[str, list[int]] = {}  # ends of prompts, and their tokens
 
@@ -490,6 +501,10 @@ class Chat:
                 break
             said, turns = messages[question].content, _earlier(messages[:question])
             best = Prompt(conversation.id, ids, said, turns, thinking)
+            best.arguments = writer.arguments_read(tools)
+            asked = [best.arguments.pop(name, None) for name in THINKING_ARGUMENTS]
+            if thinking is None:
+                best.thinking = next((x for x in asked if isinstance(x, bool)), None)
             if response is not None and response.trained:
                 best.weight = response.weight
             last, text = i, written
