@@ -4,7 +4,6 @@ rendered, reported, exported and served.
 Run alone: python -m pytest tests/train/test_template_args.py (about 40 s)
 """
 
-import json
 import runpy
 import shutil
 import sys
@@ -15,6 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.errors import UserError
+from specdec.files import read_json
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.measure.results import Results
 from tests.tiny import (
@@ -138,7 +138,7 @@ def test_responses_of_other_arguments_are_others(run: Path, reading: Tiny, tmp_p
     reading.job(tmp_path / "same", *job, ARGUMENTS)
 
     def of(folder: Path) -> set[str]:
-        (files,) = json.loads((folder / RESPONSES_READ).read_text()).values()
+        (files,) = read_json(folder / RESPONSES_READ).values()
         return {prompt for prompts in files.values() for prompt in prompts}
 
     assert of(tmp_path / "same") == of(run)
