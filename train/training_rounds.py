@@ -41,8 +41,8 @@ class RoundsConfig:
 
     With a lossless `verification` the text follows the target's distribution. The default keeps a
     drafted token with probability min(1, p / (factor · q)), or at temperature 0 if
-    p >= factor · max p. The text then goes where the draft would go, while the draft still learns
-    the target's own p after that text.
+    p >= factor · max p. The generated text follows the draft more closely; the loss still uses the
+    target's p.
     """
 
     count: int = 1  # rounds, each of loop.epochs

@@ -1,4 +1,4 @@
-"""docs/results.md: one table for each claim, from the files in docs/results.
+"""docs/results.md and notebook/figures.md: a table for each claim, from the files in docs/results.
 
 A file has the claim, a summary, the table's columns (with the digits of their figures) and the runs
 that gave its rows: each with the commit that was measured, the date, the machine and the command.
@@ -6,6 +6,8 @@ A cell is a text, a number, or a number with its 95 % interval.
 """
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from train.run_config import CONF
 
 FOLDER = CONF.parent / "docs" / "results"
 PATH = FOLDER.with_suffix(".md")
+DEVELOPERS_PATH = FOLDER.parent / "notebook" / "figures.md"
+# the tables that show how the code behaves rather than what a draft gains
+DEVELOPERS = (
+    *("13-sizes", "14-unchanged", "15-kills", "18-forecast", "19-long-texts"),
+    "20-engine-kills",
+)
 INTRODUCTION = """# Results
 
 *`scripts/docs` makes this page from the files in `docs/results`; a test compares them.*
@@ -26,7 +34,15 @@ percentile bootstraps, and their τ also counts tokens accepted beyond the end o
 is slightly higher than today's. [Concepts](concepts.md) explains α, τ and c. Each table names the
 commit that was measured, the date, the machine and the command that makes it again. No GPU has run
 this project yet, so all machines are CPUs. What no longer holds, and what did not work, is in the
-[notebook](notebook/index.md).
+[notebook](notebook/index.md), and so are [figures for developers](notebook/figures.md): kills,
+memory, forecasts and the speed of training steps.
+"""
+DEVELOPERS_INTRODUCTION = """# Figures for developers
+
+*`scripts/docs` makes this page from the files in `docs/results`; a test compares them.*
+
+How the code behaves: kills, memory, forecasts, speed of training steps. [Results](results.md)
+says what holds for all tables.
 """
 
 Number = int | float
@@ -79,9 +95,21 @@ def read_results_table(path: Path) -> ResultsTable:
 
 
 def page() -> str:
-    """The whole page as Markdown."""
-    parts = [INTRODUCTION]
-    for name, table in tables().items():
+    """The page of results as Markdown."""
+    return page_of_tables(INTRODUCTION, [name for name in tables() if name not in DEVELOPERS])
+
+
+def developers_page() -> str:
+    """The page of the notebook as Markdown, with links as its folder needs them."""
+    text = page_of_tables(DEVELOPERS_INTRODUCTION, DEVELOPERS)
+    return re.sub(r"\]\((?!https?:)", "](../", text).replace("](../notebook/", "](")
+
+
+def page_of_tables(introduction: str, names_of_tables: Sequence[str]) -> str:
+    """A page of some tables."""
+    parts, found = [introduction], tables()
+    for name in names_of_tables:
+        table = found[name]
         names = [column.name for column in table.columns]
         parts += [f"## {table.claim}\n", f"{table.summary}\n"]
         parts += [line(names), line(["---"] * len(names))]
