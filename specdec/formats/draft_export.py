@@ -141,8 +141,9 @@ def write_export(
         if target.rendering.chat_template is not None:
             template = target.rendering.chat_template
             (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        readme = export_readme(drafter, layout, target, bool(chosen.overrides))
-        (partial / README).write_text(readme, encoding="utf-8")
+        if README in _written(folder) or not (folder / README).exists():  # else it is the user's
+            readme = export_readme(drafter, layout, target, bool(chosen.overrides))
+            (partial / README).write_text(readme, encoding="utf-8")
         _write_mark(partial, name, layout, target)
         again = read_export(partial, drafter, target, layout)
         before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))

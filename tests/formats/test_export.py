@@ -81,8 +81,15 @@ def test_what_a_user_put_into_an_export_stays(target: Target, tmp_path: Path) ->
     assert (out / draft_export.OVERRIDES).exists()
     draft_export.write_export(out, mlp, target)
     assert {path.name for path in out.iterdir()} == {
-        *("notes.md", draft_export.WEIGHTS, draft_export.CONFIG, draft_export.MARK)
+        *("notes.md", draft_export.WEIGHTS, draft_export.CONFIG, draft_export.MARK),
+        draft_export.README,
     }
+    mark = json.loads((out / draft_export.MARK).read_text())
+    mark["files"].remove(draft_export.README)  # an export of a version that wrote none
+    (out / draft_export.MARK).write_text(json.dumps(mark))
+    (out / draft_export.README).write_text("my model card")
+    draft_export.write_export(out, mlp, target)
+    assert (out / draft_export.README).read_text() == "my model card"
     (out / "tokenizer.json").write_text("mine")
     with pytest.raises(UserError, match="not written by us"):
         draft_export.write_target(out, target)
@@ -236,7 +243,9 @@ def test_a_layout_without_a_second_implementation_is_reported_as_not_compared(
     drafter = random_drafter(MedusaConfig(depth=2), target, 0.1)
     said = draft_export.write_export(tmp_path / "out", drafter, target, "own")
     assert "logits identical; no second implementation of this layout" in said
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"draft.bin", draft_export.MARK}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        *("draft.bin", draft_export.MARK, draft_export.README)
+    }
     draft_export.write_export(tmp_path / "hf", drafter, target)
     mark = json.loads((tmp_path / "hf" / draft_export.MARK).read_text())
     (tmp_path / "hf" / draft_export.MARK).write_text(json.dumps(mark | {"layout": "own"}))
