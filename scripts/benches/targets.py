@@ -500,9 +500,9 @@ def page(found: Sequence[tuple[Tiny, list[StepOutcome]]], seconds: float) -> str
         "",
         'The third column says what it decodes: "rows by length" are models that make their own '
         'masks or positions, of which only rows of equal length are read together; "replayed" are '
-        "those that keep what they have read in a way of their own, so each pass begins with the "
-        'tokens accepted before it; of "whole texts" no cache can be used here, so every pass '
-        "reads the whole text anew (right, but slower the longer a text is). The fourth counts "
+        "those with a cache of their own, so each pass replays the tokens accepted before it; "
+        'of "whole texts" no cache can be used here, so every pass reads the complete text '
+        "(correct, but slower for long ones). The fourth counts "
         "the drafters that were trained and exported, and the last names those that were "
         "refused, for the reasons below.",
         "",
