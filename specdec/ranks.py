@@ -64,6 +64,11 @@ class Ranks:
     def alone(self) -> bool:
         return self.world == 1 or WORKING.get()
 
+    @property
+    def workers(self) -> int:
+        """How many processes do a part of what is shared out: all, or one of a team."""
+        return 1 if self.team is not None else self.world
+
     def first(self, work: Callable[[], T]) -> T:
         """What `work` returns in the first process, which alone does it while the others wait."""
         if self.alone:

@@ -30,10 +30,10 @@ BUDGET = "budget.json"  # in the run's folder
 # from further epochs than from as many seconds of new texts, and an interval of τ within ±.08 takes
 # less than a quarter of 10 minutes.
 TEXTS, TRAINING, MEASURING = 0.35, 0.40, 0.25
+VALIDATION_KEY = "validation"  # how the keys of texts begin that are not trained on
 VALIDATION = 0.2  # of the texts' time, at most: those of the validation part are written first
 READING = 0.25  # of the texts' time: hidden states that do not come with the responses
 LEAST_VALIDATION = 12  # texts of the validation part, however slow the machine
-FEWEST = 12  # prompts that are measured, however slow the machine
 POOR = 300  # with fewer training texts, a head has hardly begun to learn
 TIMED_STEPS = 8  # of training, at least, after which the number of steps is fixed
 TIMED = 0.05  # share of the training time that these take: as long as the default warm-up
@@ -258,7 +258,7 @@ class Budget:
             return work([items[place] for place in places_in(known)], None)
         if (stage := self.stage(name, part, floor)) is None or self.record is None:
             return work(items, None)
-        if floor == self.cfg.floor:  # these are trained on
+        if not key.startswith(VALIDATION_KEY):  # these are trained on
             stage.expect = self._expect
         texts = work(items, stage)
         self.record.texts[key] = in_ranges(places_of(texts, items))
@@ -302,7 +302,7 @@ class Budget:
         it has so far: its part of the time after loading stays the same."""
         assert self.record is not None
         loading = 60 * self.record.minutes - self.record.whole
-        texts = POOR * stage.used / max(1, stage.done * self.ranks.world)
+        texts = POOR * stage.used / max(1, stage.done * self.ranks.workers)
         share = self.shares[stage.name] / sum(self.shares.values())
         minutes = (max(0.0, loading) + texts / share) / 60
         return max(ceil(self.record.minutes) + 1, 5 * ceil(minutes / 5))

@@ -316,7 +316,8 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
     task = progress.add_task("training", completed=max(learner.step, state.step))
     for epoch in epochs:
         orders, most = steps_of(cfg, lengths, epoch, learner.step, portion)
-        learner.steps = most
+        fixed = None if learner.time is None else learner.time.fixed
+        learner.steps = most if fixed is None else min(most, fixed)
         progress.update(task, total=learner.steps)
         learner.look_ahead()
         source.expect(_unread(orders, learner))

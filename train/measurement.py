@@ -88,7 +88,7 @@ def finished(
     if not all(sees):
         if ranks.rank != 0:
             return None
-        ranks = ALONE
+        ranks = budget.ranks = ALONE  # nobody else looks at the clock any more
     ranks.first(lambda: draft_checkpoint.copy_trained_on(folder / "best", folder / "best"))
     if not cfg.decode.prompts:
         console.print(

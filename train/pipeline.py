@@ -384,7 +384,9 @@ def trained_in_rounds(
             )
             stage = f"texts of round {number + 1}"
             if rounds.writes_texts(responses.temperature)[number]:
-                documents = hidden_states.fill_in_time(documents, budget, stage, stage)
+                documents = hidden_states.fill_in_time(
+                    documents, budget, stage, stage, floor=budget.cfg.floor
+                )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
             console.print(str(cut_responses(documents, learner.parts.eos, responses)))
             (source,) = hidden_states.sources(drafter, [documents])

@@ -45,6 +45,7 @@ from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import PassCost, best_gamma, pass_cost, walltime_by_gamma
 from train import optim
 from train.accelerated import accelerator_of
+from train.budget import FORWARD, MEASURING
 from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
@@ -75,7 +76,6 @@ CHECKPOINTS = 3  # on disk while a new one is written
 SAID = 0.9  # share of responses.max_new_tokens that responses took up in quickstarts
 ALONG = 1.7  # counting acceptance along a text takes as many times only reading it
 AFTER = 30.0  # seconds for imports, checkpoints, report and export
-FORWARD = 1 / 3  # share of a training step that a forward pass takes
 SEVERAL = 0.85  # of the added speed that several devices give to one target
 GRAPH = 2e-5  # seconds that a layer takes to start in an engine, which replays a graph
 CONTEXT = 1024  # tokens of a sequence that is being decoded when a draft's gain is worked out
@@ -641,10 +641,11 @@ def plan_of_run(cfg: Config) -> RunPlan:
 
 
 def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) -> DataAmount:
-    """As much of the data as fits into so many seconds, a quarter of which measuring may take."""
+    """As much of the data as fits into so many seconds, of which measuring takes its share of a
+    budget at most."""
     measuring = sum(stage.seconds for stage in stages if stage.name == "measuring")
     others = sum(stage.seconds for stage in stages) - measuring
-    share = min(1.0, (seconds - min(measuring, seconds / 4)) / others) if others else 1.0
+    share = min(1.0, (seconds - min(measuring, MEASURING * seconds)) / others) if others else 1.0
     if share == 1:
         return data
     n = max(1, int(share * data.conversations))

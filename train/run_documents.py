@@ -12,16 +12,17 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.errors import UserError
+from specdec.measure.evaluation import LEAST_PROMPTS
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from train.budget import (
-    FEWEST,
     LEAST_VALIDATION,
     READING,
     VALIDATION,
+    VALIDATION_KEY,
     Budget,
     StageTime,
     places_of,
@@ -91,7 +92,7 @@ def split_of_run(
             raise UserError(reason)
 
     ranks.first(require_usable)
-    if (few := len(split.prompts)) < FEWEST:
+    if (few := len(split.prompts)) < LEAST_PROMPTS:
         console.print(
             f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "
             "few for any claim: give more data"
@@ -144,7 +145,7 @@ def documents_of_run(
             part = 1 - READING if store is None else 1.0
             validation = budget.texts_in_time(
                 "texts",
-                "validation responses",
+                f"{VALIDATION_KEY} responses",
                 validation,
                 responses_in,
                 VALIDATION * part,
@@ -198,7 +199,7 @@ def fill_in_time(
     none then, and say what is trained on. Without a budget nothing is done here."""
     if not budget.active:
         return
-    key = "validation hidden states"
+    key = f"{VALIDATION_KEY} hidden states"
     texts.validation = hidden_states.fill_in_time(
         texts.validation, budget, "texts", key, VALIDATION, LEAST_VALIDATION
     )

@@ -149,7 +149,7 @@ def documents_with_responses(
     if time is not None:  # a group for each prompt: `next_group` joins them
         groups = [[name] for name in sorted(asked.keys() - known)]
         time.floor = max(0, time.floor - len(known & asked.keys()))
-        time.floor = math.ceil(time.floor / (1 if ranks.team else ranks.world))
+        time.floor = math.ceil(time.floor / ranks.workers)
     elif keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
         keep.prepare_for_responses(unwritten, cfg.max_new_tokens)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"

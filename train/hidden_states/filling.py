@@ -156,10 +156,10 @@ class RunHiddenStates:
             missing = self._ranks.first(
                 lambda: [place for place, text in enumerate(texts) if not _stored(store, text)]
             )
-            world = self._ranks.world
-            time.floor = -(-(time.floor - len(texts) + len(missing)) // world)
+            workers = self._ranks.workers
+            time.floor = -(-(time.floor - len(texts) + len(missing)) // workers)
             missing.sort(key=lambda place: name_of(texts[place].ids))  # in a random, fixed order
-            count = PORTION * world
+            count = PORTION * workers
             while missing:
                 goes_on: bool = self._ranks.first(time.goes_on)
                 if not goes_on:
@@ -171,7 +171,7 @@ class RunHiddenStates:
                 self.accelerator.wait_for_everyone()  # until all have seen which rows are missing
                 self._fill_parts(needs, rows)
                 store.refresh()
-                time.finish(-(-len(some) // world))
+                time.finish(-(-len(some) // workers))
                 if self._ranks.first(partial(time.earlier, until)):
                     count *= 2
             left = {*missing}
