@@ -15,45 +15,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from accelerate import Accelerator, PartialState
+from accelerate import PartialState
 from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from specdec.context import HiddenStateSpec
 from specdec.decoding import fitting
-from specdec.decoding.decode import prefill
-from specdec.decoding.way import Way
-from specdec.drafters.base import Trainable
-from specdec.errors import UserError, first_line, require
+from specdec.errors import UserError, require
 from specdec.files import make_folder
-from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.calibration import CALIBRATING
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
-from specdec.measure.costs import costs
 from specdec.measure.results import CutResponses
-from specdec.measure.setup import Setup
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.report.plots import write_filled_devices
-from specdec.sampling.trees import Chain
 from specdec.targets.gguf import model_path
 from specdec.targets.loading import TargetLoader
-from specdec.targets.target import Target
 from specdec.targets.target_config import resolved
 from specdec.targets.tensor_parallel import require_plain, rules_of
-from specdec.theory.leviathan import PassCost, best_gamma, pass_cost, walltime_by_gamma
-from train import optim
+from specdec.theory.leviathan import PassCost, best_gamma, walltime_by_gamma
 from train.accelerated import accelerator_of
 from train.budget import FORWARD, MEASURING
 from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
-from train.data.sequences import Document, Prompt, pack_rows
+from train.data.sequences import Document, Prompt
 from train.data.split import SHARE, DataSplit, parts_of
-from train.hidden_states.batches import OnlineBatches
 from train.hidden_states.store import SCALE, block_size
-from train.initialisation import InitialisationConfig, earlier_drafts, initial_drafter, stride
+from train.initialisation import earlier_drafts, stride
+from train.machine_timing import timed_device, timed_speculation, timed_training
 from train.run_config import Config
 from train.run_documents import split_of_run
 from train.sizes import (
@@ -64,7 +53,6 @@ from train.sizes import (
     TargetSizes,
     device_here,
     draft_sizes,
-    fastest,
     sizes_of_target,
 )
 
@@ -80,8 +68,6 @@ SEVERAL = 0.85  # of the added speed that several devices give to one target
 GRAPH = 2e-5  # seconds that a layer takes to start in an engine, which replays a graph
 CONTEXT = 1024  # tokens of a sequence that is being decoded when a draft's gain is worked out
 BATCHES = (1, 8, 32, 128)  # for which a draft's gain is worked out
-TURNS = {1: 9, 8: 5, 32: 3}  # timings of each part of a speculation step on this machine, by batch
-LENGTH = 96  # tokens of the sequence that is decoded to time speculation steps
 LONGEST = 8  # tokens of the longest chain that is considered
 MOST_DEVICES = 64  # of a remedy
 SAMPLED = 400  # conversations that are read if planning.tokens says how many there are
@@ -632,8 +618,12 @@ def plan_of_run(cfg: Config) -> RunPlan:
         prompts = [text for text in texts if isinstance(text, Prompt)]
         cut = cut_responses_in_cache(whole, prompts, cfg.response_generation) if prompts else None
         console.print("timing this machine, for up to a minute")
-        device = _device_timed(cfg, facts, whole, texts, accelerator)
-        timed = _speculation_timed(cfg, whole, texts)
+        device = timed_device(cfg, sizes, device, whole, texts[0].ids)
+        if draft is not None:
+            tokens, seconds = timed_training(cfg, whole, texts, accelerator)
+            operations = tokens * _operations_of_training(cfg, sizes, draft)
+            device = replace(device, training=operations / seconds)
+        timed = timed_speculation(cfg, whole, texts)
         facts = replace(facts, device=device, costs=timed, measured=True, cut=cut)
     if (limit := cfg.budget.minutes) is not None:
         facts = replace(facts, data=_within(60 * limit, stages_of(cfg, facts), data))
@@ -728,95 +718,6 @@ def _free_disk(cfg: Config) -> float:
     folder = Path(cfg.hidden_states.path or cfg.hidden_states.root).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return float(shutil.disk_usage(there).free)
-
-
-def _device_timed(
-    cfg: Config,
-    facts: Facts,
-    target: Target,
-    texts: Sequence[Document | Prompt],
-    accelerator: Accelerator,
-) -> Device:
-    """This machine with the bandwidth and the rate that the target reaches in a step of one token
-    and in a forward pass over a sequence, and the rate of a training step of a throwaway draft."""
-    sizes, device = facts.target, target.device
-    ids = np.resize(texts[0].ids, min(LENGTH, cfg.data.max_length, target.positions - 2)).tolist()
-    with torch.inference_mode():
-        cache = target.new_cache()
-        rows, _ = prefill(target, [ids], HiddenStateSpec(), cache)
-
-        def step() -> None:
-            target.step(rows.anchors(), HiddenStateSpec(), cache, None)
-            cache.drop()
-
-        one = fastest(step, device, TURNS[1])
-        many = fastest(
-            lambda: prefill(target, [ids], HiddenStateSpec(), target.new_cache()), device
-        )
-    rate = 2 * sizes.active * (len(ids) - 1) / max(many - one, many / 10)
-    reading = max(one - 2 * sizes.active / rate, one / 2)
-    timed = replace(facts.device, bandwidth=sizes.bytes_read(1) / reading, rate=rate)
-    if facts.draft is None:
-        return timed
-    documents = list[Document]()
-    for text in texts[: 8 * cfg.loop.rows]:
-        if isinstance(text, Prompt):  # its response is not written yet: repeat the prompt instead
-            repeated = np.resize(text.ids, len(text.ids) + cfg.responses.max_new_tokens)
-            text = Document(text.id, repeated, np.arange(len(repeated)) >= len(text.ids))
-        documents.append(text)
-    drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
-    assert isinstance(drafter, Trainable)
-    packed = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
-    batch = OnlineBatches(target, drafter.needs, cfg.sampler, packed).batch(range(len(packed)))
-    reference = None if cfg.loss.reference is None else drafter  # as costly as the real one
-    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss, reference)
-    optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
-
-    def train() -> None:
-        anchors = [forcing.anchors(r.mask, r.document, r.position, 0) for r in packed]
-        with accelerator.autocast():
-            loss, _ = forcing(batch, anchors)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(drafter.parameters(), cfg.optim.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    tokens = sum(len(row.ids) for row in packed)
-    operations = tokens * _operations_of_training(cfg, sizes, facts.draft)
-    return replace(timed, training=operations / fastest(train, device))
-
-
-def _speculation_timed(
-    cfg: Config, target: Target, texts: Sequence[Document | Prompt]
-) -> dict[int, tuple[float, PassCost]]:
-    """c, and v by γ, on this machine at each batch size, with a draft that is not trained: what it
-    proposes does not matter."""
-    if cfg.family.copies:
-        return {}
-    documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]
-    try:
-        drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0).to(
-            target.dtype
-        )
-    except UserError as error:
-        console.print(f"the gain is not measured: {first_line(error)}")
-        return {}
-    drafter.eval()
-    prompt = np.resize(texts[0].ids, LENGTH).tolist()
-    gammas = sorted({1, cfg.decode.gamma or drafter.depth})
-    by_batch: dict[int, tuple[float, PassCost]] = {}
-    for batch, turns in TURNS.items():
-        setup = Setup(target, batch=batch)
-        each = {g: costs(setup, Way(drafter, Chain(g)), prompt, turns) for g in gammas}
-        # a pass over more tokens is not shorter: what says so is the noise of another program
-        points = {g: max(1.0, cost.v.value) for g, cost in each.items()}
-        c = each[gammas[-1]].c.value
-        if drafter.limits.parallel:  # its one step is a part of v
-            points = {g: v + c * gammas[-1] for g, v in points.items()}
-            c = 0.0
-        by_batch[batch] = c, pass_cost(points)
-    return by_batch
 
 
 def _of_gain(at: PredictedGain) -> str:

@@ -80,12 +80,11 @@ class Products(TorchDispatchMode):
 
 def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
     """A function that does a training step and returns its number of tokens, and the device."""
-    from benches.rehearsal import training_step
-
     from specdec.targets.loading import load_target
     from specdec.targets.target_config import resolved
     from train.accelerated import accelerator_of
     from train.data.run_data import read_run_data
+    from train.machine_timing import training_step
     from train.run_config import composed, register
 
     register()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import torch
-from benches.rehearsal import training_step
 from benches.turns import ratio, show
 
 from specdec.errors import require
@@ -30,6 +29,7 @@ from specdec.targets.target_config import resolved
 from specdec.theory.alpha import acceptance
 from train.accelerated import accelerator_of
 from train.data.run_data import read_run_data
+from train.machine_timing import training_step
 from train.run_config import composed, register
 
 ROOT = Path(__file__).resolve().parents[2]
