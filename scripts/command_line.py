@@ -34,6 +34,12 @@ from train.data.rendering import prompt_rendering
 from train.folder import shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")
+RENAMED_OPTIONS = {  # the name that an option has now
+    "--length": "--draft-length",
+    "--log-rounds": "--log-steps",
+    "--rule": "--verification",
+    "--settings": "--draft-length-settings",
+}
 DRAFT = "a run's draft folder, such as runs/NAME/best"
 
 
@@ -65,6 +71,10 @@ class Parser(argparse.ArgumentParser):
             self.intermixing = False
 
     def error(self, message: str) -> NoReturn:
+        for word in message.partition("unrecognized arguments: ")[2].split():
+            old = word.partition("=")[0]
+            if (new := RENAMED_OPTIONS.get(old)) in self._option_string_actions:
+                raise UserError(f"{old} is now {new}: give {new}")
         raise UserError(f"{message} (--help lists the options)")
 
 

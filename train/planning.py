@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from accelerate import PartialState
 from transformers import AutoTokenizer
-from transformers.utils.hub import cached_file
 
 from specdec.decoding import fitting
 from specdec.errors import UserError, require
@@ -28,6 +27,7 @@ from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.report.plots import write_filled_devices
+from specdec.targets.checkpoint_files import file_of_model
 from specdec.targets.gguf import model_path
 from specdec.targets.loading import TargetLoader
 from specdec.targets.target_config import resolved
@@ -705,12 +705,8 @@ def _has_weights(cfg: Config) -> bool:
     path = model_path(cfg.target.path, Path(cfg.target.cache))
     if Path(path).is_dir():
         return any((Path(path) / name).is_file() for name in WEIGHTS)
-    options: Any = {"_raise_exceptions_for_missing_entries": False}
-    options |= {"_raise_exceptions_for_connection_errors": False, "local_files_only": True}
-    return any(
-        cached_file(path, name, revision=cfg.target.revision, **options) is not None
-        for name in WEIGHTS
-    )
+    revision = cfg.target.revision
+    return any(file_of_model(path, name, revision, downloads=False) for name in WEIGHTS)
 
 
 def _free_disk(cfg: Config) -> float:

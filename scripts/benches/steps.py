@@ -1,6 +1,6 @@
 """A process that does training steps on request, for `bench training`, which runs one for each
-checkout that it compares. It imports `specdec` and `train` from the checkout on `PYTHONPATH`, so it
-uses only what older checkouts have too.
+checkout that it compares. It imports `specdec` and `train` from the checkout on `PYTHONPATH`, and
+times that checkout's own `train.machine_timing.training_step`.
 
 At its start it writes a line of JSON with the tokens of a step and the kind of device. Then it
 answers each line of its input, a request, with another: for `step` it does a training step and

@@ -16,14 +16,12 @@ from io import StringIO
 from textwrap import dedent
 from typing import Any, get_args, get_type_hints
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from specdec.drafters import shipped
 from specdec.drafters.base import Trainable, learning_rate
 from specdec.losses.loss_terms import LOSS_TERMS
-from train.run_config import CONF, NO_GROUPS, Config, register
+from train.run_config import CONF, NO_GROUPS, Arguments, Config, register
 
 PATH = CONF.parent / "docs" / "configuration.md"
 INTRODUCTION = """# Configuration
@@ -111,10 +109,7 @@ def page() -> str:
 
 def composed(*settings: str) -> dict[str, Any]:
     """What `python train.py` composes of these settings, before it is checked."""
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        cfg = compose("config", overrides=list(settings))
-    values = OmegaConf.to_container(cfg, resolve=False)
+    values = OmegaConf.to_container(Arguments().composed(settings), resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
-from transformers.utils.hub import cached_file
 
 from specdec.compat import keep_stored_weights
 from specdec.context import Context
@@ -34,6 +33,7 @@ from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import group
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
+from specdec.targets.checkpoint_files import file_of_model
 from specdec.targets.output_head import head_scaling
 from specdec.targets.parts import TargetParts, body_of, longrope_lines
 from specdec.targets.sequence_packing import by_document
@@ -80,7 +80,7 @@ def resize(model: Any, V: int) -> None:
 def _compared(source: str, target: TargetParts) -> bool:
     """Whether the tokenizers of a draft's source and of the target could be compared. Raises
     UserError naming the first id that means another token."""
-    if target.tokenizer is None or not any(map(_file(source), FILES)):
+    if target.tokenizer is None or not any(file_of_model(source, name) for name in FILES):
         return False
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
@@ -100,13 +100,6 @@ def _compared(source: str, target: TargetParts) -> bool:
             f"{min(ours[i])!r} there, and {min(theirs[i])!r} in the target: {remedy}",
         )
     return True
-
-
-def _file(source: str) -> Any:
-    """A function that finds a file in a folder or a hub model, or gives None."""
-    kinds = ("missing_entries", "connection_errors")
-    quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
-    return lambda name: cached_file(source, name, **quiet)
 
 
 def _by_id(tokenizer: Any) -> dict[int, set[str]]:

@@ -10,7 +10,7 @@ checksum covers that of the weights, too, so that the three files belong togethe
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,12 @@ def read_card(folder: Path | str) -> Card:
         known = f"format is {card.format}, but this version reads {FORMAT}: train the draft again"
         require(card.format == FORMAT, known)
         kind = family(card.family)
+        keys = {*card.config} if isinstance(card.config, dict) else set()
+        require(
+            "start" not in keys - {f.name for f in fields(kind.Config)},
+            "config has the key 'start' of an earlier version, which is now 'initialisation': "
+            "train the draft again",
+        )
         config: Any = record(kind.Config, card.config, "config")
         sizes = record(kind.Sizes, card.shape, "shape")
         theirs = config.name

@@ -34,7 +34,7 @@ class Until:
         self._began = self.left()
 
     def passed(self, part: float, ahead: float = 0.0) -> bool:
-        """Whether a part of the time will have passed when more work of `prefetch` seconds is
+        """Whether a part of the time will have passed when more work of `ahead` seconds is
         done."""
         return self._began - self.left() + ahead > part * self.seconds
 

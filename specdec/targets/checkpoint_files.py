@@ -48,6 +48,16 @@ AGAIN = "copy or download it again"
 HASH = re.compile("[0-9a-f]{32}")
 
 
+def file_of_model(
+    path: str, name: str, revision: str | None = None, downloads: bool = True
+) -> str | None:
+    """Where a file of a folder or a hub model lies, after a download if need be; None if there is
+    no such file, or no connection."""
+    kinds = ("missing_entries", "connection_errors")
+    quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
+    return cached_file(path, name, revision=revision, local_files_only=not downloads, **quiet)
+
+
 @dataclass(frozen=True)
 class SafetensorsFiles:
     """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
@@ -65,11 +75,9 @@ class SafetensorsFiles:
     ) -> "SafetensorsFiles | None":
         """The weights of a folder or a hub model; None if it has none in safetensors. Raises
         UserError naming the file that is missing or damaged."""
-        kinds = ("missing_entries", "connection_errors")
-        quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
 
         def file_of(name: str) -> str | None:
-            return cached_file(path, name, revision=revision, **quiet)
+            return file_of_model(path, name, revision)
 
         if single := file_of(SAFE_WEIGHTS_NAME):
             names = dict.fromkeys(_kinds(Path(single)), SAFE_WEIGHTS_NAME)

@@ -19,7 +19,6 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
-from transformers.utils.hub import cached_file
 
 from specdec.compat import adapter_beside, shown_warnings
 from specdec.errors import UserError, first_line, located, require
@@ -35,7 +34,7 @@ from specdec.runtime.quantised import (
     unpack_weights,
     without_method,
 )
-from specdec.targets.checkpoint_files import AGAIN, SafetensorsFiles
+from specdec.targets.checkpoint_files import AGAIN, SafetensorsFiles, file_of_model
 from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of, in_files
 from specdec.targets.gguf import model_path
 from specdec.targets.parts import depth_of
@@ -179,11 +178,9 @@ def load_source(auto: Any, source: str, device: str) -> Any:
 
 def fingerprint_of_bin(cfg: TargetConfig, path: str, config: Any) -> str | None:
     """The fingerprint of a checkpoint in PyTorch's own files; None if there are none."""
-    kinds = ("missing_entries", "connection_errors")
-    quiet_miss: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
 
     def file_of(name: str) -> str | None:
-        return cached_file(path, name, revision=cfg.revision, **quiet_miss)
+        return file_of_model(path, name, cfg.revision)
 
     with loading_errors(cfg):
         names = [WEIGHTS_NAME]

@@ -124,6 +124,11 @@ CARDS: list[tuple[str, Change, str]] = [
     ("eagle3", lambda c: c["config"].update(depth=10**9), "depth is 1000000000"),
     ("eagle3", lambda c: c["config"].update(depth=1000), "give 1 to 128"),
     ("eagle3", lambda c: c["config"].update(initialisation="elsewhere"), "elsewhere"),
+    (
+        "eagle3",
+        lambda c: c["config"].update(start=c["config"].pop("initialisation")),
+        "'start' of an earlier version, which is now 'initialisation': train the draft again",
+    ),
     ("eagle3", lambda c: c["target"].update(name="\0"), "is not text"),
     ("eagle3", lambda c: c["target"].update(name="\ud800"), "is not text"),
     ("eagle3", lambda c: c["target"].update(fingerprint=None), "expected text, found null"),

@@ -211,6 +211,30 @@ def test_options_stand_before_between_and_after_positional_arguments(
 
 
 @pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--length goodput", "--draft-length"),
+        ("--length=goodput", "--draft-length"),
+        ("--settings threshold=0.4", "--draft-length-settings"),
+        ("--rule block", "--verification"),
+        ("--log-rounds log.jsonl", "--log-steps"),
+    ],
+)
+def test_an_option_with_another_name_now_is_told(old: str, new: str) -> None:
+    """Where the parser has the new one."""
+    from command_line import Parser, add_decoding
+
+    parser = Parser()
+    parser.add_argument("draft")
+    with pytest.raises(UserError, match="unrecognized arguments"):
+        parser.parse_args(["D", *old.split()])
+    add_decoding(parser)
+    name = old.replace("=", " ").split()[0]
+    with pytest.raises(UserError, match=f"^{name} is now {new}: give {new}$"):
+        parser.parse_args(["D", *old.split()])
+
+
+@pytest.mark.parametrize(
     ("decode", "options", "words"),
     [
         ({"gamma": 2}, "", "chains of 2 tokens, as {run} says"),

@@ -88,16 +88,16 @@ class Compiled:
         dtype = next(x.dtype for x in self.run(cache, **inputs) if x is not None)
         with dynamo_config.patch(DYNAMO), inductor_config.patch(FROZEN):
             ours, public = partial(through, graph), partial(through, self.run)
-            response = agreement(ours, public, LIMITS[dtype])
-            times = seconds([ours, public], TIMINGS) if response.used else [1.0, 1.0]
+            result = agreement(ours, public, LIMITS[dtype])
+            times = seconds([ours, public], TIMINGS) if result.used else [1.0, 1.0]
         rows, tokens, capacity = len(cache.lengths), slots.shape[-1], cache.capacity
         what = f"a pass of {rows} × {tokens} tokens over {capacity} slots"
-        if not response.used:
-            tell(f"torch.compile: {what} runs uncompiled; its graph: {response.reason}")
+        if not result.used:
+            tell(f"torch.compile: {what} runs uncompiled; its graph: {result.reason}")
         elif taken[0] > TOLD or times[1] < SLOWER * times[0]:
             gain = f"{times[1] / times[0]:.2f} times as fast as without"
             tell(f"torch.compile: {what} was compiled in {taken[0]:.0f} s and is {gain}")
-        return graph if response.used else self.run
+        return graph if result.used else self.run
 
 
 def _graph(run: Pass, device: torch.device) -> Pass:

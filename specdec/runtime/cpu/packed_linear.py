@@ -60,8 +60,8 @@ class PackedLinear(nn.Linear):
         return packed_product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is used for this many rows. Responses are kept, since every forward pass
-        asks every layer for one."""
+        """Whether the copy is used for this many rows. The decision is kept, since every forward
+        pass asks every layer for it."""
         key = dtype, rows
         if key not in self._faster:
             size = self.out_features, self.in_features
@@ -75,7 +75,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied, and without the
-        responses of `faster`, which hold for this machine only."""
+        decisions of `faster`, which hold for this machine only."""
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
 
@@ -215,7 +215,7 @@ def packing_pays(dtype: torch.dtype, rows: int) -> bool:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows tried in place of this many, of which `pays` says the same."""
+    """The number of rows tried in place of this many, of which `packing_pays` says the same."""
     return next((n for n in (1, 2, 3, 4, 8, 16, 64) if rows <= n), 256)
 
 
