@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from rich.progress import Progress
@@ -30,6 +31,7 @@ from train.data.prompts_trained_on import TrainedOn, before_this_stage
 from train.data.rendering import prompt_rendering
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
 from train.data.responses import documents_with_responses
+from train.data.split import DataSplit
 from train.folder import (
     BEGAN,
     chat_template_of_run,
@@ -40,6 +42,7 @@ from train.folder import (
 )
 from train.hidden_states.batches import BatchSource
 from train.hidden_states.filling import RunHiddenStates
+from train.hidden_states.store import HiddenStateStore
 from train.initialisation import (
     earlier_drafts,
     initial_drafter,
@@ -84,10 +87,7 @@ def run(
 
         # Documents: as much data as fits the budget, with the target's responses if it responds.
         # The hidden states that it computes while it responds are kept.
-        starts_from = earlier_drafts(cfg.initialisation, cfg.drafter)
-        split = split_of_run(
-            cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
-        )
+        split = job.split()
         ranks.first(lambda: check_prompts(split.prompts, target.parts, cfg.decode))
         budget = Budget(
             cfg.budget,
@@ -100,22 +100,10 @@ def run(
             started=started,
         )
         hidden_states = job.hidden_states()
-        responds = cfg.data.responses == "target"
-        if responds:
+        store = hidden_states.store if cfg.responses_bring_hidden_states else None
+        if cfg.data.responses == "target":
             ranks.first(lambda: note_date(cfg.data.date, folder))
-        texts = documents_of_run(
-            split=split,
-            measured=cfg.decode.prompts,
-            responses=cfg.response_generation if responds else None,
-            reads_training=cfg.reads_plain_responses,
-            from_log=bool(cfg.data.decoding_log),
-            target=target,
-            store=hidden_states.store if cfg.responses_bring_hidden_states else None,
-            accelerator=accelerator,
-            progress=progress,
-            responses_read=ResponsesRead(folder),
-            budget=budget,
-        )
+        texts = job.documents(split, store, folder, budget)
         fill_in_time(texts, split, hidden_states, budget, cfg.rounds, cfg.data.limit)
 
         # Initialise: fresh weights, or those of an earlier draft. Now the folder is this run's.
@@ -138,7 +126,7 @@ def run(
                 texts,
                 target.rendering.chat_template,
             )
-            TrainedOn.of_texts(texts.train).after(before_this_stage(starts_from)).write(folder)
+            TrainedOn.of_texts(texts.train).after(before_this_stage(job.starts_from)).write(folder)
 
         ranks.first(note_run)
 
@@ -237,14 +225,10 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
     with opened(cfg, folder, lock=folder / "shares" / cfg.share.replace("/", "-of-")) as job:
         cfg, target, ranks = job.settled.cfg, job.target, job.ranks
         accelerator, progress = job.settled.accelerator, job.progress
-        starts_from = earlier_drafts(cfg.initialisation, cfg.drafter)
-        split = split_of_run(
-            cfg.data, cfg.responses, target.parts, ranks, cfg.drafter.depth, starts_from
-        )
+        split = job.split()
         hidden_states = job.hidden_states()
         store = hidden_states.store if cfg.responses_bring_hidden_states else None
-        responds = cfg.data.responses == "target"
-        if responds:
+        if cfg.data.responses == "target":
             ranks.first(lambda: note_date(cfg.data.date, folder))
 
         if (shard := shard_of("responses.shard", cfg.responses.shard)) is not None:
@@ -257,18 +241,7 @@ def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
                     )
             console.print(f"responses: {shard} is done; {AFTERWARDS} responses.shard")
         elif (shard := shard_of("hidden_states.shard", cfg.hidden_states.shard)) is not None:
-            texts = documents_of_run(
-                split=split,
-                measured=cfg.decode.prompts,
-                responses=cfg.response_generation if responds else None,
-                reads_training=cfg.reads_plain_responses,
-                from_log=bool(cfg.data.decoding_log),
-                target=target,
-                store=store,
-                accelerator=accelerator,
-                progress=progress,
-                responses_read=ResponsesRead(folder),
-            )
+            texts = job.documents(split, store, folder)
             hidden_states.fill_shard(shard, [texts.train, texts.validation])
             console.print(f"hidden states: {shard} is done; {AFTERWARDS} hidden_states.shard")
 
@@ -283,6 +256,48 @@ class OpenJob:
     ranks: Ranks
     tracker: Tracker
     progress: Progress
+
+    @property
+    def starts_from(self) -> list[Path]:
+        """The folders of the drafts that training starts from."""
+        cfg = self.settled.cfg
+        return earlier_drafts(cfg.initialisation, cfg.drafter)
+
+    def split(self) -> DataSplit[Any]:
+        """What the run reads, split, with a report of it. Raises UserError as `split_of_run`."""
+        cfg = self.settled.cfg
+        return split_of_run(
+            cfg.data,
+            cfg.responses,
+            self.target.parts,
+            self.ranks,
+            cfg.drafter.depth,
+            self.starts_from,
+        )
+
+    def documents(
+        self,
+        split: DataSplit[Any],
+        store: HiddenStateStore | None,
+        folder: Path,
+        budget: Budget | None = None,
+    ) -> RunDocuments:
+        """The texts of the run in `folder`, with responses and hidden states as
+        `documents_of_run` says."""
+        cfg, responds = self.settled.cfg, self.settled.cfg.data.responses == "target"
+        return documents_of_run(
+            split=split,
+            measured=cfg.decode.prompts,
+            responses=cfg.response_generation if responds else None,
+            reads_training=cfg.reads_plain_responses,
+            from_log=bool(cfg.data.decoding_log),
+            target=self.target,
+            store=store,
+            accelerator=self.settled.accelerator,
+            progress=self.progress,
+            responses_read=ResponsesRead(folder),
+            budget=budget,
+        )
 
     def hidden_states(self) -> RunHiddenStates:
         """Where the run's rows get the target's hidden states from."""

@@ -6,8 +6,7 @@ counts are exact and no weight is read.
 
 import math
 import re
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,12 @@ from transformers import AutoConfig
 from specdec.drafters import family
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError, first_line, require_known, require_within
-from specdec.runtime.device import finish, free_bytes
+from specdec.measure.costs import timed
+from specdec.runtime.device import free_bytes
 from specdec.runtime.quantised import itemsize, method
 from specdec.targets.gguf import model_path
 from specdec.targets.loading import kind_of
-from specdec.targets.parts import TargetParts
+from specdec.targets.parts import TargetParts, configs_of_layers
 from specdec.targets.target_config import DTYPES, TargetConfig
 from specdec.targets.tensor_parallel import count_of_divided_weights
 from train.optim import OptimConfig, trained_by_muon
@@ -116,13 +116,7 @@ def device_here(device: torch.device, dtype: torch.dtype) -> Device:
 
 def fastest(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """The shortest of some timings in seconds, after a warm-up."""
-    times = []
-    for _ in range(1 + repeats):
-        finish(device)
-        begun = time.perf_counter()
-        run()
-        finish(device)
-        times.append(time.perf_counter() - begun)
+    times = [timed(run, device)[0] for _ in range(1 + repeats)]
     return min(times[1:])
 
 
@@ -305,13 +299,6 @@ def _first(config: Any, keys: tuple[str, ...]) -> int | None:
     """The first of these keys that a config has as a number."""
     values = (getattr(config, key, None) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), None)
-
-
-def configs_of_layers(config: Any) -> Sequence[Any]:
-    """The config of each layer. In Gemma 4 its sizes differ from the model's, whose config raises
-    if it is asked for them."""
-    various = getattr(config, "is_heterogeneous", False)
-    return list(config.per_layer_config) if various else [config] * config.num_hidden_layers
 
 
 def _cached(config: Any) -> int:

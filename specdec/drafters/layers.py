@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 
 from specdec.runtime.cpu.few_row_norm import FewRowsNorm
 from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
-from specdec.targets.parts import UNBOUNDED, TargetParts
+from specdec.targets.parts import UNBOUNDED, TargetParts, configs_of_layers
 
 
 class RMSNorm(LlamaRMSNorm):
@@ -457,13 +457,11 @@ def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[
 
 def _full_attention(config: Any) -> tuple[int, Any]:
     """The index of a target's last layer with full attention (else of its last layer), and the
-    config of that layer. In Gemma 4 its sizes differ from the model's, whose config raises if it is
-    asked for them."""
+    config of that layer."""
     count, kinds = config.num_hidden_layers, getattr(config, "layer_types", None) or ()
     full = [k for k, kind in enumerate(kinds[:count]) if kind == FULL]
     index = full[-1] if full else count - 1
-    various = getattr(config, "is_heterogeneous", False)
-    return index, config.per_layer_config[index] if various else config
+    return index, configs_of_layers(config)[index]
 
 
 def config_of(llama: Mapping[str, Any]) -> LlamaConfig:

@@ -201,12 +201,10 @@ class StoredLayers:
         """The weights of the layer of this name in the model, by their names within it, as the
         model has them: none if the files do not hold all of them as plain numbers."""
         prefix = f"{layer}."
-        tensors = self.files.under(prefix)
         renamed = get_checkpoint_conversion_mapping(
             self.config.get_text_config(decoder=True).model_type
         )
-        if not tensors or renamed:
-            tensors = self._converted(prefix)
+        tensors = ({} if renamed else self.files.under(prefix)) or self._converted(prefix)
         return tensors if all(map(plain, tensors.values())) else {}
 
     def _converted(self, prefix: str) -> dict[str, Tensor]:

@@ -39,6 +39,13 @@ NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")  # bef
 UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
 
+def configs_of_layers(config: Any) -> Sequence[Any]:
+    """The config of each layer. In Gemma 4 its sizes differ from the model's, whose config raises
+    if it is asked for them."""
+    various = getattr(config, "is_heterogeneous", False)
+    return list(config.per_layer_config) if various else [config] * config.num_hidden_layers
+
+
 class TargetParts:
     """The frozen parts of a model around its layers, and facts from its config."""
 

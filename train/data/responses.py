@@ -214,7 +214,8 @@ def documents_with_responses(
             return []
         while 2 * at_once <= size and 0 < ahead(at_once) <= PART * time.seconds:
             at_once *= 2
-        taken = [groups.pop(0) for _ in groups[: at_once * (GROUP if refills and tokens else 1)]]
+        count = at_once * (GROUP if refills and tokens else 1)
+        taken, groups[:] = groups[:count], groups[count:]
         return [name for group in taken for name in group]
 
     def write_all(groups: list[list[str]]) -> None:
