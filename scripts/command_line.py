@@ -31,7 +31,9 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from train.data.conversations import DataConfig
 from train.data.rendering import prompt_rendering
-from train.folder import shape_of_run
+from train.data.run_data import chosen_prompts, measured_prompts
+from train.data.sequences import Prompt
+from train.folder import noted_prompts, shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")
 RENAMED_OPTIONS = {  # the name that an option has now
@@ -253,6 +255,20 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
         f"--log-steps logs chains only, but trees are drafted, {origin}: give --gamma alone",
     )
     return cfg, origin
+
+
+def prompts_of_run(
+    args: argparse.Namespace, data: DataConfig, target: TargetParts, others: int
+) -> tuple[list[Prompt], list[Prompt]]:
+    """At most `args.limit` held-out prompts of the run that made the draft `args.draft`, whose data
+    settings are `data`, and at most so many `others`, for calibration and for choices."""
+    noted = None
+    if not (args.thinking or args.target):
+        noted = noted_prompts(args.draft.parent, args.limit)
+    if noted is not None:
+        return chosen_prompts(*noted, args.limit, others)
+    how = args.limit, others, args.thinking, args.draft
+    return measured_prompts(data, target.tokenizer, *how)
 
 
 def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: TargetParts) -> None:

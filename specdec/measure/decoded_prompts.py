@@ -12,6 +12,7 @@ from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.errors import is_out_of_memory
 from specdec.measure.costs import BRIEF_TIMED
+from specdec.measure.results import BatchTimes
 from specdec.measure.setup import Setup
 from specdec.runtime.device import release
 from specdec.theory.intervals import FEWEST
@@ -53,7 +54,19 @@ class DecodedPrompts:
     row_steps: list[int] = field(default_factory=list)  # the speculation steps of all rows
     speculation_seconds: list[float] = field(default_factory=list)  # for as many speculation steps
     spent: list[dict[str, float]] = field(default_factory=list)
-    timed: int = 0  # how many prompts were timed, beginning with the first
+    of_batches: list[int] = field(default_factory=list)  # how many prompts each timed batch had
+
+    @property
+    def timed(self) -> int:
+        """How many prompts were timed, beginning with the first."""
+        return sum(self.of_batches)
+
+    @property
+    def times(self) -> list[BatchTimes]:
+        """What was timed, batch by batch."""
+        columns = self.of_batches, self.plain_tokens, self.plain_seconds, self.seconds
+        more = self.row_steps, self.speculation_seconds
+        return [BatchTimes(*row) for row in zip(*columns, *more, strict=True)]
 
     @property
     def steps(self) -> list[SpeculationStep]:
@@ -76,7 +89,7 @@ class DecodedPrompts:
         slowest = max(drafted[0], key=lambda g: g.seconds)
         other = slowest.seconds - sum(slowest.spent.values())
         self.spent.append(slowest.spent | {"other": other})
-        self.timed += len(plain[0])
+        self.of_batches.append(len(plain[0]))
 
 
 def decoded_in_turn(

@@ -32,6 +32,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
+from specdec.integrity import of_value
 from specdec.measure.calibration import believed, reliability
 from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
 from specdec.measure.costs import Costs, costs, operations
@@ -49,6 +50,7 @@ from specdec.measure.forced import (
 )
 from specdec.measure.machine import machine_of
 from specdec.measure.results import (
+    RIVAL,
     Described,
     Measured,
     PromptCounts,
@@ -81,11 +83,19 @@ OTHER_KINDS = "other kinds"
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
+@dataclass(frozen=True)
+class Rival:
+    """Another draft for the same target, in the shape that its own settings give."""
+
+    drafter: Drafter
+    cfg: DecodeConfig
+
+
 @dataclass
 class Subject:
     """What is measured: a run's draft, for its target, on some data. A second draft, `combined`,
-    may take turns with it. If the target was trained too, `original` is what it was before.
-    `origin` says what the prompts are."""
+    may take turns with it, and so may a `rival`, of which α is measured too. If the target was
+    trained too, `original` is what it was before. `origin` says what the prompts are."""
 
     name: str  # of the run
     target: Target
@@ -94,6 +104,7 @@ class Subject:
     combined: Drafter | None = None
     original: Target | None = None
     origin: str = Results.origin
+    rival: Rival | None = None
 
 
 def evaluate(
@@ -110,14 +121,14 @@ def evaluate(
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
     fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
-    with `subject.combined` if there is one. A shape or a length is chosen on the prompts that
-    follow those. `words` are what the user says last in each prompt, for the samples (default: the
-    decoded prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind of
-    each prompt; if there are several, each has figures of its own. `left` returns the seconds that
-    are left: then as many prompts are decoded at the first temperature as its part of them allows,
-    but at least `LEAST_PROMPTS`, and the same at others. The draft's speculation steps are appended
-    to the file `log`. All of `ranks` call this with the same arguments and get the same results.
-    Raises UserError if there is no prompt."""
+    with `subject.combined` and `subject.rival` if there are any. A shape or a length is chosen on
+    the prompts that follow those. `words` are what the user says last in each prompt, for the
+    samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
+    `kinds` names the kind of each prompt; if there are several, each has figures of its own. `left`
+    returns the seconds that are left: then as many prompts are decoded at the first temperature as
+    its part of them allows, but at least `LEAST_PROMPTS`, and the same at others. The draft's
+    speculation steps are appended to the file `log`. All of `ranks` call this with the same
+    arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
     asked = [list(p) for p in prompts[: cfg.prompts]]
     if not asked:
@@ -127,14 +138,18 @@ def evaluate(
     others = [list(p) for p in prompts[cfg.prompts : cfg.prompts + LEARNING]]
     learning = others or asked
     setup = replace(Setup.from_config(target, cfg, ranks), brief=left is not None)
-    ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
-    if cfg.fastest:
-        ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
+    ways = _shapes(drafter, cfg)
+    first = [ways[0][0]]
+    if (rival := subject.rival) is not None:
+        of_rival = [(RIVAL + t, each, own) for t, each, own in _shapes(rival.drafter, rival.cfg)]
+        ways += of_rival
+        first.append(of_rival[0][0])
     # its chains have the length that it was built for
     if (combined := subject.combined) is not None:
         own = replace(cfg, gamma=cfg.gamma if cfg.tree else None, fastest=False)
         ways.append((combined.config.name, combined, own))
-    together = counting(setup, cfg, asked, drafter.needs)
+    drafts = {id(each): each for _, each, _ in ways}.values()
+    together = min(counting(setup, cfg, asked, each.needs) for each in drafts)
     measured: dict[str, list[Measured]] = {title: [] for title, _, _ in ways}
     known: dict[tuple[Drafter, str], Costs] = {}
     progress = progress or bars(console, shown=False)
@@ -162,13 +177,13 @@ def evaluate(
             key = each, repr(way.shape)
             cost = known[key] = known.get(key) or costs(setup, way, asked[0])
             one = _figures(setup, described(title, own, way), learned, decodings, cost)
-            if title == ways[0][0]:
+            if title in first:
                 _by_forcing(setup, one, way, decodings)
                 one.oracle = _oracle(setup, way, cost, learning, decodings.steps)
                 one.samples = _samples(target, decodings, words, earlier)
                 one.slices = slices(one.prompts, kinds)
-                one.fastest = bool(repeated)
-                if log is not None and ranks.rank == 0:
+                one.fastest = any(ways[n][1] is each for n in repeated)
+                if title == first[0] and log is not None and ranks.rank == 0:
                     log_steps(log, decodings.drafted)
             measured[title].append(one)
     progress.remove_task(task)
@@ -185,6 +200,8 @@ def evaluate(
         target=target.name,
         data=subject.data,
         origin=subject.origin,
+        prompt_keys=[of_value(ids) for ids in asked],
+        target_fingerprint=target.fingerprint(),
         prompts=len(asked),
         timed=responses[0].timed,
         counting=together,
@@ -203,6 +220,14 @@ def evaluate(
     if before is not None and before is not target:
         results.shift = shift(before, target, asked, cfg.max_new_tokens, cfg.batch, ranks)
     return results
+
+
+def _shapes(drafter: Drafter, cfg: DecodeConfig) -> list[tuple[str, Drafter, DecodeConfig]]:
+    """The ways in which a draft alone is measured: their titles, the draft and its settings."""
+    ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
+    if cfg.fastest:
+        ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
+    return ways
 
 
 def same_way(one: Way, other: Way) -> bool:
@@ -289,6 +314,8 @@ def _figures(
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
         identical=same if way.temperature == 0 else None,
         learned=learned,
+        prompts=[PromptCounts(g.emitted, len(g.steps)) for g in decodings.drafted],
+        times=decodings.times,
         seconds_spent={
             phase: sum(s[phase] for s in decodings.spent) for phase in decodings.spent[0]
         },

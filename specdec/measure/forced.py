@@ -185,12 +185,20 @@ def prompt_counts(
     """The counts of a prompt, from what was measured along its plain response and from its
     speculation steps."""
     alpha = every.measured.alpha
-    by_anchor = [alpha.sampled[every.anchors], alpha.greedy[every.anchors]]
-    sampled, same = (column_TK.sum(0).tolist() for column_TK in by_anchor)
-    positions = [len(every.anchors)] * len(sampled)
+    by_anchor = [column_TK[every.anchors] for column_TK in alpha]
+    sums = Acceptance(*(column_TK.sum(0).tolist() for column_TK in by_anchor))  # type: ignore[arg-type]
+    positions = [len(every.anchors)] * alpha.sampled.shape[1]
     along_TK = (alpha.sampled, alpha.greedy)[greedy]
     walked = predicted_steps(along_TK[: plain.emitted, :gamma])
-    return PromptCounts(response.emitted, len(response.steps), positions, sampled, same, walked)
+    return PromptCounts(
+        emitted=response.emitted,
+        speculation_steps=len(response.steps),
+        positions=positions,
+        sampled=sums.sampled,  # type: ignore[arg-type]
+        greedy=sums.greedy,  # type: ignore[arg-type]
+        walked=walked,
+        greedy_draft=sums.greedy_draft,  # type: ignore[arg-type]
+    )
 
 
 def shift(

@@ -4,7 +4,7 @@
 passes between them. Lists over depths have an entry for each drafted position, from 0.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from specdec.theory.oracle import Oracle
 
 FILE = "results.json"
 CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
+RIVAL = "rival "  # how the titles of the ways of a second draft begin, while both are measured
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -87,14 +88,35 @@ class Reliability:
 @dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
-    and the speculation steps that a decoder is expected to make along the plain response."""
+    and the speculation steps that a decoder is expected to make along the plain response. What
+    comes from teacher forcing is empty in ways for which it was not measured."""
 
     emitted: int
     speculation_steps: int
-    positions: list[int]  # by depth; the next two are sums over them
-    sampled: list[float]
-    greedy: list[float]
+    positions: list[int] = field(default_factory=list)  # by depth; the lists below are sums of them
+    sampled: list[float] = field(default_factory=list)
+    greedy: list[float] = field(default_factory=list)
     walked: tuple[float, float] = (0.0, 0.0)
+    greedy_draft: list[float] = field(default_factory=list)
+
+    def at_way(self, way: "Described") -> list[float]:
+        """Sums of the variant of α that a way of decoding accepts by, by depth."""
+        if way.temperature == 0:
+            return self.greedy
+        return self.greedy_draft if way.greedy_draft else self.sampled
+
+
+@dataclass(frozen=True)
+class BatchTimes:
+    """The seconds of a timed batch, for as many `tokens` in plain decoding and in a way of
+    decoding, and those of the latter's speculation steps, summed over its rows."""
+
+    prompts: int
+    tokens: int
+    plain_seconds: float
+    seconds: float
+    row_steps: int
+    speculation_seconds: float
 
 
 @dataclass(frozen=True)
@@ -193,6 +215,7 @@ class Measured:
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
+    times: list[BatchTimes] = field(default_factory=list)  # of the timed prompts, the first ones
     slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
     fastest: bool = False  # whether the shape expected to be fastest is this one
 
@@ -324,6 +347,8 @@ class Results:
     timed: int = 0  # how many prompts were timed, beginning with the first; 0: all
     counting: int = 1  # how many of the other prompts were decoded together
     origin: str = "held-out prompts"  # what the prompts are
+    prompt_keys: list[str] = field(default_factory=list)  # hashes of their ids, in order
+    target_fingerprint: str = ""  # of the target as it decoded; empty: unknown
     learned_on: str = ""
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
     target_operations: int = 0  # of a plain step; 0 if they cannot be counted
@@ -403,3 +428,15 @@ class Results:
     def load(cls, folder: Path) -> "Results":
         """The results in a report's folder. Raises UserError for a missing or damaged file."""
         return read_record(cls, folder / FILE, "evaluate the draft again")
+
+
+def split_rival(both: Results, drafter: str) -> tuple[Results, Results]:
+    """The results of two drafts that were measured in turn as those of each; `drafter` is the
+    second one's family."""
+    ours = [x for x in both.measured if not x.way.title.startswith(RIVAL)]
+    theirs = [
+        replace(x, way=replace(x.way, title=x.way.title.removeprefix(RIVAL)))
+        for x in both.measured
+        if x.way.title.startswith(RIVAL)
+    ]
+    return replace(both, measured=ours), replace(both, drafter=drafter, measured=theirs)

@@ -68,6 +68,11 @@ class Interval:
         return self.text()
 
 
+# (numerators, denominators) of a ratio, and groups of ratios of the same observations each
+Counts = tuple[Sequence[float], Sequence[float]]
+Groups = Sequence[Sequence[Counts]]
+
+
 class Scale(NamedTuple):
     """A scale g on which a ratio is studentised; figures outside `lowest` … `highest` have none."""
 
@@ -136,19 +141,78 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
     return _interval(value, spreads, min(sizes), sizes[0], LOG)
 
 
-def difference_interval(
-    ours: tuple[Sequence[float], Sequence[float]],
-    theirs: tuple[Sequence[float], Sequence[float]],
-) -> Interval:
+def difference_interval(ours: Counts, theirs: Counts) -> Interval:
     """Σ / Σ of ours minus Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
     the same order; `n` counts the prompts. Pairing removes the variation that both share."""
-    columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in (ours, theirs)])
-    columns = columns[:, :, (columns[:, 1] > 0).all(0)]
-    n = columns.shape[-1]
-    if n == 0:
+    return paired_difference([[ours]], [[theirs]])
+
+
+def paired_difference(ours: Groups, theirs: Groups) -> Interval:
+    """Our product of pooled ratios minus theirs. Both have the same groups as in
+    `product_interval`, of the same observations in the same order."""
+    sides = _paired(ours, theirs)
+    if not sides:
         return Interval(0.0, 0.0, 0.0, 0)
-    ours_N, theirs_N = columns[:, 0].sum(-1) / columns[:, 1].sum(-1)
-    return _interval(float(ours_N - theirs_N), [_spread(columns, [1, -1])], n, n, PLAIN)
+    (our_value, our_rest), (their_value, their_rest) = map(_product, zip(*sides, strict=True))
+    spreads = [
+        _spread(np.concatenate([mine, yours]), [*plus, *(-x for x in minus)])
+        for (mine, yours), plus, minus in zip(sides, our_rest, their_rest, strict=True)
+    ]
+    sizes = [mine.shape[-1] for mine, _ in sides]
+    return _interval(our_value - their_value, spreads, min(sizes), sizes[0], PLAIN)
+
+
+def paired_quotient(ours: Groups, theirs: Groups) -> Interval:
+    """Our product of pooled ratios over theirs, otherwise as in `paired_difference`. Without an
+    interval if one of the two is 0."""
+    sides = _paired(ours, theirs)
+    if not sides:
+        return Interval(0.0, 0.0, 0.0, 0)
+    (our_value, _), (their_value, _) = map(_product, zip(*sides, strict=True))
+    sizes = [mine.shape[-1] for mine, _ in sides]
+    if our_value <= 0 or their_value <= 0:
+        value = our_value / their_value if their_value > 0 else 0.0
+        return Interval(value, value, value, sizes[0])
+    spreads = []
+    for mine, yours in sides:
+        both = np.concatenate([mine, yours])
+        slopes = both[:, 1].sum(-1) / both[:, 0].sum(-1)
+        slopes[len(mine) :] *= -1
+        spreads.append(_spread(both, slopes.tolist()))
+    return _interval(our_value / their_value, spreads, min(sizes), sizes[0], LOG)
+
+
+def paired_products(ours: Groups, theirs: Groups) -> tuple[float, float]:
+    """The two products that `paired_difference` and `paired_quotient` compare."""
+    sides = _paired(ours, theirs)
+    if not sides:
+        return 0.0, 0.0
+    mine, yours = zip(*sides, strict=True)
+    return _product(mine)[0], _product(yours)[0]
+
+
+def _paired(ours: Groups, theirs: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The groups of two sides as arrays of ratios, each a row of numerators and one of
+    denominators, without observations in which a denominator of either side is 0. Empty if a group
+    has no other."""
+
+    def rows(group: Sequence[Counts]) -> np.ndarray:
+        return np.array([[np.asarray(x, float) for x in ratio] for ratio in group])
+
+    sides = []
+    for mine, yours in zip(map(rows, ours), map(rows, theirs), strict=True):
+        kept = (np.concatenate([mine, yours])[:, 1] > 0).all(0)
+        sides.append((mine[:, :, kept], yours[:, :, kept]))
+    return sides if all(mine.shape[-1] for mine, _ in sides) else []
+
+
+def _product(groups: Sequence[np.ndarray]) -> tuple[float, list[list[float]]]:
+    """The product of the pooled ratios in all groups, and its slope for each of them: the product
+    of the others."""
+    ratios = [(g[:, 0].sum(-1) / g[:, 1].sum(-1)).tolist() for g in groups]
+    flat = [r for of_group in ratios for r in of_group]
+    slopes = iter([math.prod(flat[:i] + flat[i + 1 :]) for i in range(len(flat))])
+    return math.prod(flat), [[next(slopes) for _ in of_group] for of_group in ratios]
 
 
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:

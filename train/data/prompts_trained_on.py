@@ -221,3 +221,22 @@ def overlap_in_words(draft: Path, openings: Sequence[str]) -> str | None:
     if near > same:
         said += f" and on near duplicates of {near - same}"
     return said if known.complete else f"{said}, and perhaps on others"
+
+
+def not_trained_on(prompts: Sequence[Prompt], draft: Path) -> tuple[list[Prompt], bool]:
+    """The prompts that the draft in this folder was not trained on, in any of its stages, without
+    near duplicates of those that it was; and whether its record of them is complete. Where all open
+    as what it was trained on does, the texts decide by which a split placed them, as in
+    `leave_out`. Raises Damaged for a record that cannot be read."""
+    known = trained_on(draft)
+    if known is None or not len(known.keys_N):
+        return [*prompts], known is not None and known.complete
+    kept: list[Prompt] = []
+    for text_of in (attrgetter("opening"), attrgetter("placed")):
+        asked = sorted({text_of(prompt) for prompt in prompts} - {""})
+        seen = known.nearly([origin_of(text) for text in asked])
+        trained = {text for text, there in zip(asked, seen, strict=True) if there}
+        kept = [prompt for prompt in prompts if text_of(prompt) not in trained]
+        if kept:
+            break
+    return kept, known.complete
