@@ -40,9 +40,10 @@ from train import pipeline
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += (REPOSITORY / "docs").glob("*.md")
 TEXTS = {str(path.relative_to(REPOSITORY)): path.read_text() for path in sorted(PAGES)}
-SCRIPTS = ("generate", "evaluate", "export")
+SCRIPTS = ("generate", "evaluate", "compare", "export")
 FEW = ["--max-new-tokens", "6"]
 SHORTER = {"generate": FEW, "evaluate": [*FEW, "--limit", "2"], "export": []}
+SHORTER["compare"] = SHORTER["evaluate"]
 ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "scripts/doctor": "tests/scripts/test_doctor.py",
     "scripts/quickstart": "takes 15 minutes: run before each release",
@@ -60,7 +61,6 @@ ELSEWHERE = {  # the beginning of a command that does not run here, and why
     "python -m sglang": "a serving engine that is not installed here",
     "wandb sync": "needs a network",
     "tensorboard --logdir": "a server: tests/train/test_tracking.py reads what it shows",
-    "scripts/compare": "tests/scripts/test_compare.py",
     "python examples/": "tests/test_examples.py",
 }
 OUTPUTS = ("specdec/   ",)  # how blocks begin that show something else than commands

@@ -85,10 +85,15 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
     console.print(
         f"A: {comparison.a}", f"B: {comparison.b}", f"target: {comparison.target}", sep="\n"
     )
-    rows = Table("", "T", *COLUMNS, box=box.SIMPLE_HEAD)
+    rows, shown = Table("", *COLUMNS, box=box.SIMPLE_HEAD), None
     for way, one, cells in _rows(comparison):
-        rows.add_row(f"{way.title}: {one.name}", f"{way.temperature:g}", *cells)
+        if way is not shown:
+            rows.add_section()
+            rows.add_row(f"{way.title}, T = {way.temperature:g}", style="bold")
+            shown = way
+        rows.add_row(one.name, *cells)
     console.print(rows, soft_wrap=False)
+    console.print(COUNTED)
     for note in comparison.notes:
         console.print(note)
     console.print(comparison_verdict(comparison))

@@ -427,6 +427,7 @@ def test_samples_show_what_the_user_said(target: Target, tmp_path: Path) -> None
 BY_THE_CLOCK = {
     "speedup",
     "timed_speedup",
+    "times",
     "tokens_per_second",
     "plain_tokens_per_second",
     "costs",
