@@ -3,6 +3,8 @@
 import hashlib
 import importlib.util
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +29,7 @@ def model_path(path: str, cache: Path) -> str:
 
 def dense_folder(gguf: Path, cache: Path) -> Path:
     """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template; its
-    name ends in a hash of the GGUF file. It is built in a temporary folder and moved here when
-    complete; an existing folder that is damaged is built again. Raises UserError if the file is
+    name ends in a hash of the GGUF file, and it is `made_once`. Raises UserError if the file is
     missing, is not a GGUF file, is cut off, or holds a model that transformers cannot read."""
     require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
@@ -36,17 +37,24 @@ def dense_folder(gguf: Path, cache: Path) -> Path:
     require(begins == b"GGUF", f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
     source = _sha256(gguf)
     folder = cache / f"{gguf.stem}-{source[:12]}"
+    return made_once(folder, gguf.name, source, partial(_convert, gguf))
+
+
+def made_once(folder: Path, name: str, source: str, make: Callable[[Path], None]) -> Path:
+    """The folder, which `make` fills with a checkpoint from a source of this name and hash, unless
+    that was done before. It is built in a temporary folder and moved here when complete; an
+    existing folder that is damaged is built again."""
     if folder.exists():
         if (damage := _damage(folder, source)) is None:
             return folder
-        tell(f"{folder} is damaged ({damage}): converting {gguf.name} again")
+        tell(f"{folder} is damaged ({damage}): converting {name} again")
     with replaced(folder) as building:
-        _convert(gguf, building)
+        make(building)
         files = {
             path.name: {"bytes": path.stat().st_size, KEY: of_file(path)}
             for path in sorted(building.iterdir())
         }
-        sums = {"source": {"name": gguf.name, "sha256": source}, "files": files}
+        sums = {"source": {"name": name, "sha256": source}, "files": files}
         (building / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     return folder
 

@@ -32,12 +32,15 @@ class TargetConfig:
     max_memory: dict[Any, str] = field(default_factory=dict)
     # the processes of a launch hold one target together, each a part of every layer
     tensor_parallel: bool = False
+    # folder of an adapter of peft (LoRA) for the model in path; the target is a copy of the model
+    # with the adapter merged into it; null: none
+    adapter: str | None = None
     revision: str | None = None  # branch, tag or commit of a hub model; null: its default branch
     # attention of transformers, such as sdpa or eager; grouped: sdpa, where the model has it,
     # without copying K and V
     attn_implementation: str = "grouped"
     trust_remote_code: bool = False  # run Python code in the model's folder or hub repository
-    cache: str = "cache/targets"  # folder of the dense copies of GGUF files
+    cache: str = "cache/targets"  # folder of dense copies of GGUF files and of models with adapters
     packed: bool = True  # on a CPU: use packed copies of weights where they are faster
 
 

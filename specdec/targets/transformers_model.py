@@ -34,6 +34,7 @@ from specdec.runtime.quantised import (
     unpack_weights,
     without_method,
 )
+from specdec.targets.adapter import merged_checkpoint
 from specdec.targets.checkpoint_files import AGAIN, SafetensorsFiles, file_of_model
 from specdec.targets.fingerprint import computing_keys, digest_of_weights, fingerprint_of, in_files
 from specdec.targets.gguf import model_path
@@ -49,6 +50,10 @@ def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsF
     """The resolved configuration, and the path, config, tokenizer and files of its model."""
     cfg, path = resolved(cfg), model_path(cfg.path, Path(cfg.cache))
     _require_no_adapter(cfg, path)
+    if cfg.adapter is not None:
+        with loading_errors(cfg):
+            path = str(merged_checkpoint(cfg, path).resolve())
+        cfg = replace(cfg, path=path, adapter=None, revision=None)
     with loading_errors(cfg):
         config = AutoConfig.from_pretrained(path, **_options(cfg))
     require_packages(cfg.path, config)
@@ -67,8 +72,8 @@ def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
     require(
         adapter is None,
         f"target.path={cfg.path!r}: adapter_config.json beside the model names an adapter, which "
-        "engines do not apply: merge it into the model (merge_and_unload of peft) and give the "
-        "merged model, or remove adapter_config.json to use the model without it",
+        "engines do not apply: move it to a folder of its own and give target.adapter=FOLDER, or "
+        "remove adapter_config.json to use the model without it",
     )
 
 

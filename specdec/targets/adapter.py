@@ -1,0 +1,136 @@
+"""A model with an adapter of peft, as a checkpoint of its own: made once, and then a target like
+any other. Its parts can be loaded alone, caches know it by its own fingerprint, and engines serve
+its folder."""
+
+import copy
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specdec.errors import UserError, first_line, require
+from specdec.integrity import of_file, of_value
+from specdec.progress import tell
+from specdec.runtime.quantised import method
+from specdec.targets.gguf import made_once
+from specdec.targets.target_config import TargetConfig
+
+CONFIG, WEIGHTS, TOKENIZER = (
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer_config.json",
+)
+
+
+def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
+    """The folder under `target.cache` with the model at `base` and the adapter `cfg.adapter` merged
+    into its weights, in the dtype in which these are stored. Its tokenizer is the adapter's, if
+    that has one. The name ends in a hash of the adapter and of where the model is. Raises UserError
+    if there is no adapter, if it is not for this model, or if the model is quantised."""
+    adapter = Path(cfg.adapter or "")
+    for name in (CONFIG, WEIGHTS):
+        require(
+            (adapter / name).is_file(),
+            f"target.adapter={cfg.adapter!r} has no {name}: give a folder that peft wrote",
+        )
+    settings = _settings(adapter)
+    trained_for = str(settings.get("base_model_name_or_path") or "")
+    if trained_for and Path(trained_for).name != Path(cfg.path).name:
+        tell(f"target.adapter={cfg.adapter!r} was trained for {trained_for}, not for {cfg.path}")
+    files = sorted(path for path in adapter.iterdir() if path.is_file())
+    sources = [base if not Path(base).exists() else str(Path(base).resolve()), cfg.revision]
+    sources += [states_of(Path(base)), [[path.name, of_file(path)] for path in files]]
+    source = of_value(sources)
+    name = f"{Path(cfg.path).name}-{adapter.resolve().name}"
+    folder = Path(cfg.cache) / f"{name}-{source[:12]}"
+
+    def merge(building: Path) -> None:
+        _merge(cfg, base, adapter, building)
+
+    return made_once(folder, name, source, merge)
+
+
+def states_of(folder: Path) -> list[list[Any]]:
+    """Names, sizes and times of a folder's files, which change when the model does. None for a
+    model of the hub, whose revision says which it is."""
+    if not folder.is_dir():
+        return []
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _settings(adapter: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads((adapter / CONFIG).read_text(encoding="utf-8"))
+        if isinstance(settings, dict):
+            return settings
+        reason = "it is no object"
+    except ValueError as error:
+        reason = first_line(error)
+    raise UserError(f"{adapter / CONFIG} cannot be read ({reason}): save the adapter again")
+
+
+def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path) -> None:
+    """Write the merged model and its tokenizer to a folder."""
+    from peft import PeftModel, get_peft_model_state_dict  # as slow to import as transformers
+
+    options: Any = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    config = AutoConfig.from_pretrained(base, **options)
+    require(
+        method(config) is None,
+        f"target.path={cfg.path!r} is quantised, and an adapter can be merged only into plain "
+        "weights: give the model that it was made from",
+    )
+    tell(f"merging target.adapter={cfg.adapter!r} into {cfg.path}: made once, kept in {cfg.cache}")
+    model = AutoModelForCausalLM.from_pretrained(
+        base, config=copy.deepcopy(config), dtype="auto", **options
+    )
+    wrong = f"target.adapter={cfg.adapter!r} does not fit target.path={cfg.path!r}"
+    try:
+        with safe_open(adapter / WEIGHTS, framework="pt") as file:
+            stored = set(file.keys())
+        if not _settings(adapter).get("ensure_weight_tying"):
+            _untie_if_adapted(model, stored)
+        adapted: Any = PeftModel.from_pretrained(model, str(adapter))
+    except (SafetensorError, OSError) as error:
+        raise UserError(
+            f"{adapter / WEIGHTS} cannot be read ({first_line(error)}): save the adapter again"
+        ) from error
+    except Exception as error:  # peft raises errors of many classes
+        raise UserError(
+            f"{wrong} ({first_line(error)[:200]}): give the model that it was trained for"
+        ) from error
+    require(
+        hasattr(adapted.base_model, "merge_and_unload"),
+        f"target.adapter={cfg.adapter!r} is of a kind that cannot be merged into weights "
+        f"({adapted.active_peft_config.peft_type.value}): give a LoRA adapter",
+    )
+    ours = set(get_peft_model_state_dict(adapted))
+    if strangers := sorted(stored ^ ours):
+        raise UserError(
+            f"{wrong} ({len(strangers)} of its tensors have no counterpart, such as "
+            f"{strangers[0]}): give the model that it was trained for"
+        )
+    with torch.no_grad():
+        merged = adapted.merge_and_unload(safe_merge=True)
+    merged.save_pretrained(folder)
+    tokenizer = adapter if (adapter / TOKENIZER).is_file() else base
+    AutoTokenizer.from_pretrained(tokenizer, **options).save_pretrained(folder)
+
+
+def _untie_if_adapted(model: Any, stored: Collection[str]) -> None:
+    """Give the head weights of its own if it has the embedding's, and the adapter changes one of
+    the two: peft applies it to that one alone."""
+    first, last = model.get_input_embeddings(), model.get_output_embeddings()
+    if last is None or first.weight is not last.weight:
+        return
+    names = {name.split(".")[-1] for name, x in model.named_modules() if x in (first, last)}
+    if names & {part for name in stored for part in name.split(".")}:
+        last.weight = nn.Parameter(first.weight.detach().clone())
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
