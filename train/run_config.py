@@ -46,8 +46,8 @@ from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
-PATHS: tuple[str, ...] = ("target.path", "target.cache", "data.path", "data.decoding_log")
-PATHS += ("data.chat_template",)
+PATHS: tuple[str, ...] = ("target.path", "target.adapter", "target.cache")
+PATHS += ("data.path", "data.decoding_log", "data.chat_template")
 PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
 PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
 LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones

@@ -43,10 +43,15 @@ def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
     if trained_for and Path(trained_for).name != Path(cfg.path).name:
         tell(f"target.adapter={cfg.adapter!r} was trained for {trained_for}, not for {cfg.path}")
     files = sorted(path for path in adapter.iterdir() if path.is_file())
-    sources = [base if not Path(base).exists() else str(Path(base).resolve()), cfg.revision]
-    sources += [states_of(Path(base)), [[path.name, of_file(path)] for path in files]]
-    source = of_value(sources)
-    name = f"{Path(cfg.path).name}-{adapter.resolve().name}"
+    source = of_value(
+        {
+            "model": str(Path(base).resolve()) if Path(base).exists() else base,
+            "revision": cfg.revision,
+            "states": states_of(Path(base)),
+            "adapter": [[path.name, of_file(path)] for path in files],
+        }
+    )
+    name = f"{Path(base).name}-{adapter.resolve().name}"
     folder = Path(cfg.cache) / f"{name}-{source[:12]}"
 
     def merge(building: Path) -> None:

@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/scripts/test_doctor.py (about 15 s)
 
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import TargetConfig
-from tests.tiny import REPOSITORY, TEMPLATE, conversations, save_target, write_jsonl
+from tests.tiny import REPOSITORY, TEMPLATE, compose, conversations, save_target, write_jsonl
 from tests.told import require_one_line
 from train.data.conversations import DataConfig
 from train.diagnosis import NO_STOP, Diagnosis, diagnose_data
+from train.run_config import CONF
 
 CAT = "a cat can come home by boat"
 
@@ -152,3 +154,61 @@ def test_scripts_and_coverage(tmp_path: Path, folder: Path) -> None:
     cfg = DataConfig(str(path), responses="target", held_out=0.0)
     scripts = diagnose_data(cfg, parts, None, 0).scripts
     assert scripts == {"Cyrillic": 8 / 19, "Kana": 5 / 19, "Han": 4 / 19, "Latin": 2 / 19}
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        f"{group}={file.stem}"
+        for group in ("recipe", "experiment", "debug")
+        for file in sorted((CONF / group).glob("*.yaml"))
+    ],
+)
+def test_what_train_accepts_is_accepted_and_read_alike(
+    chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each recipe and experiment, with overrides of train.py; the data themselves are not read."""
+    seen: list[Any] = []
+
+    class Loader:
+        def __init__(self, cfg: TargetConfig) -> None:
+            self.parts = cfg
+
+    def diagnose(data: DataConfig, target: TargetConfig, **more: Any) -> None:
+        seen.append((data, target, more["responses"], more["depth"]))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("specdec.targets.loading.TargetLoader", Loader)
+    monkeypatch.setattr("train.diagnosis.diagnose_data", diagnose)
+    settings = [chosen, "data.path=x", "data.limit=7", "track=none", "loop.rows=2"]
+    assert doctor(monkeypatch, tmp_path, *settings) == 0
+    cfg = compose(settings)
+    target = replace(cfg.target, tensor_parallel=False)
+    assert seen == [(cfg.data, target, cfg.response_generation, cfg.drafter.depth)]
+
+
+def test_settings_of_another_folder_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own" / "experiment").mkdir(parents=True)
+    (tmp_path / "own" / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndata: {held_out: 0.25, responses: data, max_length: 128}\n"
+    )
+    settings = [f"data={folder / 'chats.jsonl'}", f"target={folder / 'target'}"]
+    settings += ["--config-dir", "own", "experiment=mine", "--samples", "1"]
+    assert doctor(monkeypatch, tmp_path, *settings) == 0
+    assert doctor(monkeypatch, tmp_path, *settings, "--config-dir", "absent") == 2
+
+
+def test_the_targets_responses_have_their_place_in_the_samples(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = [f"data={folder / 'chats.jsonl'}", f"target={folder / 'target'}"]
+    settings += ["data.responses=target", "data.held_out=0.2", "responses.max_new_tokens=96"]
+    assert doctor(monkeypatch, tmp_path, *settings, "--samples", "2") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("[the target's response of up to 96 tokens]") == 2
+    assert "1 dropped: not a conversation" in said and "prompts to train on" in said
