@@ -7,6 +7,7 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,14 +173,17 @@ def test_what_train_accepts_is_accepted_and_read_alike(
 
     class Loader:
         def __init__(self, cfg: TargetConfig) -> None:
-            self.parts = cfg
+            self.parts = SimpleNamespace(
+                cfg=cfg, tokenizer=None, render_prompts_with=lambda rendering: None
+            )
 
-    def diagnose(data: DataConfig, target: TargetConfig, **more: Any) -> None:
-        seen.append((data, target, more["responses"], more["depth"]))
+    def diagnose(data: DataConfig, target: Any, **more: Any) -> None:
+        seen.append((data, target.cfg, more["responses"], more["depth"]))
         raise SystemExit(0)
 
     monkeypatch.setattr("specdec.targets.loading.TargetLoader", Loader)
     monkeypatch.setattr("train.diagnosis.diagnose_data", diagnose)
+    monkeypatch.setattr("train.data.rendering.prompt_rendering", lambda *_: None)
     settings = [chosen, "data.path=x", "data.limit=7", "track=none", "loop.rows=2"]
     assert doctor(monkeypatch, tmp_path, *settings) == 0
     cfg = compose(settings)
