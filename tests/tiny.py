@@ -330,6 +330,7 @@ class Tiny:
             "data.held_out=0.2",
             f"responses.root={self.root / 'responses'}",
             "responses.max_new_tokens=12",
+            *("responses.temperature=0", "responses.top_p=1", "responses.top_k=0"),
             "responses.batch=16",
             f"hidden_states.root={self.root / 'hidden_states'}",
             f"drafter={drafter}",

@@ -10,6 +10,7 @@ step remains the same step: its rows, its anchors, its learning rate.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from datetime import datetime
 from enum import Enum
@@ -34,6 +35,7 @@ from train.folder import BEGAN, WITHOUT_VALIDATION, config_of
 from train.loop import LoopConfig
 from train.renamed_keys import require_current_keys
 from train.run_config import Config
+from train.target_defaults import with_target_defaults
 
 
 class Change(Enum):
@@ -176,6 +178,7 @@ class SettledRun:
     rows: RowsPerStep  # as the run began
     spread: str  # what to tell the user about the rows of these processes
     dtype_reason: str  # why the target has its dtype, where that was not given
+    decided: Sequence[str]  # what the target decided of the settings, to tell the user
 
     def described(self) -> dict[str, Any]:
         """The settings as config.json keeps them: with the rows per step as the run began."""
@@ -186,8 +189,9 @@ class SettledRun:
 
 def settled(cfg: Config, folder: Path) -> SettledRun:
     """Start the processes and settle the configuration of the run in this folder, here alone: the
-    dtype of the target, the date, the parts of the data that it holds out and selects on, and the
-    rows that a step reads, on however many processes. A run keeps all of them. Raises UserError if
+    dtype of the target, the date, the parts of the data that it holds out and selects on, the
+    lengths and the sampling that the target decides, and the rows that a step reads, on however
+    many processes. A run keeps all of them. Raises UserError if
     the folder holds a run of other settings."""
     dtype, reason = dtype_of_run(cfg.target, folder)
     target = replace(cfg.target, dtype=dtype)
@@ -198,7 +202,8 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
         began = {"held_out": SHARE} | WITHOUT_VALIDATION | known
         names = [name for name in ("held_out", "validation") if getattr(data, name) is None]
         data = replace(data, **{name: began[name] for name in names})
-    cfg = replace(cfg, target=target, data=data)
+    before = replace(cfg, target=target, data=data)
+    cfg, decided = ranks.first(lambda: with_target_defaults(before, config_of(folder)))
 
     def rows_of_same_run() -> tuple[RowsPerStep, LoopConfig, str]:
         require_same_run(folder, cfg)
@@ -206,7 +211,7 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
         return rows, *rows.shared(cfg.loop, ranks.world)
 
     rows, loop, spread = ranks.first(rows_of_same_run)
-    return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason)
+    return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason, decided)
 
 
 def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:

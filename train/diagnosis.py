@@ -22,21 +22,22 @@ from specdec.report import markdown
 from specdec.targets.parts import TargetParts
 from specdec.terminal import plain
 from train.data.conversations import TEXTS, DataConfig
+from train.data.lengths import PERCENTILES, DataLengths, percentiles_of
 from train.data.response_files import (
     ResponsesConfig,
     cut_responses_in_cache,
     name_of,
     read_stored_responses,
     response_document,
+    response_lengths_in_cache,
     responses_key,
 )
 from train.data.run_data import DataCounts, read_run_data, unusable_data
-from train.data.sequences import Document, Prompt, reason_prompt_too_long
+from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit
 from train.data.template import DISAGREE
 
 MOST_WRONG = 0.05  # the share of conversations, or of responses, above which the data are at fault
-QUANTILES = {"median": 0.5, "9 in 10": 0.9, "99 in 100": 0.99, "longest": 1.0}
 VOCABULARIES = (1_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 AROUND = 4  # tokens shown before and after an edge of the mask
 TRAINED, STOP, PLAIN = "trained", "stop", ""  # kinds of tokens
@@ -65,8 +66,8 @@ class ShownSequence:
 
 @dataclass
 class Diagnosis:
-    """`lengths` has the quantiles of `QUANTILES`, in tokens; `longer` the number of texts that are
-    longer than some limits; `coverage` the share of the held-out responses' tokens that draft
+    """`lengths` has the percentiles of `PERCENTILES`, in tokens; `longer` the number of texts that
+    are longer than some limits; `coverage` the share of the held-out responses' tokens that draft
     vocabularies of some sizes have; `stops` the tokens that answers end in, by their text, and how
     many do; `weights` how many responses have each weight in the loss, if not all have 1; `scripts`
     the share of letters. `faults` say why a draft trained on this would be
@@ -113,36 +114,34 @@ def diagnose_data(
     diagnosis = Diagnosis(cfg.name, target.name, *figures)
     if not target.rendering.is_default:
         diagnosis.rendering = f" with {target.rendering}"
-    diagnosis.longer = _longer(cfg, split)
+    read = DataLengths.of_split(cfg, split)
+    diagnosis.longer, diagnosis.too_long = read.longer, read.too_long
     most = min(diagnosis.longer)
-    diagnosis.too_long = _told(cfg, diagnosis.longer[most], len(texts) + _left_out(cfg, split))
-    lengths = [*(len(t.ids) for t in texts), *split.tally.too_long]
-    diagnosis.lengths["prompts" if generating else "texts"] = _quantiles(lengths)
+    diagnosis.lengths = {**read.percentiles}
     diagnosis.samples = _samples(split.train[:samples], target, most, responses)
     diagnosis.repeated = len(texts) - len({t.ids.tobytes() for t in texts})
     diagnosis.scripts = _scripts(_said(text, target.tokenizer) for text in texts)
     diagnosis.weights = _weights(texts)
-    new = 0 if responses is None else responses.max_new_tokens
+    new = 0 if responses is None else responses.longest_response
     diagnosis.faults = [*unusable_data(cfg, split, new, target)]
     if generating:
         if responses is not None:
             shown = [x for x in (*split.train, *split.validation) if isinstance(x, Prompt)]
             diagnosis.cut = cut_responses_in_cache(target, shown, responses)
+            if stored := response_lengths_in_cache(target, shown, responses):
+                diagnosis.lengths["responses stored so far"] = percentiles_of(
+                    [new for _, new in stored]
+                )
+                diagnosis.lengths["documents with these"] = percentiles_of([sum(x) for x in stored])
         if cfg.format not in (*TEXTS, "tokens") and target.turn_ends.after is not None:
             diagnosis.faults.append(f"in this template, {NO_STOP}{_stopping(target)}")
         return diagnosis
-    diagnosis.lengths["responses in them"] = _quantiles([int(t.mask.sum()) for t in texts])
-    if split.prompts:
-        diagnosis.lengths["prompts to decode"] = _quantiles([len(p.ids) for p in split.prompts])
+    diagnosis.lengths["responses in them"] = percentiles_of([int(t.mask.sum()) for t in texts])
     diagnosis.coverage = _coverage(split, target.vocab_size, draft_vocab)
     if cfg.format not in TEXTS:
         diagnosis.stops = _stops(texts, target)
         diagnosis.faults += _faults(split, diagnosis.stops, target)
     return diagnosis
-
-
-def _cuts(cfg: DataConfig) -> bool:
-    return cfg.too_long == "truncate" and cfg.responses == "data"
 
 
 def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
@@ -155,43 +154,6 @@ def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
         "of which to validate on": counts.validation,
         "prompts to decode": counts.prompts,
     }
-
-
-def _left_out(cfg: DataConfig, split: DataSplit[Any]) -> int:
-    """How many conversations are skipped because they, or their prompts, are too long."""
-    if cfg.responses == "target":
-        return split.tally.dropped[reason_prompt_too_long(cfg.max_prompt)]
-    return len(split.tally.too_long)
-
-
-def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
-    """How many texts are longer than the limit that the settings give; of documents that are
-    skipped, also how many are longer than two and four times as much."""
-    texts = (*split.train, *split.held_out)
-    if cfg.responses == "target":
-        shortened = sum(text.shortened for text in texts if isinstance(text, Prompt))
-        return {cfg.max_prompt: shortened + _left_out(cfg, split)}
-    if _cuts(cfg):
-        return {cfg.max_length: sum(text.truncated for text in texts)}
-    limits = (cfg.max_length, 2 * cfg.max_length, 4 * cfg.max_length)
-    return {limit: sum(n > limit for n in split.tally.too_long) for limit in limits}
-
-
-def _told(cfg: DataConfig, longer: int, count: int) -> str:
-    """What becomes of texts that are too long."""
-    if cfg.responses == "target":
-        return (
-            f"{longer:,} of {count:,} prompts are longer than data.max_prompt={cfg.max_prompt}: "
-            "a shorter beginning of the chat is asked, or none"
-        )
-    what = "are cut there" if _cuts(cfg) else "are left out (data.too_long=truncate cuts them)"
-    return (
-        f"{longer:,} of {count:,} texts are longer than data.max_length={cfg.max_length} and {what}"
-    )
-
-
-def _quantiles(lengths: Sequence[int]) -> list[int]:
-    return [int(np.quantile(lengths, q, method="higher")) for q in QUANTILES.values()]
 
 
 def _samples(
@@ -218,7 +180,7 @@ def _samples(
             continue
         samples.append(_sample(text, target, most))
         if isinstance(text, Prompt):
-            limit = "" if responses is None else f" of up to {responses.max_new_tokens} tokens"
+            limit = "" if responses is None else f" of up to {responses.longest_response} tokens"
             samples[-1].pieces.append((TRAINED, f"[the target's response{limit}]"))
     return samples
 
@@ -417,7 +379,7 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
     lengths = {name: [f"{n:,}" for n in row] for name, row in diagnosis.lengths.items()}
     tables: dict[str, Mapping[str, Sequence[str]]] = {
         "Texts": {name: [f"{n:,}"] for name, n in diagnosis.texts.items()},
-        "Lengths in tokens": {"": [*QUANTILES], **lengths},
+        "Lengths in tokens": {"": [*PERCENTILES], **lengths},
         "Too long": {f"longer than {limit:,}": [f"{n:,}"] for limit, n in diagnosis.longer.items()},
         "Weights of the responses in the loss": {
             f"weight {weight:g}": [f"{n:,}"] for weight, n in diagnosis.weights.items()

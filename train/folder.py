@@ -41,6 +41,8 @@ from train.tracking import files_of_trackers
 
 # the setting of runs from before there was a validation part
 WITHOUT_VALIDATION: dict[str, Any] = {"validation": 0.0}
+# and of runs from before the target decided these
+GREEDY: dict[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 192}
 HELD_OUT = "held-out-prompts.jsonl"  # the file with the decoder's prompts, as the run read them
 KEPT = 4000  # the most prompts in it
 TEMPLATE_OF = "chat template"  # its digest in config.json, among what a run reads
@@ -313,7 +315,9 @@ def digest(documents: Sequence[Document]) -> str:
 
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
     """A run's config.json, written `when` it was, as today's version would write it. Older ones
-    had no validation part, and do not say when the run began."""
+    had no validation part, and do not say when the run began, nor all of how it sampled."""
+    if isinstance(responses := written.get("responses"), dict):
+        written = written | {"responses": GREEDY | responses}
     if isinstance(data := written.get("data"), dict):
         data = WITHOUT_VALIDATION | data
         written = written | {"data": data | {"date": data.get("date") or _text(when)}}

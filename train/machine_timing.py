@@ -40,7 +40,7 @@ def training_step(
     documents = documents[: 8 * cfg.loop.rows]
     drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
-    rows = pack_rows(documents, cfg.data.max_length)[: cfg.loop.rows]
+    rows = pack_rows(documents, cfg.data.longest_document)[: cfg.loop.rows]
     batch = OnlineBatches(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
     reference = None if cfg.loss.reference is None else drafter  # as costly as the real one
     forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss, reference)
@@ -65,7 +65,7 @@ def timed_device(
 ) -> Device:
     """This machine's device with the bandwidth and the rate that the target reaches in a step of
     one token and in a forward pass over a sequence, which repeats a text."""
-    ids = np.resize(text, min(LENGTH, cfg.data.max_length, target.positions - 2)).tolist()
+    ids = np.resize(text, min(LENGTH, cfg.data.longest_document, target.positions - 2)).tolist()
     with torch.inference_mode():
         cache = target.new_cache()
         rows, _ = prefill(target, [ids], HiddenStateSpec(), cache)
@@ -91,7 +91,7 @@ def timed_training(
     documents = list[Document]()
     for text in texts[: 8 * cfg.loop.rows]:
         if isinstance(text, Prompt):
-            repeated = np.resize(text.ids, len(text.ids) + cfg.responses.max_new_tokens)
+            repeated = np.resize(text.ids, len(text.ids) + cfg.responses.longest_response)
             text = Document(text.id, repeated, np.arange(len(repeated)) >= len(text.ids))
         documents.append(text)
     step = training_step(cfg, target, documents, accelerator)

@@ -160,7 +160,7 @@ def run(
                     if on_policy:
                         (known,) = hidden_states.sources(drafter, [texts.train])
                     initialise_in_closed_form(
-                        drafter, known, cfg.data.max_length, accelerator, progress
+                        drafter, known, cfg.data.longest_document, accelerator, progress
                     )
                 learner = loop.prepare_learner(
                     forcing=forcing,
@@ -306,7 +306,7 @@ class OpenJob:
             stored=cfg.hidden_states if cfg.stores_hidden_states else None,
             drafter=cfg.drafter,
             sampler=cfg.sampler,
-            length=cfg.data.max_length,
+            length=cfg.data.longest_document,
             keeps_layers=cfg.needs_layers,
             target=self.target,
             accelerator=self.settled.accelerator,
@@ -357,8 +357,8 @@ def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
                 engines=cfg.response_generation.engines,
             )
         )
-        if run.spread:
-            console.print(run.spread)
+        for line in [*run.decided, *([run.spread] if run.spread else [])]:
+            console.print(line)
         yield OpenJob(run, target, fingerprint, ranks, tracker, progress)
 
 
@@ -398,12 +398,13 @@ def trained_in_rounds(
                 stored=hidden_states.store is not None,
             )
             stage = f"texts of round {number + 1}"
-            if rounds.writes_texts(responses.temperature)[number]:
+            if rounds.writes_texts(responses.sampler.temperature)[number]:
                 documents = hidden_states.fill_in_time(
                     documents, budget, stage, stage, floor=budget.cfg.floor
                 )
             console.print(f"round {number + 1} of {rounds.count}, data={rounds.data}")
-            console.print(str(cut_responses(documents, learner.parts.eos, responses)))
+            parts = learner.parts
+            console.print(str(cut_responses(documents, parts.eos, responses, parts.positions)))
             (source,) = hidden_states.sources(drafter, [documents])
         learner.time = budget.training(number, rounds.count) or learner.time
         loop.train(learner, source, range(number * each, (number + 1) * each), progress)

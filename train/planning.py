@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import PartialState
-from transformers import AutoTokenizer
 
 from specdec.decoding import fitting
 from specdec.errors import UserError, require
@@ -35,6 +34,7 @@ from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import PassCost, best_gamma, walltime_by_gamma
 from train.accelerated import accelerator_of
 from train.budget import FORWARD, MEASURING
+from train.data.lengths import DataLengths
 from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
@@ -55,6 +55,7 @@ from train.sizes import (
     draft_sizes,
     sizes_of_target,
 )
+from train.target_defaults import tokenizer_of, with_target_defaults
 
 ROOM = 0.9  # of a device's memory that is planned; the rest is the runtime's own
 FULL = 4  # bytes of a number in float32
@@ -73,7 +74,6 @@ MOST_DEVICES = 64  # of a remedy
 SAMPLED = 400  # conversations that are read if planning.tokens says how many there are
 ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
 ENGINES = ["http://localhost:8000/v1"]  # in remedies
-TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 
 Settings = Mapping[str, Any]  # values by key, such as {"loop.rows": 2}
@@ -92,6 +92,7 @@ class DataAmount:
     prompt: float  # mean number of tokens of a prompt
     known: str
     split: DataSplit[Any] | None = None
+    lengths: Sequence[str] = ()  # of its prompts and documents, in words
 
 
 class PlannedStage(NamedTuple):
@@ -135,13 +136,14 @@ class Facts:
     free: float = math.inf
     measured: bool = False  # whether the target and the draft were timed on this machine
     cut: CutResponses | None = None  # of responses that earlier runs have stored
+    decided: Sequence[str] = ()  # what the target decided of the settings
 
 
 def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     """The table: the stages of a run on `planning.devices` devices, and the disk. A batch shrinks
     to the free memory, as it does in a run."""
     target, draft, data, n = facts.target, facts.draft, facts.data, cfg.planning.devices
-    room, state, new = ROOM * facts.device.memory, target.state, cfg.responses.max_new_tokens
+    room, state, new = ROOM * facts.device.memory, target.state, cfg.responses.longest_response
     # devices that hold one target, those of them that compute at the same time, and processes
     parts, together, processes, weights = 1, 1, n, target.bytes
     if cfg.target.tensor_parallel:
@@ -164,17 +166,17 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     ) -> tuple[int, dict[str, float]]:
         """How many rows are decoded together, with `new` tokens each, and what they fill."""
         row = {
-            "KV cache": fitting.GROWTH * target.cached * (cfg.data.max_prompt + new) / parts,
-            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.max_prompt,
+            "KV cache": fitting.GROWTH * target.cached * (cfg.data.longest_prompt + new) / parts,
+            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.longest_prompt,
             "logits": fitting.LOGITS * FULL * target.vocab,
-            "hidden states": kept * fitting.GROWTH * states * (cfg.data.max_prompt + new),
+            "hidden states": kept * fitting.GROWTH * states * (cfg.data.longest_prompt + new),
         }
         fit = int(fitting.SHARE * (room - sum(held.values())) / sum(row.values()))
         rows = max(least, min(asked, fit))
         return rows, held | {name: rows * size for name, size in row.items()}
 
     held, stages = {"target weights": weights}, list[PlannedStage]()
-    reading = seconds(1, cfg.data.max_length, 0) / cfg.data.max_length
+    reading = seconds(1, cfg.data.longest_document, 0) / cfg.data.longest_document
     # hidden states, while the target responds
     kept = responds and cfg.responses_bring_hidden_states
     if responds and not cfg.response_generation.engines:
@@ -184,9 +186,9 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         stages.append(PlannedStage("responses", filled, room, time))
     if cfg.stores_hidden_states and not cfg.hidden_states.engines:
         filled = held | {
-            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.max_length,
+            "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.longest_document,
             "logits": fitting.LOGITS * FULL * target.vocab * 128,
-            "hidden states": states * cfg.data.max_length,
+            "hidden states": states * cfg.data.longest_document,
         }
         time = 0.0 if kept else texts * mean * reading / copies
         stages.append(PlannedStage("hidden states", filled, room, time))
@@ -230,7 +232,7 @@ def _filled_by_training(
     share = draft.trained / shards if shards > 1 else 0  # beside the complete weights and gradients
     products = min(target.state, FULL)  # bytes of a number that is multiplied
     cast = products * draft.trained * (products < FULL)
-    positions = cfg.loop.rows * cfg.data.max_length
+    positions = cfg.loop.rows * cfg.data.longest_document
     anchors = min(positions, cfg.loop.rows * (draft.anchors or positions))
     chunk = min(cfg.loss.chunk, anchors)
     return {
@@ -246,7 +248,7 @@ def _filled_by_training(
 def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftFootprint) -> float:
     """For a token: a forward and a backward pass of the draft at every depth, the target's own
     distribution, and the target's layers where they run in training."""
-    anchors = min(1.0, (draft.anchors or cfg.data.max_length) / cfg.data.max_length)
+    anchors = min(1.0, (draft.anchors or cfg.data.longest_document) / cfg.data.longest_document)
     online = cfg.needs_layers or not cfg.stores_hidden_states
     return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
 
@@ -256,7 +258,7 @@ def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, me
     which take a forward pass. Conversations have `mean` tokens."""
     once = data.conversations * mean
     tokens = min(once * cfg.loop.epochs * cfg.rounds.count, cfg.loop.max_tokens or math.inf)
-    step = cfg.loop.rows * cfg.loop.accumulate * cfg.planning.devices * cfg.data.max_length
+    step = cfg.loop.rows * cfg.loop.accumulate * cfg.planning.devices * cfg.data.longest_document
     evaluations = 1 + (tokens / step / cfg.loop.eval_every if cfg.loop.eval_every else 0)
     solved = once / stride(int(once)) if draft.solved and cfg.initialisation.draft is None else 0
     return tokens + FORWARD * (evaluations * data.validation * mean + solved)
@@ -406,7 +408,9 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
         yield [{"hidden_states.mode": "offline", **s} for s in smaller]
         yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
         yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
-        yield [{**smaller[-1], **s} for s in halves("data.max_length", cfg.data.max_length, 64)]
+        yield [
+            {**smaller[-1], **s} for s in halves("data.max_length", cfg.data.longest_document, 64)
+        ]
     ways: list[Settings] = [{"target.tensor_parallel": True}, {"target.device_map": "auto"}]
     for way in [{}] if cfg.target.tensor_parallel or cfg.target.device_map else ways:
         divides = cfg.target.tensor_parallel or "target.tensor_parallel" in way
@@ -416,9 +420,9 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
     if name in ("responses", "hidden states"):
         if name == "responses":
             yield [{"responses.from": ENGINES}]
-            yield halves("responses.max_new_tokens", cfg.responses.max_new_tokens, 16)
+            yield halves("responses.max_new_tokens", cfg.responses.longest_response, 16)
         yield [{"hidden_states.from": ENGINES}]
-        yield halves("data.max_length", cfg.data.max_length, 64)
+        yield halves("data.max_length", cfg.data.longest_document, 64)
     if name == "measuring":
         yield halves("decode.batch", cfg.decode.batch, 1)
         yield [{"decode.prompts": 0}]
@@ -487,6 +491,8 @@ class RunPlan:
                 f"draft: {of_draft}",
                 f"data: {f.data.conversations:,} conversations to train on, "
                 f"{_count(f.data.tokens)} tokens ({f.data.known})",
+                *f.data.lengths,
+                *f.decided,
                 *([] if f.cut is None else [f"stored so far: {f.cut}"]),
                 "",
                 f"GiB on each of {n} × {f.device.name} with {gibibytes(f.device.memory)}, and on "
@@ -583,6 +589,7 @@ def plan_of_run(cfg: Config) -> RunPlan:
     """The plan of this configuration's run. Raises UserError if the target has no config or the
     data cannot be read."""
     planning, here = cfg.planning, cfg.planning.device == "here"
+    cfg, decided = with_target_defaults(cfg)
     if here:
         accelerator = accelerator_of(cfg.target, cfg.loop.precision)
         target = resolved(replace(cfg.target, device=str(accelerator.device)))
@@ -627,7 +634,7 @@ def plan_of_run(cfg: Config) -> RunPlan:
         facts = replace(facts, device=device, costs=timed, measured=True, cut=cut)
     if (limit := cfg.budget.minutes) is not None:
         facts = replace(facts, data=_within(60 * limit, stages_of(cfg, facts), data))
-    return RunPlan(cfg, facts)
+    return RunPlan(cfg, replace(facts, decided=decided))
 
 
 def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) -> DataAmount:
@@ -648,19 +655,19 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
     """How much a run reads, and some of it: what it reads itself (`split_of_run`), unless
     `planning.tokens` says how much that is."""
     asked, responds = cfg.planning.tokens, cfg.data.responses == "target"
-    parts.tokenizer = parts.tokenizer or _tokenizer(cfg)
+    parts.tokenizer = parts.tokenizer or tokenizer_of(cfg.target)
     chat_template = own_chat_template(cfg.data)
     parts.render_prompts_with(prompt_rendering(cfg.data, parts.tokenizer, chat_template))
 
     def amount(n: int, tokens: int, known: str) -> DataAmount:
         held_out = max(1, round(n * (SHARE if cfg.data.held_out is None else cfg.data.held_out)))
         validation, test = parts_of(held_out, cfg.data.validation)
-        prompt = min(tokens / n, cfg.data.max_prompt)
+        prompt = min(tokens / n, cfg.data.longest_prompt)
         return DataAmount(n, tokens, validation or held_out, test, prompt, known)
 
     if parts.tokenizer is None:
         tokens = asked or ASSUMED
-        length = (cfg.data.max_prompt if responds else cfg.data.max_length) // 2
+        length = (cfg.data.longest_prompt if responds else cfg.data.longest_document) // 2
         known = "as planning.tokens says" if asked else "assumed: planning.tokens sets it"
         return amount(max(1, tokens // length), tokens, known), []
     if asked:
@@ -668,7 +675,9 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
         with console.capture():  # what is said of a sample of the data is not true of all of it
             split = split_of_run(replace(cfg.data, limit=few), cfg.responses, parts, ALONE)
         mean = np.mean([len(text.ids) for text in split.train])
-        return amount(max(1, round(asked / mean)), asked, "as planning.tokens says"), split.train
+        planned = amount(max(1, round(asked / mean)), asked, "as planning.tokens says")
+        lengths = [f"of a sample: {line}" for line in DataLengths.of_split(cfg.data, split).lines()]
+        return replace(planned, lengths=lengths), split.train
     console.print(
         f"reading {cfg.data.name} as the run does (planning.tokens=NUMBER plans without counting)"
     )
@@ -683,21 +692,9 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
         prompt=sum(prompts) / max(1, len(prompts)),
         known=f"counted in {counts.records:,} records",
         split=split,
+        lengths=DataLengths.of_split(cfg.data, split).lines(),
     )
     return amount_read, split.train
-
-
-def _tokenizer(cfg: Config) -> Any:
-    """The target's tokenizer; None where there is only a config, for which transformers would make
-    an empty one."""
-    path = model_path(cfg.target.path, Path(cfg.target.cache))
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZERS):
-        return None
-    options = {"revision": cfg.target.revision, "trust_remote_code": cfg.target.trust_remote_code}
-    try:
-        return AutoTokenizer.from_pretrained(path, **options)
-    except Exception:  # transformers raises errors of many classes for a folder without one
-        return None
 
 
 def _has_weights(cfg: Config) -> bool:

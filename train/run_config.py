@@ -141,7 +141,7 @@ class Config:
     @property
     def rounds_with_texts(self) -> list[bool]:
         """For each round of training, whether it writes texts of its own."""
-        return self.rounds.writes_texts(self.responses.temperature)
+        return self.rounds.writes_texts(self.responses.sampler.temperature)
 
     @property
     def response_generation(self) -> ResponsesConfig:

@@ -88,7 +88,7 @@ def split_of_run(
         )
 
     def require_usable() -> None:
-        for reason in unusable_data(data, split, responses.max_new_tokens, parts):
+        for reason in unusable_data(data, split, responses.longest_response, parts):
             raise UserError(reason)
 
     ranks.first(require_usable)
@@ -159,7 +159,8 @@ def documents_of_run(
                 part,
                 budget.cfg.floor,
             )
-        cut = cut_responses([*train, *validation], target.parts.eos, responses)
+        parts = target.parts
+        cut = cut_responses([*train, *validation], parts.eos, responses, parts.positions)
         console.print(str(cut))
         if train:  # engines may leave prompts unanswered
             with_response_too = {d.ids[~d.mask].tobytes() for d in train}

@@ -98,7 +98,7 @@ def written(
     stage, key = f"texts of round {number + 1}", f"responses of round {number + 1}"
     part = 1 - READING if stored else 1.0
     if draft is None:
-        if responses.temperature == 0 or not asked:
+        if responses.sampler.greedy or not asked:
             return list(documents)
         other = replace(responses, seed=(responses.seed + number) % 2**32)
 

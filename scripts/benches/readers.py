@@ -24,6 +24,7 @@ from train.folder import config_of, data_of_run, noted_prompts
 from train.pipeline import run
 from train.planning import plan_of_run
 from train.run_config import composed, register
+from train.target_defaults import with_target_defaults
 
 TURN = "<|im_start|>{{ m.role }} {{ m.content }}<|end|>"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
@@ -230,7 +231,7 @@ def _chat(
 def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
     cfg, outcome, silent = composed(settings), ReadingOutcome(settings), StringIO()
     responses = [f"responses.root={folder / 'responses'}"]
-    cfg = composed([*settings, *responses])
+    cfg, _ = with_target_defaults(composed([*settings, *responses]))
     place, target = folder / "run", TargetLoader(cfg.target).parts
     tokenizer = target.tokenizer
 

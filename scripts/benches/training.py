@@ -31,6 +31,7 @@ from train.accelerated import accelerator_of
 from train.data.run_data import read_run_data
 from train.machine_timing import training_step
 from train.run_config import composed, register
+from train.target_defaults import with_target_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH, VOCAB = 576, 8192  # SmolLM2's width, and the size of the default draft vocabulary
@@ -108,7 +109,7 @@ def throughput(
     """
     register()
     given = ["data.responses=data", "data.limit=60", "data.too_long=truncate", "drafter.depth=3"]
-    cfg = composed([*given, f"drafter.draft_vocab={VOCAB}", *overrides])
+    cfg, _ = with_target_defaults(composed([*given, f"drafter.draft_vocab={VOCAB}", *overrides]))
     target = load_target(cfg.target)
     documents = read_run_data(cfg.data, target).train
     on_gpu = target.device.type == "cuda"
@@ -126,7 +127,9 @@ def throughput(
         found.append([str(size), f"{speed:,.0f}", peak])
     share = sum(int(d.mask.sum()) for d in documents) / sum(len(d.ids) for d in documents)
     console.print(f"{target.dtype}; share of tokens with a loss: {share:.2f}")
-    show([f"rows of {cfg.data.max_length} per step", "tokens/s", "peak GPU memory, MB"], found)
+    show(
+        [f"rows of {cfg.data.longest_document} per step", "tokens/s", "peak GPU memory, MB"], found
+    )
 
 
 def training(

@@ -4,6 +4,7 @@
 passes between them. Lists over depths have an entry for each drafted position, from 0.
 """
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from specdec.theory.oracle import Oracle
 
 FILE = "results.json"
 CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
+LEAST_LONGER, MOST_LONGER = 2, 8  # times as long as responses were, advised where many were cut
 RIVAL = "rival "  # how the titles of the ways of a second draft begin, while both are measured
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
@@ -270,6 +272,8 @@ class CutResponses:
     responses: int
     cut: int
     max_new_tokens: int
+    room: int | None = None  # the most tokens that the target has room for; None: no limit
+    sampling: str = ""  # how the responses were drawn, in words
 
     @property
     def share(self) -> float:
@@ -279,20 +283,36 @@ class CutResponses:
     def warns(self) -> bool:
         return self.share > CUT_WARNED
 
+    @property
+    def enough(self) -> int | None:
+        """A limit at which about `CUT_WARNED` of the responses would be cut, if as large a share of
+        the remaining ones ends in every further `max_new_tokens` tokens: 2 to 8 times as many, as
+        far as the target has room. None if no more are needed, or none have room."""
+        if not self.warns:
+            return None
+        times = math.log(CUT_WARNED) / math.log(self.share) if self.share < 1 else math.inf
+        wanted = math.ceil(self.max_new_tokens * min(MOST_LONGER, max(LEAST_LONGER, times)))
+        wanted = -(-wanted // 64) * 64 if wanted > 64 else wanted
+        wanted = wanted if self.room is None else min(wanted, self.room)
+        return wanted if wanted > self.max_new_tokens else None
+
     def __str__(self) -> str:
         """The count, with a warning above `CUT_WARNED` and advice above `CUT_ADVISED`."""
         said = (
             f"{self.cut:,} of {self.responses:,} responses ({self.share:.0%}) were cut at "
             f"responses.max_new_tokens={self.max_new_tokens}"
         )
-        if self.share > CUT_ADVISED:
-            return (
-                f"Warning: {said}: the draft does not learn how longer responses go on or end. "
-                "Raise responses.max_new_tokens, up to what you serve."
-            )
-        if self.warns:
-            return f"Warning: {said}: the draft does not learn how longer responses go on or end."
-        return f"{said}."
+        if not self.warns:
+            return f"{said}."
+        said = f"Warning: {said}: the draft does not learn how longer responses go on or end."
+        if self.share <= CUT_ADVISED:
+            return said
+        if (enough := self.enough) is None:
+            return f"{said} The target has no room for longer ones: lower data.max_prompt."
+        return (
+            f"{said} Raise responses.max_new_tokens to about {enough}, up to what you serve, and "
+            f"data.max_length by {enough - self.max_new_tokens} if you set it."
+        )
 
 
 @dataclass

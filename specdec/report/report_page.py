@@ -295,6 +295,8 @@ def _confidence(results: Results) -> list[str]:
 
 def _training(results: Results) -> list[str]:
     cut = [] if results.cut is None else [str(results.cut)]
+    if results.cut is not None and results.cut.sampling:
+        cut.insert(0, f"The target's responses are {results.cut.sampling}.")
     if (training := results.training) is None:
         return cut
     held_out = training.held_out

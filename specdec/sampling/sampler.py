@@ -27,9 +27,20 @@ def require_temperature(name: str, value: float) -> None:
 
 def require_cutoffs(group: str, settings: Any) -> None:
     """Raise UserError unless `top_k` and `top_p` of a group of settings are possible."""
-    top_k, top_p = settings.top_k, settings.top_p
-    require(top_k >= 0, f"{group}.top_k={top_k}: give a number of 0 or more (0 keeps all tokens)")
-    require(0 < top_p <= 1, f"{group}.top_p={top_p}: give a number above 0, up to 1")
+    require_top_k(group, settings.top_k)
+    require_top_p(group, settings.top_p)
+
+
+def require_top_k(group: str, top_k: int | None) -> None:
+    """Raise UserError unless `top_k` is possible, or None."""
+    possible = top_k is None or top_k >= 0
+    require(possible, f"{group}.top_k={top_k}: give a number of 0 or more (0 keeps all tokens)")
+
+
+def require_top_p(group: str, top_p: float | None) -> None:
+    """Raise UserError unless `top_p` is possible, or None."""
+    possible = top_p is None or 0 < top_p <= 1
+    require(possible, f"{group}.top_p={top_p}: give a number above 0, up to 1")
 
 
 class Summary(NamedTuple):

@@ -8,10 +8,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec.errors import UserError, require, require_known, require_within
 
+N = TypeVar("N", int, float)
 DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
 THINKING = ("template", "on", "off", "data", "mixed")
@@ -30,6 +31,14 @@ class Unusable(Exception):
     def __init__(self, reason: str, tokens: int = 0) -> None:
         super().__init__(reason)
         self.tokens = tokens
+
+
+def settled_number(key: str, value: N | None) -> N:
+    """The number of a setting that the target decides where it is null. Raises UserError while it
+    is null, as where no target is read."""
+    require(value is not None, f"{key}=null is not decided here: give a number")
+    assert value is not None
+    return value
 
 
 @dataclass
@@ -69,8 +78,12 @@ class DataConfig:
     sources: list[SourceConfig] = field(default_factory=list)
     # window, in conversations, from which the next one is drawn at random; 0: read in order
     shuffle: int = 0
-    max_length: int = 1024  # most tokens of a document, prompt and response together
-    max_prompt: int = 512  # most tokens of a prompt for which a response is generated
+    # most tokens of a document, prompt and response together; null: as many as the target has room
+    # for, up to 4,096, or 8,192 if its chat template has a place for reasoning
+    max_length: int | None = 1024
+    # most tokens of a prompt for which a response is generated; null: what responses.max_new_tokens
+    # leaves of max_length, or half of it, or a quarter with reasoning
+    max_prompt: int | None = 512
     min_response: int = 4  # fewest assistant tokens of a document
     too_long: str = "drop"  # documents above max_length: drop, or truncate to it
     limit: int | None = None  # number of usable conversations, from the first on; null: all
@@ -169,6 +182,16 @@ class DataConfig:
     def name(self) -> str:
         """Where the data come from, in words."""
         return self.path or " and ".join(source.path for source in self.sources)
+
+    @property
+    def longest_document(self) -> int:
+        """`max_length`. Raises UserError while it is null (see `train.target_defaults`)."""
+        return settled_number("data.max_length", self.max_length)
+
+    @property
+    def longest_prompt(self) -> int:
+        """`max_prompt`. Raises UserError while it is null."""
+        return settled_number("data.max_prompt", self.max_prompt)
 
     @property
     def parts(self) -> list[tuple["DataConfig", float | None]]:

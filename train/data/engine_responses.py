@@ -400,13 +400,13 @@ def _ask(
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
     parts = target.parts
     client = servers_of("responses.from", cfg.engines, parts)
-    require_room_in(client, max(map(len, asked.values())) + cfg.max_new_tokens)
-    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    require_room_in(client, max(map(len, asked.values())) + cfg.longest_response)
+    sampler = cfg.sampler
     console.print(f"responses{' and hidden states' if keep else ''} from {client.title}")
     if keep and mine and clock is not None:
         keep.prepare(0)
     elif keep and mine:
-        keep.prepare_for_responses([asked[name] for name in mine], cfg.max_new_tokens)
+        keep.prepare_for_responses([asked[name] for name in mine], cfg.longest_response)
     task = progress.add_task("engine's responses", total=len(mine))
     failed, written = dict[str, Failed](), time.monotonic()
     # each server writes to a file of its own, and to a new one after each comparison
@@ -495,7 +495,7 @@ def _ask(
         {name: asked[name] for name in mine},
         {name: seed_of(name, cfg) for name in mine},
     )
-    how = sampler, cfg.max_new_tokens, rows
+    how = sampler, cfg.longest_response, rows
     try:
         for name, response in responses_of(client, parts, prompts, seeds, *how, layers, goes_on):
             progress.advance(task, 1)

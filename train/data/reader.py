@@ -251,7 +251,7 @@ class Reader:
     def prompt(self, conversation: Conversation, whole: bool = False) -> Prompt:
         """The longest beginning of a conversation that the target may be asked to go on from:
         within `data.max_prompt`, or of any length."""
-        most = None if whole else self.cfg.max_prompt
+        most = None if whole else self.cfg.longest_prompt
         if self.by_text is not None and conversation.tokens is None:
             return self.by_text.prompt(conversation, most)
         tokens = _given(conversation)

@@ -17,8 +17,9 @@ from specdec.errors import require, require_within
 from specdec.files import read_json, sealed_lines, write_json
 from specdec.integrity import Damaged
 from specdec.measure.results import CutResponses
-from specdec.sampling.sampler import require_cutoffs, require_temperature
-from specdec.targets.parts import TargetParts
+from specdec.sampling.sampler import Sampler, require_temperature, require_top_k, require_top_p
+from specdec.targets.parts import UNBOUNDED, TargetParts
+from train.data.conversations import settled_number
 from train.data.sequences import Document, Prompt, uniform_token_weights
 from train.shards import shard_of
 
@@ -31,10 +32,15 @@ RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its r
 class ResponsesConfig:
     """How responses are generated with `data.responses=target`."""
 
-    temperature: float = 0.0  # temperature; 0: greedy
-    top_p: float = 1.0  # nucleus of this probability mass; 1: all tokens
-    top_k: int = 0  # the most likely tokens sampled from; 0: all
-    max_new_tokens: int = 192  # most tokens of a response; longer responses are cut
+    # temperature; 0: greedy; null: that of the target's generation_config.json, which servers use,
+    # or 0 without one
+    temperature: float | None = None
+    # nucleus of this probability mass; 1: all tokens; null: by generation_config.json, or 1
+    top_p: float | None = None
+    # the most likely tokens sampled from; 0: all; null: by generation_config.json, or 0
+    top_k: int | None = None
+    # most tokens of a response; longer responses are cut; null: data.max_length - data.max_prompt
+    max_new_tokens: int | None = None
     # prompts generated at once, or fewer if the free memory fits fewer; null: 128, or 512 on a GPU
     batch: int | None = None
     seed: int = 0  # seed of the sampling
@@ -53,9 +59,35 @@ class ResponsesConfig:
             Server.at_address("responses.from", url)
         shard_of("responses.shard", self.shard)
         require_within("responses", self, max_new_tokens=1, batch=1, seed=seeds)
-        require_temperature("responses.temperature", self.temperature)
-        require_cutoffs("responses", self)
+        if self.temperature is not None:
+            require_temperature("responses.temperature", self.temperature)
+        require_top_k("responses", self.top_k)
+        require_top_p("responses", self.top_p)
         require(bool(self.root.strip()), "responses.root is empty: give a folder")
+
+    @property
+    def longest_response(self) -> int:
+        """`max_new_tokens`. Raises UserError while it is null (see `train.target_defaults`)."""
+        return settled_number("responses.max_new_tokens", self.max_new_tokens)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How responses are drawn. Raises UserError while one of the settings is null."""
+        return Sampler(
+            temperature=settled_number("responses.temperature", self.temperature),
+            top_k=settled_number("responses.top_k", self.top_k),
+            top_p=settled_number("responses.top_p", self.top_p),
+        )
+
+    @property
+    def sampling(self) -> str:
+        """How responses are drawn, in words."""
+        sampler = self.sampler
+        if sampler.greedy:
+            return "greedy"
+        cutoffs = f", top-k {sampler.top_k}" if sampler.top_k else ""
+        cutoffs += f", top-p {sampler.top_p:g}" if sampler.top_p < 1 else ""
+        return f"sampled at temperature {sampler.temperature:g}{cutoffs}"
 
     def at_once(self, gpu: bool = False) -> int:
         """How many prompts are answered at once if their memory allows."""
@@ -66,14 +98,17 @@ def responses_key(target: TargetParts, cfg: ResponsesConfig, served: bool = Fals
     """The name of the folder for this target and way of answering, by engines if `served`. It
     covers the ids that end a response: a response from before these changed may run past its end,
     or stop short of it."""
-    how = asdict(cfg) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    sampler = cfg.sampler
+    how = (
+        asdict(cfg) | asdict(sampler) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
+    )
     how["eos"] = sorted(target.eos)
     for name in ("batch", "root", "engines", "shard"):  # these do not change the responses
         del how[name]
     if served:  # an engine may round otherwise, or compute in another precision
         how["engine"] = True
         how["response_end"] = target.response_end  # added where an engine strips it
-    if cfg.top_k == 0:  # older responses were all drawn without it
+    if sampler.top_k == 0:  # older responses were all drawn without it
         del how["top_k"]
     return hashlib.blake2b(json.dumps(how, sort_keys=True).encode(), digest_size=8).hexdigest()
 
@@ -239,31 +274,60 @@ def response_document(
 
 
 def cut_responses(
-    documents: Sequence[Document], eos: Collection[int], cfg: ResponsesConfig
+    documents: Sequence[Document],
+    eos: Collection[int],
+    cfg: ResponsesConfig,
+    positions: int | None = None,
 ) -> CutResponses:
     """Of documents that end in the target's response. A response was cut if it has the most tokens
-    that it may have, and its last one does not end a response (`eos`)."""
-    ids_of = [document.ids[document.mask].tolist() for document in documents]
-    return _count_cut([ids for ids in ids_of if ids], eos, cfg)
+    that it may have, and its last one does not end a response (`eos`). The target has so many
+    `positions` for a document."""
+    responses = [(int((~d.mask).sum()), d.ids[d.mask].tolist()) for d in documents if d.mask.any()]
+    return _count_cut(responses, eos, cfg, positions)
 
 
 def cut_responses_in_cache(
     target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
 ) -> CutResponses | None:
     """Of the responses to these prompts that earlier runs have stored; None if there are none."""
+    responses = _responses_in_cache(target, prompts, cfg)
+    return _count_cut(responses, target.eos, cfg, target.positions) if responses else None
+
+
+def response_lengths_in_cache(
+    target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
+) -> list[tuple[int, int]]:
+    """The tokens of each of these prompts to which earlier runs have stored a response, and those
+    of the response."""
+    return [(asked, len(ids)) for asked, ids in _responses_in_cache(target, prompts, cfg)]
+
+
+def _responses_in_cache(
+    target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
+) -> list[tuple[int, list[int]]]:
+    """The number of tokens of each prompt that has a stored response, and that response."""
     asked = {name_of(prompt): prompt.ids.tolist() for prompt in prompts}
     key = responses_key(target, cfg, bool(cfg.engines))
     folder = Path(cfg.root) / key
     if not folder.is_dir():
-        return None
+        return []
     stored = read_stored_responses(folder, key, target.vocab_size, asked).by_prompt
-    known = [stored[name]["ids"] for name in asked if name in stored]
-    return _count_cut(known, target.eos, cfg) if known else None
+    return [(len(asked[name]), stored[name]["ids"]) for name in asked if name in stored]
 
 
 def _count_cut(
-    responses: Sequence[Sequence[int]], eos: Collection[int], cfg: ResponsesConfig
+    responses: Sequence[tuple[int, Sequence[int]]],
+    eos: Collection[int],
+    cfg: ResponsesConfig,
+    positions: int | None,
 ) -> CutResponses:
-    most = cfg.max_new_tokens
-    cut = sum(len(ids) >= most and ids[-1] not in eos for ids in responses)
-    return CutResponses(responses=len(responses), cut=cut, max_new_tokens=most)
+    most = cfg.longest_response
+    cut = sum(len(ids) >= most and ids[-1] not in eos for _, ids in responses)
+    longest = max((prompt for prompt, _ in responses), default=0)
+    return CutResponses(
+        responses=len(responses),
+        cut=cut,
+        max_new_tokens=most,
+        room=None if positions in (None, UNBOUNDED) else positions - longest,
+        sampling=cfg.sampling,
+    )

@@ -29,7 +29,6 @@ from specdec.integrity import sealed
 from specdec.progress import console, tell
 from specdec.ranks import Ranks
 from specdec.runtime.device import release
-from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
@@ -151,10 +150,10 @@ def documents_with_responses(
         time.floor = max(0, time.floor - len(known & asked.keys()))
         time.floor = math.ceil(time.floor / ranks.workers)
     elif keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
-        keep.prepare_for_responses(unwritten, cfg.max_new_tokens)
+        keep.prepare_for_responses(unwritten, cfg.longest_response)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
     task = progress.add_task(f"{whose} responses", total=None)
-    sampler = Sampler(cfg.temperature, cfg.top_k, cfg.top_p)
+    sampler = cfg.sampler
     way = Way(sampler=sampler)
     if author and author.verification is not None:
         way = Way(author.drafter, Chain(author.gamma), sampler, author.verification)
@@ -164,7 +163,7 @@ def documents_with_responses(
         asking = [asked[name] for name in group]
         seeds = [seed_of(name, cfg) for name in group]
         if author and author.verification is None:
-            most, eos = cfg.max_new_tokens, target.parts.eos
+            most, eos = cfg.longest_response, target.parts.eos
             texts = draft_responses(author.drafter, asking, sampler, seeds, most, eos)
             for n, ids in enumerate(texts):
                 count(n, ids, None)
@@ -173,7 +172,7 @@ def documents_with_responses(
             target.whole(),
             asking,
             way,
-            max_new_tokens=cfg.max_new_tokens,
+            max_new_tokens=cfg.longest_response,
             seeds=seeds,
             on_tokens=count,
             record=keep.record(target.whole()) if keep else None,
@@ -199,7 +198,7 @@ def documents_with_responses(
     def ahead(rows: int) -> float:
         """Seconds in which as many responses end as are written now, if they are as long as may be,
         by the tokens so far."""
-        return time.used * rows * cfg.max_new_tokens / tokens if time and tokens else 0.0
+        return time.used * rows * cfg.longest_response / tokens if time and tokens else 0.0
 
     def goes_on() -> bool:
         """Whether prompts of a group that wait are still answered."""
@@ -222,10 +221,10 @@ def documents_with_responses(
         """Write the responses to these groups of prompts."""
         nonlocal size, at_once, generating
         written = 0  # tokens in files
-        progress.update(task, total=sum(map(len, groups)) * cfg.max_new_tokens)
+        progress.update(task, total=sum(map(len, groups)) * cfg.longest_response)
         while group := next_group(groups):
             if keep is not None and time is not None:
-                keep.prepare(sum(len(asked[name]) + cfg.max_new_tokens for name in group))
+                keep.prepare(sum(len(asked[name]) + cfg.longest_response for name in group))
             generating = 0
             try:
                 records, reason = write(group), ""
@@ -296,7 +295,7 @@ def _fitting(
     free in every process. Says so if these are fewer."""
     longest = max(asked.values(), key=len)
     fitting = ranks.shared(
-        range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.max_new_tokens, needs)
+        range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.longest_response, needs)
     )
     usual = cfg.at_once(target.device.type != "cpu")
     size = min(usual, *(n for n in fitting if n is not None), usual)

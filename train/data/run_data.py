@@ -134,7 +134,7 @@ def unusable_data(
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         if not side:
             yield f"no {name} conversation: give more data or change data.held_out"
-    most = cfg.max_prompt
+    most = cfg.longest_prompt
     if not split.prompts:
         yield f"{cfg.name}: no held-out prompt to decode: raise data.max_prompt={most}"
     texts = (*split.train, *split.held_out, *split.prompts)
@@ -146,10 +146,10 @@ def unusable_data(
                 yield str(error)
                 break
     longest = max((len(text.ids) for text in (*split.train, *split.held_out)), default=0)
-    if cfg.responses == "target" and longest + new > cfg.max_length:
+    if cfg.responses == "target" and longest + new > cfg.longest_document:
         yield (
             f"a prompt of {longest} tokens and responses.max_new_tokens={new} do not fit "
-            f"data.max_length={cfg.max_length}: raise data.max_length, or lower "
+            f"data.max_length={cfg.longest_document}: raise data.max_length, or lower "
             f"data.max_prompt={most} or responses.max_new_tokens"
         )
 

@@ -74,7 +74,7 @@ def document_of(
 ) -> Document:
     """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
     assistant's."""
-    cut = cfg.max_length
+    cut = cfg.longest_document
     if mask[:cut].sum() < cfg.min_response:
         raise Unusable(f"responses shorter than min_response={cfg.min_response}")
     document = Document(name, np.array(ids[:cut], np.int32), mask[:cut], len(ids) > cut)
@@ -90,8 +90,8 @@ def uniform_token_weights(length: int, weight: float) -> NDArray[np.float32] | N
 
 def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
     """Raise Unusable if there are too many tokens, and they are not to be cut."""
-    if len(ids) > cfg.max_length and cfg.too_long == "drop":
-        raise Unusable(f"longer than max_length={cfg.max_length}", tokens=len(ids))
+    if len(ids) > cfg.longest_document and cfg.too_long == "drop":
+        raise Unusable(f"longer than max_length={cfg.longest_document}", tokens=len(ids))
 
 
 def reason_prompt_too_long(most: int | None) -> str:

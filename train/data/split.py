@@ -180,7 +180,7 @@ def split_documents(
         validation_share=rows.validation_share,
     )
     if cut := sum(document.truncated for document in split.train + split.held_out):
-        split.tally.changed[f"cut at max_length={cfg.max_length}"] = cut
+        split.tally.changed[f"cut at max_length={cfg.longest_document}"] = cut
     return split
 
 
