@@ -45,6 +45,7 @@ from specdec.losses.loss_terms import LOSS_TERMS
 from specdec.sampling.sampler import Sampler
 from specdec.targets.target import Target
 from tests.device import DEVICE
+from train.data.response_files import ResponsesConfig
 from train.run_config import CONF, Config, composed, quoted, register
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -249,6 +250,12 @@ def learn(drafter: Drafter, texts: Sequence[Sequence[int]]) -> None:
     """Fit a drafter to texts of which the assistant says every token."""
     if drafter.fits_texts:
         drafter.fit(texts, [[True] * len(ids) for ids in texts])
+
+
+def responding(temperature: float = 0.0, **settings: Any) -> ResponsesConfig:
+    """Settings of responses with nothing null: greedy and of at most 192 tokens by default."""
+    decided = {"temperature": temperature, "top_p": 1.0, "top_k": 0, "max_new_tokens": 192}
+    return ResponsesConfig(**(decided | settings))
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:

@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from specdec.targets.gguf import model_path
 from specdec.targets.target_config import TargetConfig
+from train.data.conversations import THINKING_ARGUMENTS, DataConfig
+from train.data.rendering import own_chat_template
 from train.run_config import Config
 
 # Tokens of a document where neither the target nor the settings give fewer. SpecForge's examples
@@ -61,8 +63,7 @@ def with_target_defaults(
         kept = {n: known[n] for n in names if getattr(settings, n) is None and n in known}
         cfg = replace(cfg, **{group: replace(settings, **kept)})
     if None in (cfg.data.max_length, cfg.data.max_prompt, cfg.responses.max_new_tokens):
-        thinks = cfg.data.thinking != "off"
-        cfg = _with_lengths(cfg, lengths_of_target(cfg.target, asks_thinking=thinks))
+        cfg = _with_lengths(cfg, lengths_of_target(cfg.target, cfg.data))
     said = [
         f"lengths: documents of at most {cfg.data.longest_document:,} tokens (data.max_length), "
         f"prompts of {cfg.data.longest_prompt:,} (data.max_prompt)"
@@ -120,9 +121,10 @@ def _with_lengths(cfg: Config, target: TargetLengths) -> Config:
     )
 
 
-def lengths_of_target(target: TargetConfig, asks_thinking: bool = True) -> TargetLengths:
-    """What the target's config.json and chat template say of lengths; nothing is loaded. What
-    cannot be read is not known: loading the target tells why."""
+def lengths_of_target(target: TargetConfig, data: DataConfig) -> TargetLengths:
+    """What the target's config.json says of lengths, and the chat template with which its prompts
+    are rendered; no weight is read. What cannot be read is not known: loading the target tells
+    why."""
     path = model_path(target.path, Path(target.cache))
     try:
         config = AutoConfig.from_pretrained(path, **_options(target))
@@ -130,8 +132,13 @@ def lengths_of_target(target: TargetConfig, asks_thinking: bool = True) -> Targe
         positions = getattr(text, "max_position_embeddings", None)
     except Exception:  # transformers raises errors of many classes
         positions = None
-    template = asks_thinking and getattr(tokenizer_of(target), "chat_template", None)
-    return TargetLengths(positions or None, "think" in str(template or "").lower())
+    asked = [data.template_args.get(name) for name in THINKING_ARGUMENTS]
+    if data.thinking == "off" or False in asked:
+        return TargetLengths(positions or None)
+    template = own_chat_template(data)
+    if template is None:
+        template = str(getattr(tokenizer_of(target), "chat_template", None) or "")
+    return TargetLengths(positions or None, thinks="think" in template.lower())
 
 
 def served_sampling(target: TargetConfig) -> ServedSampling:

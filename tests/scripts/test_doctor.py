@@ -20,6 +20,7 @@ from tests.told import require_one_line
 from train.data.conversations import DataConfig
 from train.diagnosis import NO_STOP, Diagnosis, diagnose_data
 from train.run_config import CONF
+from train.target_defaults import with_target_defaults
 
 CAT = "a cat can come home by boat"
 
@@ -186,7 +187,7 @@ def test_what_train_accepts_is_accepted_and_read_alike(
     monkeypatch.setattr("train.data.rendering.prompt_rendering", lambda *_: None)
     settings = [chosen, "data.path=x", "data.limit=7", "track=none", "loop.rows=2"]
     assert doctor(monkeypatch, tmp_path, *settings) == 0
-    cfg = compose(settings)
+    cfg, _ = with_target_defaults(compose(settings))
     target = replace(cfg.target, tensor_parallel=False)
     assert seen == [(cfg.data, target, cfg.response_generation, cfg.drafter.depth)]
 

@@ -18,8 +18,16 @@ from specdec.targets.loading import load_target, opening
 from specdec.targets.response_end import TurnEnds, turn_ends
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
-from tests.tiny import REPOSITORY, SPECIAL, TEMPLATE, architectures, make_tokenizer, save_target
-from train.data.response_files import ResponsesConfig, responses_key
+from tests.tiny import (
+    REPOSITORY,
+    SPECIAL,
+    TEMPLATE,
+    architectures,
+    make_tokenizer,
+    responding,
+    save_target,
+)
+from train.data.response_files import responses_key
 
 END, START, TEXT_END = (SPECIAL.index(x) for x in ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
 BY_NEXT_ROLE = (
@@ -97,7 +105,7 @@ def test_a_saved_target_and_the_names_of_responses_say_so(tmp_path: Path) -> Non
         said = json.loads((tmp_path / name / "saved" / "generation_config.json").read_text())
         assert said["eos_token_id"] == ([TEXT_END, END] if name != "end" else END)
         assert target.model.generation_config.eos_token_id == ids
-        keys.append(responses_key(target, ResponsesConfig()))
+        keys.append(responses_key(target, responding()))
     assert keys[0] == keys[1] != keys[2]
 
 

@@ -27,7 +27,7 @@ from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine
 from tests.ranks import together
 from tests.runs import require_same_run
-from tests.tiny import Tiny, architectures, lm, losses, make_tokenizer, random_target
+from tests.tiny import Tiny, architectures, lm, losses, make_tokenizer, random_target, responding
 from tests.toy_engine import ENGINE
 from train import measurement, pipeline
 from train.budget import (
@@ -47,7 +47,6 @@ from train.budget import (
     shares_of_run,
     texts_of_run,
 )
-from train.data.response_files import ResponsesConfig
 from train.data.responses import documents_with_responses
 from train.data.sequences import Document, Prompt
 from train.loop import Learner
@@ -237,7 +236,7 @@ def responses(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> It
     ) -> list[Document]:
         nonlocal passes, slow
         passes, slow = 0, slow_pass
-        cfg = ResponsesConfig(max_new_tokens=NEW, batch=16, root=str(tmp_path / root))
+        cfg = responding(max_new_tokens=NEW, batch=16, root=str(tmp_path / root))
         time = None if seconds is None else StageTime("texts", seconds, clock, floor)
         with Progress(disable=True) as bar:
             found = documents_with_responses(
@@ -307,7 +306,7 @@ def test_an_engine_responds_until_the_time_is_up(
 
     def answered(seconds: float, floor: int) -> list[Document]:
         time = StageTime("texts", seconds, clock, floor)
-        cfg = ResponsesConfig(
+        cfg = responding(
             max_new_tokens=NEW, batch=4, root=str(tmp_path / "responses"), engines=[server.url]
         )
         with Progress(disable=True) as bar:

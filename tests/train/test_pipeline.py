@@ -37,10 +37,9 @@ from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
-from tests.tiny import Tiny, conversations, losses, records, write_jsonl
+from tests.tiny import Tiny, conversations, losses, records, responding, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import responses
-from train.data.response_files import ResponsesConfig
 from train.data.responses import documents_with_responses
 from train.data.sequences import Prompt, Row
 from train.folder import data_of_run, locked
@@ -511,7 +510,7 @@ def test_responses_are_kept_by_the_prompt_they_answer(
     prompts = [Prompt(name, np.array(x, np.int32)) for name, x in ids.items()]
 
     def made(some: list[Prompt], root: str = "x", batch: int = 2) -> list[list[int]]:
-        cfg = ResponsesConfig(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
+        cfg = responding(1.0, max_new_tokens=6, batch=batch, root=str(tmp_path / root))
         with progress.bars(Console(quiet=True), False) as bar:
             return [
                 d.ids.tolist()
@@ -535,7 +534,7 @@ def test_responses_follow_top_k_and_are_kept_apart_by_it(tiny: Tiny, tmp_path: P
 
     def texts(temperature: float, top_k: int, folder: str) -> list[list[int]]:
         root = str(tmp_path / folder)
-        cfg = ResponsesConfig(temperature, top_k=top_k, max_new_tokens=6, root=root)
+        cfg = responding(temperature, top_k=top_k, max_new_tokens=6, root=root)
         with progress.bars(Console(quiet=True), False) as bar:
             documents = documents_with_responses(target, prompts, cfg, Accelerator(cpu=True), bar)
         return [d.ids.tolist() for d in documents]

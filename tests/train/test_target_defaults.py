@@ -13,7 +13,8 @@ import pytest
 
 from specdec.errors import UserError
 from specdec.measure.results import Results
-from tests.tiny import Tiny, compose
+from specdec.targets.loading import TargetLoader
+from tests.tiny import Tiny, compose, make_tokenizer
 from train.data.response_files import responses_key
 from train.folder import config_of
 from train.planning import plan_of_run
@@ -35,8 +36,8 @@ def folder(
     (place / "config.json").write_text(json.dumps(config))
     if sampling is not None:
         (place / "generation_config.json").write_text(json.dumps(sampling))
-    words = {"vocab": {"a": 0}, "merges": [], "type": "BPE"}
-    (place / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words}))
+    make_tokenizer().save_pretrained(place)
+    (place / "chat_template.jinja").unlink(missing_ok=True)
     template = "{% if enable_thinking %}<think>{% endif %}" if thinks else "{{ messages }}"
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (place / "tokenizer_config.json").write_text(json.dumps(kind))
@@ -55,6 +56,7 @@ def decided(place: Path, *more: str) -> tuple[Config, list[str]]:
         (32768, False, [], (4096, 2048, 2048)),
         (32768, True, [], (8192, 2048, 6144)),
         (32768, True, ["data.thinking=off"], (4096, 2048, 2048)),
+        (32768, True, ["data.template_args={enable_thinking: false}"], (4096, 2048, 2048)),
         # the target's own limit; what is decoded (128 tokens) fits after the longest prompt
         (2048, False, [], (2048, 1024, 1024)),
         (200, False, [], (200, 72, 128)),
@@ -127,6 +129,14 @@ def test_sampling_is_said_with_what_is_not_applied(tmp_path: Path) -> None:
     )
 
 
+def test_a_template_of_the_user_says_whether_there_is_reasoning(tmp_path: Path) -> None:
+    """It replaces that of the tokenizer, which has none."""
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}{{ m.content }}{% endfor %}<think>")
+    cfg, _ = decided(folder(tmp_path / "target"), f"data.chat_template={own}")
+    assert cfg.data.max_length == 8192
+
+
 def test_the_quickstart_keeps_its_own(tmp_path: Path) -> None:
     """No file is read for it, so a missing target is no error here."""
     place = folder(tmp_path / "target", sampling=SAMPLED, thinks=True)
@@ -175,9 +185,8 @@ def test_a_run_records_what_the_target_decides_and_keeps_it(
     assert results.cut is not None and results.cut.sampling == settled.responses.sampling
     assert "sampled at temperature 0.6" in (run / "report" / "report.md").read_text()
     (kept,) = (tmp_path / "responses").iterdir()
-    parts = tiny.parts if hasattr(tiny, "parts") else None
-    if parts is not None:
-        assert kept.name == responses_key(parts, settled.responses)
+    parts = TargetLoader(settled.target).parts
+    assert kept.name == responses_key(parts, settled.responses)
     (target / "generation_config.json").write_text(json.dumps(stops))
     tiny.job(run, "medusa", *more)
     assert config_of(run)["responses"] == recorded["responses"]

@@ -10,9 +10,10 @@ import pytest
 
 from specdec.measure.results import CutResponses, Results
 from specdec.targets.loading import TargetLoader
+from specdec.targets.parts import UNBOUNDED
 from specdec.targets.target_config import TargetConfig
-from tests.tiny import Tiny
-from train.data.response_files import ResponsesConfig, cut_responses, cut_responses_in_cache
+from tests.tiny import Tiny, responding
+from train.data.response_files import cut_responses, cut_responses_in_cache
 from train.data.sequences import Document
 from train.data.split import split_prompts
 from train.diagnosis import diagnose_data
@@ -31,7 +32,7 @@ def test_a_response_is_cut_if_it_is_full_and_has_no_end() -> None:
     an end; shorter without one, as an engine may stop for a reason of its own; empty, as of a
     prompt that only later rounds answer."""
     documents = [document(3, 3, 3, 3, 3), document(3, 3, 3, 3, END), document(3, END), document(3)]
-    found = cut_responses([*documents, document()], (END,), ResponsesConfig(max_new_tokens=5))
+    found = cut_responses([*documents, document()], (END,), responding(max_new_tokens=5))
     assert (found.responses, found.cut, found.share) == (4, 1, 0.25)
 
 
@@ -50,6 +51,37 @@ def test_above_thirty_percent_it_advises() -> None:
     said = str(CutResponses(100, 31, 192))
     assert said.startswith("Warning: ") and "Raise responses.max_new_tokens" in said
     assert CutResponses(0, 0, 192).share == 0
+
+
+@pytest.mark.parametrize(
+    ("cut", "most", "room", "enough"),
+    [
+        # half of them are longer than 100, so a quarter than 200, 5 % than 100 log 0.05 / log 0.5
+        (50, 100, None, 448),  # 432.2, as a multiple of 64
+        (40, 100, None, 384),  # 326.9
+        (6, 100, None, 256),  # not less than twice as many: 200
+        (100, 100, None, 832),  # nothing is known of their length: 8 times as many
+        (50, 10, None, 44),  # 43.2; a small limit is not rounded up to 64
+        (50, 100, 300, 300),  # what the target has room for
+        (50, 100, 100, None),
+        (5, 100, None, None),  # few enough
+    ],
+)
+def test_a_larger_limit_is_worked_out(
+    cut: int, most: int, room: int | None, enough: int | None
+) -> None:
+    found = CutResponses(100, cut, most, room)
+    assert found.enough == enough
+    advised = f"Raise responses.max_new_tokens to about {enough}, "
+    assert (advised in str(found)) == (cut > 30 and enough is not None)
+    assert ("no room" in str(found)) == (cut > 30 and enough is None)
+
+
+def test_room_is_what_the_longest_prompt_leaves() -> None:
+    """Of 40 positions, the prompt takes 3; a target without a limit has any room."""
+    documents, cfg = [document(3, 3)], responding(max_new_tokens=2)
+    assert cut_responses(documents, (END,), cfg, 40).room == 37
+    assert cut_responses(documents, (END,), cfg, UNBOUNDED).room is None
 
 
 def test_a_run_the_doctor_and_a_plan_count_the_same_responses(

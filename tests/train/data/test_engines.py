@@ -21,12 +21,11 @@ from specdec.targets.loading import TargetLoader
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.engine import FakeEngine, Fault
-from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, save_target, write_jsonl
+from tests.tiny import TEMPLATE, Tiny, compose, make_tokenizer, responding, save_target, write_jsonl
 from tests.told import require_one_line, told
 from train.data import engine_responses
 from train.data.conversations import DataConfig
 from train.data.engine_responses import CheckedServerResults, ids_of
-from train.data.response_files import ResponsesConfig
 from train.data.responses import documents_with_responses
 from train.data.sequences import Document, Prompt
 from train.data.split import split_prompts
@@ -61,7 +60,7 @@ def answer(target: TargetLoader, prompts: list[Prompt], tmp_path: Path) -> Serve
     def documents(*servers: FakeEngine, count: int = PROMPTS, **settings: Any) -> list[Document]:
         urls = [server.url for server in servers]
         how = {"max_new_tokens": 8, "batch": 4, "root": str(tmp_path)} | settings
-        cfg = ResponsesConfig(**how, engines=urls)
+        cfg = responding(**how, engines=urls)
         with Progress(disable=True) as bar:
             return documents_with_responses(
                 target, prompts[:count], cfg, Accelerator(cpu=True), bar
@@ -120,7 +119,7 @@ def test_the_logs_of_agents_are_answered_after_the_last_result(
     asked = split_prompts(DataConfig(str(path), responses="target", held_out=0), tokenizer).train
     engine, documents = serve(), []
     for urls in ([], [engine.url]):
-        cfg = ResponsesConfig(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
+        cfg = responding(max_new_tokens=8, batch=4, root=str(tmp_path / "root"), engines=urls)
         with Progress(disable=True) as bar:
             documents.append(
                 documents_with_responses(target, asked, cfg, Accelerator(cpu=True), bar)

@@ -13,9 +13,8 @@ from specdec.errors import UserError
 from specdec.integrity import sealed
 from specdec.targets.loading import load_target
 from specdec.targets.target_config import TargetConfig
-from tests.tiny import Tiny, losses
+from tests.tiny import Tiny, losses, responding
 from train.data.response_files import (
-    ResponsesConfig,
     ResponsesRead,
     read_stored_responses,
     responses_key,
@@ -125,8 +124,8 @@ def test_the_key_covers_what_ends_a_response(tiny: Tiny) -> None:
     for eos in (target.tokenizer.eos_token_id, [target.tokenizer.eos_token_id, 9], [9]):
         target.model.generation_config.eos_token_id = eos
         keys += [
-            responses_key(target, ResponsesConfig()),
-            responses_key(target, ResponsesConfig(), served=True),
+            responses_key(target, responding()),
+            responses_key(target, responding(), served=True),
         ]
     assert len(target.eos) == 2 and len({*keys}) == 4
     assert keys[2:4] == keys[4:], "9 and the tokenizer's own end responses in both"

@@ -28,13 +28,13 @@ from tests.tiny import (
     WORDS,
     Tiny,
     make_tokenizer,
+    responding,
     save_target,
     write_jsonl,
 )
 from tests.train.data.chats import ASK, tokenizer_of
 from tests.train.data.test_cases import CASES, FULL
 from train.data.conversations import DataConfig, Tally
-from train.data.response_files import ResponsesConfig
 from train.data.run_data import DataCounts, measured_prompts, read_run_data, whole_prompts
 from train.data.sources import read_prompts_file
 from train.data.split import split_documents, split_prompts
@@ -181,7 +181,7 @@ def test_the_doctor_asks_the_prompts_that_a_run_asks(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n, turns=4) for n in range(45)])
     cfg = DataConfig(str(path), responses="target", max_prompt=24, max_length=100)
     split = read_run_data(cfg, parts)
-    diagnosis = diagnose_data(cfg, parts, None, 3, ResponsesConfig(max_new_tokens=9))
+    diagnosis = diagnose_data(cfg, parts, None, 3, responding(max_new_tokens=9))
     assert diagnosis.counts == DataCounts.of_split(split)
     prompts = [*split.train, *split.held_out]
     assert [len(prompt.ids) for prompt in prompts] == [6 + 5 + 5 + 3] * 45
@@ -221,7 +221,7 @@ def test_a_template_that_opens_a_thought_is_no_fault_where_the_target_answers(
     parts = parts_of(tmp_path / "target", template)
     path = write_jsonl(tmp_path / "x.jsonl", [chat(n) for n in range(40)])
     cfg = DataConfig(str(path), responses="target")
-    assert not diagnose_data(cfg, parts, None, 1, ResponsesConfig()).faults
+    assert not diagnose_data(cfg, parts, None, 1, responding()).faults
 
 
 def test_the_doctor_shows_responses_that_are_stored(tiny: Tiny, tmp_path: Path) -> None:
