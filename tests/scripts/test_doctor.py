@@ -20,7 +20,6 @@ from tests.told import require_one_line
 from train.data.conversations import DataConfig
 from train.diagnosis import NO_STOP, Diagnosis, diagnose_data
 from train.run_config import CONF
-from train.target_defaults import with_target_defaults
 
 CAT = "a cat can come home by boat"
 
@@ -63,7 +62,7 @@ def test_samples_and_figures(
     said = " ".join(out.split())
     for figure in (
         "1 dropped: not a conversation",
-        "1 of 42 texts are longer than data.max_length=128 and are left out",
+        "1 of 42 texts are longer than data.max_length=128 and are skipped",
         "longer than 256 1 longer than 512 0",
         "<|im_end|> 41",
         "Latin 100.0 %",
@@ -185,9 +184,11 @@ def test_what_train_accepts_is_accepted_and_read_alike(
     monkeypatch.setattr("specdec.targets.loading.TargetLoader", Loader)
     monkeypatch.setattr("train.diagnosis.diagnose_data", diagnose)
     monkeypatch.setattr("train.data.rendering.prompt_rendering", lambda *_: None)
+    # the targets are on the hub
+    monkeypatch.setattr("train.target_defaults.with_target_defaults", lambda cfg: (cfg, []))
     settings = [chosen, "data.path=x", "data.limit=7", "track=none", "loop.rows=2"]
     assert doctor(monkeypatch, tmp_path, *settings) == 0
-    cfg, _ = with_target_defaults(compose(settings))
+    cfg = compose(settings)
     target = replace(cfg.target, tensor_parallel=False)
     assert seen == [(cfg.data, target, cfg.response_generation, cfg.drafter.depth)]
 
