@@ -104,8 +104,8 @@ def _with_lengths(cfg: Config, target: TargetLengths) -> Config:
     if length is None:
         if prompt is not None:
             longest = max(longest, prompt + new if new is not None else int(prompt / share))
-        elif new is not None and new > longest / 2:
-            longest = max(longest, 2 * new)
+        elif new is not None:
+            longest = max(longest, int(longest * share) + new)
         length = min(longest, positions or longest)
     if prompt is None:
         prompt = length - new if new is not None and new < length else int(length * share)

@@ -63,7 +63,9 @@ def decided(place: Path, *more: str) -> tuple[Config, list[str]]:
         # lengths that are given stay, and the others fit them
         (32768, False, ["data.max_length=1024"], (1024, 512, 512)),
         (32768, False, ["responses.max_new_tokens=1024"], (4096, 3072, 1024)),
-        (32768, False, ["responses.max_new_tokens=8192"], (16384, 8192, 8192)),
+        (32768, False, ["responses.max_new_tokens=8192"], (10240, 2048, 8192)),
+        (32768, True, ["responses.max_new_tokens=12000"], (14048, 2048, 12000)),
+        (9000, False, ["responses.max_new_tokens=8192"], (9000, 808, 8192)),
         (32768, False, ["data.max_prompt=6000"], (12000, 6000, 6000)),
         (32768, False, ["data.max_prompt=100", "responses.max_new_tokens=50"], (4096, 100, 50)),
         (
