@@ -143,6 +143,7 @@ def test_nothing_is_printed_past_these_places() -> None:
         ("specdec/progress.py", "Console"),  # Terminal
         ("scripts/benches/memory_bench.py", "print"),  # numbers, to the process that started it
         ("scripts/benches/recipe.py", "print"),  # plain
+        ("scripts/pages/pictures.py", "Console"),  # into a picture, of text that stands beside it
         ("scripts/vllm_worker.py", "print"),  # JSON, to the process that started it
     }
     watched = {"print", "Console", "from_markup", "write_stdout", "rprint", "RichHandler"}

@@ -62,7 +62,7 @@ def test_samples_and_figures(
     said = " ".join(out.split())
     for figure in (
         "1 dropped: not a conversation",
-        "1 of 42 texts are longer than data.max_length=128 and are skipped",
+        "1 of 42 texts (2.4%) are longer than data.max_length=128 and are skipped",
         "longer than 256 1 longer than 512 0",
         "<|im_end|> 41",
         "Latin 100.0 %",
