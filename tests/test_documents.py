@@ -388,7 +388,7 @@ def test_every_setting_has_a_meaning_and_every_section_a_guide() -> None:
     jetspec = re.split(r"^### ", page.split("### jetspec")[1], flags=re.M)[0]
     assert "| `drafter.anchors.per_row` | `int or null` | `64` |" in jetspec
     assert re.search(r"`drafter.depth` \| `int` \| `7` \| draft length", jetspec)
-    assert "`256`; `128` with `experiment=quickstart`; `512` with `data=conversations`" in page
+    assert "`256`; `128` with `experiment=quickstart`; `null` with `data=conversations`" in page
 
 
 @pytest.mark.slow
