@@ -161,8 +161,8 @@ class Config:
 
     @property
     def stores(self) -> list[Path]:
-        """The folders that the run fills beside its own, which runs share: of responses and of
-        hidden states."""
+        """The folders outside the run's own that it fills: one for responses and one for hidden
+        states. Other runs use them too."""
         responses = [Path(self.responses.root)] if self.data.responses == "target" else []
         hidden_states = (
             [Path(self.hidden_states.path or self.hidden_states.root)]
@@ -359,7 +359,7 @@ def _reads(argument: str) -> bool:
 
 
 def _is_text(key: str) -> bool:
-    """Whether the values of a key are texts, and may be nothing else but null."""
+    """Whether a key takes texts alone, or null."""
     return is_text(_kinds_of(key))
 
 

@@ -391,7 +391,7 @@ class Results:
 
     @property
     def asked(self) -> list[Measured]:
-        """The entries of the way that was asked for, one for each temperature."""
+        """The results of the way of decoding that the user asked for, one for each temperature."""
         return next(iter(self.ways.values()))
 
     @property

@@ -279,9 +279,9 @@ def cut_responses(
     cfg: ResponsesConfig,
     positions: int | None = None,
 ) -> CutResponses:
-    """Of documents that end in the target's response. A response was cut if it has the most tokens
-    that it may have, and its last one does not end a response (`eos`). The target has so many
-    `positions` for a document."""
+    """Count the cut responses of documents that end in the target's response. A response was cut
+    if it has the most tokens that it may have, and its last one does not end a response (`eos`).
+    The target has so many `positions` for a document."""
     responses = [(int((~d.mask).sum()), d.ids[d.mask].tolist()) for d in documents if d.mask.any()]
     return _count_cut(responses, eos, cfg, positions)
 

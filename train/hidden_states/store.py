@@ -356,8 +356,8 @@ class HiddenStateStore:
         return hidden_states
 
     def discard(self, row: Row, x: slice) -> None:
-        """Put the file with the damaged document at `x` in a row aside. The sound documents in it
-        are written again."""
+        """Put aside the file that holds the damaged document, at `x` of this row. The sound
+        documents in it are written again."""
         names = [name_of(row.ids[x])]
         names += [name_of_steps(row, x)] if row.speculation_steps is not None else []
         for path in {self._files.pop(name) for name in names if name in self._files}:
