@@ -490,7 +490,7 @@ def steps_of(
     if per_epoch == 0:
         raise UserError(
             f"there are only {len(lengths)} packed rows, but one step reads {portion}: lower "
-            "loop.rows or loop.accumulate, or give more data"
+            "loop.rows, loop.accumulate or data.max_length, or give more data"
         )
     steps = step + per_epoch * (cfg.epochs - epoch)
     if cfg.max_tokens is not None:

@@ -27,6 +27,7 @@ from train import loop, training_checkpoint
 from train.accelerated import ranks_of
 from train.budget import Budget, shares_of_run
 from train.continued import SettledRun, digest_of_settings, note_beginning, note_date, settled
+from train.data.lengths import advice_on_rows
 from train.data.prompts_trained_on import TrainedOn, before_this_stage
 from train.data.rendering import prompt_rendering
 from train.data.response_files import ResponsesConfig, ResponsesRead, cut_responses
@@ -139,6 +140,10 @@ def run(
                 console.print(
                     f"drafter {cfg.drafter.name}: {count:,} trainable parameters\nloss: {cfg.loss}"
                 )
+                rows = cfg.loop.rows * cfg.loop.accumulate * accelerator.num_processes
+                lengths = [len(document.ids) for document in texts.train]
+                if advice := advice_on_rows(lengths, cfg.data.longest_document, rows):
+                    console.print(advice)
                 # on-policy rounds generate all that they train on, even the first
                 on_policy = cfg.rounds.data == "on_policy"
                 source, validation = hidden_states.sources(

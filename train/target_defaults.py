@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from specdec.targets.adapter import tokenizer_source
 from specdec.targets.gguf import model_path
 from specdec.targets.target_config import TargetConfig
 from train.data.conversations import THINKING_ARGUMENTS, DataConfig
@@ -174,7 +175,7 @@ def tokenizer_of(target: TargetConfig) -> Any:
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZERS):
         return None
     try:
-        return AutoTokenizer.from_pretrained(path, **_options(target))
+        return AutoTokenizer.from_pretrained(tokenizer_source(target, path), **_options(target))
     except Exception:  # transformers raises errors of many classes for a folder without one
         return None
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.busy_cores import waits_briefly
 from specdec.runtime.cpu.machine_probes import native_dtype, processor
 from specdec.targets.target import Target
 
@@ -28,6 +29,8 @@ def machine_of(target: Target) -> Machine:
     dtype, device = str(target.dtype).removeprefix("torch."), target.device
     native = native_dtype(device.type)
     reason = native.reason if native.dtype == dtype else f"asked for; {native.reason}"
+    if waits_briefly() and device.type == "cpu":
+        reason += "; threads wait briefly, as other processes kept a core busy"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     threads = torch.get_num_threads()
     return Machine(str(device), name, threads, dtype, reason, torch.__version__)

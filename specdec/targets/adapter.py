@@ -55,14 +55,21 @@ def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
     folder = Path(cfg.cache) / f"{name}-{source[:12]}"
 
     def merge(building: Path) -> None:
-        _merge(cfg, base, adapter, building)
+        _merge(cfg, base, adapter, building, tied=bool(settings.get("ensure_weight_tying")))
 
     return made_once(folder, name, source, merge)
 
 
+def tokenizer_source(cfg: TargetConfig, base: str) -> str:
+    """Where the tokenizer and the chat template of a target come from: the adapter's folder, if
+    they are there, else the model."""
+    own = cfg.adapter is not None and (Path(cfg.adapter) / TOKENIZER).is_file()
+    return str(cfg.adapter) if own else base
+
+
 def states_of(folder: Path) -> list[list[Any]]:
-    """Names, sizes and times of a folder's files, which change when the model does. None for a
-    model of the hub, whose revision says which it is."""
+    """Names, sizes and times of a folder's files, which change when the model does. Empty for
+    a model of the hub, whose revision says which it is."""
     if not folder.is_dir():
         return []
     files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -80,8 +87,9 @@ def _settings(adapter: Path) -> dict[str, Any]:
     raise UserError(f"{adapter / CONFIG} cannot be read ({reason}): save the adapter again")
 
 
-def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path) -> None:
-    """Write the merged model and its tokenizer to a folder."""
+def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path, tied: bool) -> None:
+    """Write the merged model and its tokenizer to a folder. `tied`: what the adapter does to one of
+    embedding and head holds for the other one, if the model has one matrix for both."""
     from peft import PeftModel, get_peft_model_state_dict  # as slow to import as transformers
 
     options: Any = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
@@ -99,9 +107,9 @@ def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path) -> None:
     try:
         with safe_open(adapter / WEIGHTS, framework="pt") as file:
             stored = set(file.keys())
-        if not _settings(adapter).get("ensure_weight_tying"):
+        if not tied:
             _untie_if_adapted(model, stored)
-        adapted: Any = PeftModel.from_pretrained(model, str(adapter))
+        adapted: Any = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
     except (SafetensorError, OSError) as error:
         raise UserError(
             f"{adapter / WEIGHTS} cannot be read ({first_line(error)}): save the adapter again"
@@ -124,8 +132,7 @@ def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path) -> None:
     with torch.no_grad():
         merged = adapted.merge_and_unload(safe_merge=True)
     merged.save_pretrained(folder)
-    tokenizer = adapter if (adapter / TOKENIZER).is_file() else base
-    AutoTokenizer.from_pretrained(tokenizer, **options).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer_source(cfg, base), **options).save_pretrained(folder)
 
 
 def _untie_if_adapted(model: Any, stored: Collection[str]) -> None:

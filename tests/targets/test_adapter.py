@@ -17,6 +17,8 @@ from specdec.errors import UserError
 from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target_config import TargetConfig
 from tests.tiny import Tiny, save_target
+from train.data.conversations import DataConfig
+from train.target_defaults import lengths_of_target
 
 IDS = torch.tensor([[1, 5, 9, 7, 12]])
 
@@ -101,6 +103,16 @@ def test_it_is_merged_once_and_is_a_target_of_its_own(base: Path, tmp_path: Path
     assert (
         TargetLoader(config_of(base, adapter, cache)).parts.fingerprint() == by_name.fingerprint()
     )
+
+
+def test_lengths_follow_the_adapters_chat_template(base: Path, tmp_path: Path) -> None:
+    """As a target whose template has a place for reasoning needs longer documents."""
+    cfg = config_of(base, save_adapter(base, tmp_path / "plain"), tmp_path / "cache")
+    assert not lengths_of_target(cfg, DataConfig("x")).thinks
+    adapter = save_adapter(base, tmp_path / "lora", tokenizer=True)
+    path = adapter / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if enable_thinking %}<think>{% endif %}")
+    assert lengths_of_target(config_of(base, adapter, tmp_path), DataConfig("x")).thinks
 
 
 def test_another_adapter_or_model_is_another_target(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from train.data.conversations import DataConfig
 from train.data.sequences import Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 
+FEW_STEPS = 20  # of an epoch: with fewer, rows that are shorter would train better
 PERCENTILES = {"50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 
@@ -51,6 +52,20 @@ def percentiles_of(lengths: Sequence[int]) -> list[int]:
     """Those of `PERCENTILES`; 0 of nothing."""
     lengths_read = lengths or [0]
     return [int(np.quantile(lengths_read, q, method="higher")) for q in PERCENTILES.values()]
+
+
+def advice_on_rows(lengths: Sequence[int], longest: int, rows: int) -> str | None:
+    """A line on `data.max_length`, if an epoch over documents of these lengths has few steps of so
+    many `rows` of up to `longest` tokens, and rows of half as many would hold all of them."""
+    steps, most = sum(lengths) // (rows * longest), max(lengths, default=0)
+    enough = max(128, -(-most // 128) * 128)
+    if steps >= FEW_STEPS or 2 * enough > longest:
+        return None
+    return (
+        f"an epoch has about {steps} steps, as a row packs up to {longest:,} tokens "
+        f"(data.max_length), and no document has more than {most:,}: data.max_length={enough} "
+        "takes more and shorter steps"
+    )
 
 
 def cuts_documents(cfg: DataConfig) -> bool:

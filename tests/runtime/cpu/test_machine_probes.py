@@ -15,6 +15,7 @@ import torch
 
 from specdec.busy_cores import WAITING
 from specdec.errors import UserError
+from specdec.measure.machine import machine_of
 from specdec.measure.results import Results
 from specdec.runtime.cpu import machine_probes, packed_linear
 from specdec.runtime.cpu.machine_probes import (
@@ -188,6 +189,7 @@ def test_the_opening_line_says_what_was_chosen_and_why(
     assert "busy" not in line
     monkeypatch.setenv(WAITING, "briefly")
     assert "other processes keep a core busy" in opening(target, cfg)
+    assert "threads wait briefly" in str(machine_of(target))
 
 
 def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

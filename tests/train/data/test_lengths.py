@@ -11,7 +11,7 @@ import pytest
 from specdec.targets.loading import TargetLoader
 from tests.tiny import Tiny
 from train.data.conversations import DataConfig
-from train.data.lengths import DataLengths, percentiles_of
+from train.data.lengths import DataLengths, advice_on_rows, percentiles_of
 from train.data.sequences import Document, Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 from train.diagnosis import diagnose_data
@@ -89,3 +89,24 @@ def test_the_doctor_and_a_plan_have_the_same(tiny: Tiny, responses: str) -> None
         for p, n in zip(("50 %", "90 %", "99 %", "longest"), diagnosis.lengths[name], strict=True)
     )
     assert f"tokens of {name}: {row}" == lines[0]
+
+
+@pytest.mark.parametrize(
+    ("count", "longest", "rows", "advised"),
+    [
+        (62, 4096, 1, "about 4 steps"),  # 62 chats of 300 tokens
+        (62, 4096, 2, "about 2 steps"),
+        (62, 767, 1, None),  # 384 hold all, but that is more than half of a row
+        (62, 768, 1, None),  # 24 steps
+        (273, 4096, 1, "about 19 steps"),
+        (274, 4096, 1, None),  # 20 steps
+    ],
+)
+def test_few_steps_of_long_rows_are_told(
+    count: int, longest: int, rows: int, advised: str | None
+) -> None:
+    """By hand: 62 · 300 = 18,600 tokens are 4.5 rows of 4,096."""
+    said = advice_on_rows([300] * count, longest, rows)
+    assert (said is None) == (advised is None)
+    if said is not None and advised is not None:
+        assert advised in said and "data.max_length=384 takes" in said
