@@ -1,4 +1,4 @@
-"""The shapes of records and the kinds of files that docs/data.md lists: each row of its tables is
+"""The shapes of records and the kinds of files that docs/formats.md lists: each row of its tables is
 a test.
 
 Run alone: python -m pytest tests/train/data/test_shapes.py (about 15 s)
@@ -27,7 +27,7 @@ from train.data.records import calls_within, tools_within
 from train.data.split import split_conversations, split_documents, split_prompts
 from train.run_config import composed, register
 
-PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "formats.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
