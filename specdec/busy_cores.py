@@ -1,12 +1,12 @@
-"""Short waits between threads on a machine that others keep busy, decided before torch is imported.
+"""Shorten the time that threads spin while they wait for each other, if the machine is busy.
 
-Threads of a matrix product meet at its end, and those that come first spin. If another process
-holds one of the cores, the last thread waits for that core while the others spin on theirs: with
-one busy core of two, a plain step took four times as long as on an idle machine. Threads that soon
-sleep are twice as fast there, but reach two thirds of the speed on an idle machine (the figures are
-in docs/notebook/machines.md).
+The threads of a matrix product meet at its end, and those that come first spin. If another process
+holds one of the cores, the last thread waits for that core while the others spin. With one busy
+core of two, a vanilla step then takes four times as long as on an idle machine. Threads that go to
+sleep soon are twice as fast there, but reach two thirds of the speed on an idle machine (figures:
+docs/notebook/machines.md).
 
-Standard library only, as libgomp reads its settings once, when torch loads it.
+This module uses the standard library only: libgomp reads its settings once, when torch loads it.
 """
 
 import os
@@ -23,8 +23,9 @@ OWN_CHOICE = (SPINNING, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # of the user
 
 
 def wait_briefly_if_busy() -> None:
-    """Let threads sleep soon if other processes keep at least half a core busy, unless the user has
-    decided how they wait, there is one thread, or torch is imported. Child processes follow."""
+    """Make waiting threads sleep soon if other processes keep at least half a core busy. Do nothing
+    if the user has set how threads wait, if there is one thread, or if torch is already imported.
+    Child processes inherit the setting."""
     decided = "torch" in sys.modules or any(name in os.environ for name in OWN_CHOICE)
     if decided or os.environ.get("OMP_NUM_THREADS") == "1" or len(_cores()) < 2:
         return
@@ -34,13 +35,13 @@ def wait_briefly_if_busy() -> None:
 
 
 def waits_briefly() -> bool:
-    """Whether `wait_briefly_if_busy` has decided that threads sleep soon."""
+    """Whether `wait_briefly_if_busy` has made threads sleep soon."""
     return WAITING in os.environ
 
 
 def busy_cores(seconds: float = SECONDS) -> float:
-    """How many of this process's cores others use, over so many seconds; 0 where the system does
-    not tell."""
+    """The number of this process's cores that other processes use, measured over `seconds`; 0 if
+    the system does not report it."""
     before = _times()
     time.sleep(seconds)
     after = _times()
@@ -52,12 +53,13 @@ def busy_cores(seconds: float = SECONDS) -> float:
 
 
 def _cores() -> set[int]:
-    """The cores that this process may use; none where the system does not tell."""
+    """The numbers of the cores that this process may use; empty if the system does not report
+    them."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def _times() -> dict[int, tuple[int, int]]:
-    """The time that each core was busy, and all its time, in units of the kernel's clock."""
+    """The busy time and the total time of each core, in ticks of the kernel's clock."""
     try:
         lines = STAT.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""Private functions of torch, transformers and accelerate, all that this project calls, each with
-the public way, if there is one, and what it lacks; and what it sets for a whole process. A release
-may take them away: this is the file to mend then, and tests/test_house.py finds any that is called
-elsewhere. What this project changes in other libraries' objects (a method, a class, the layers of a
-model) is changed here as well, each with the reason.
-"""
+"""Every private function of torch, transformers and accelerate that this project calls, each with
+the public alternative and why it does not suffice, and settings that hold for a whole process. If a
+release removes one of them, fix this file; tests/test_house.py finds private functions that are
+called elsewhere. Changes to objects of other libraries (a method, a class, the layers of a model)
+are made here as well, each with the reason."""
 
 import copy
 import csv
@@ -38,58 +37,59 @@ __all__ = ["dynamo_config", "inductor_config", "mark_static_address"]
 
 
 def packed_weight(weight: Tensor, rows: int) -> Tensor:
-    """oneDNN's copy of a weight [out, in], laid out for products with this many rows. The public
-    way, torch.utils.mkldnn, converts inputs and outputs at every call. Raises RuntimeError if this
-    CPU or this build cannot make it, AttributeError if torch has no such operator."""
+    """A copy of a weight [out, in] in oneDNN's layout for products with `rows` rows. The public
+    alternative, torch.utils.mkldnn, converts inputs and outputs at every call. Raises RuntimeError
+    if this CPU or this build cannot make it, AttributeError if torch has no such operator."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed
 
 
 def packed_product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear` by a weight from `packed_weight`."""
+    """`F.linear` with a weight from `packed_weight`."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     return out
 
 
 def packed_sum(x: Tensor, packed: Tensor, bias: Tensor | None, other: Tensor) -> Tensor:
-    """`F.linear` by a weight from `packed_weight`, plus `other`."""
+    """`F.linear` with a weight from `packed_weight`, plus `other`."""
     out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, packed, bias, "add")
     return out
 
 
 def onednn_multiplies_bfloat16() -> bool:
-    """Whether oneDNN has products in bfloat16 for this CPU, fast or slow; no public function tells.
-    False where this build of torch lacks the operator that does."""
+    """Whether oneDNN has bfloat16 products for this CPU, fast or slow. False if this build of torch
+    cannot report it. No public function reports it."""
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and bool(supported())
 
 
 def packed_operator() -> Any:
-    """The operator of `packed_product`, to count its operations by; None if torch lacks it."""
+    """The operator behind `packed_product`, for counting its operations; None if torch lacks it."""
     return getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def version(x: Tensor) -> int:
-    """How often a tensor was written in place. torch's notes on autograd describe it, but no public
-    function returns it."""
+    """The number of times that a tensor was written in place. torch's notes on autograd describe
+    this counter, but no public function returns it."""
     return x._version
 
 
 def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """The `version` of each tensor: a pass asks for those of all its weights."""
+    """The `version` of each tensor. Each forward pass reads those of all its weights."""
     return [x._version for x in tensors]
 
 
 def storage_of(x: Tensor) -> int:
-    """A number that two tensors have in common if, and only if, they share their memory. The public
-    way, a storage's `data_ptr`, is 0 for all empty tensors and for all on the meta device."""
+    """An identifier that two tensors share if and only if they share memory. The public
+    alternative, a storage's `data_ptr`, is 0 for every empty tensor and on the meta device."""
     address: int = x.untyped_storage()._cdata
     return address
 
 
 def own_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module itself that belong in its state dict. `state_dict()`
-    gives them too, but layers of bitsandbytes re-lay their weight when it is called."""
+    """The parameters and buffers of a module itself, without its submodules, that belong in its
+    state dict. `state_dict()` gives them too, but makes layers of bitsandbytes change the layout of
+    their weight."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     dropped = module._non_persistent_buffers_set
     buffers = module.named_buffers(recurse=False, remove_duplicate=False)
@@ -102,9 +102,8 @@ def set_buffer(module: nn.Module, name: str, x: Tensor) -> None:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The dicts in which a module and its parts, and torch itself, keep hooks on calls. These
-    dicts are never replaced, so a pass can look into them to see whether there is a hook. No public
-    function tells this."""
+    """The dicts in which a module, its submodules and torch keep hooks on calls. These dicts are
+    never replaced, so a forward pass can check them for hooks. No public function reports hooks."""
     of_torch = nn.modules.module
     dicts = [of_torch._global_forward_hooks, of_torch._global_forward_pre_hooks]
     for part in module.modules():
@@ -113,29 +112,31 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 
 def parts_of(module: nn.Module) -> Mapping[str, nn.Module | None]:
-    """The dict in which a module keeps its parts. It stays the same dict when a part is replaced;
-    the public `children` would make new objects in each pass."""
+    """The dict in which a module keeps its submodules. It remains the same object when a submodule
+    is replaced; the public `children` would create new objects in each forward pass."""
     return module._modules
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """What a module computes now: its class's method, unless `replace_forward` was called."""
+    """The forward function that a module runs now: its class's method, or the one given to
+    `replace_forward`."""
     forward: Callable[..., Any] = vars(module).get("forward", partial(type(module).forward, module))
     return forward
 
 
 def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
-    """Have a module of a library compute `forward` in place of its class's method. The public ways
-    fall short: a module around it would change the names of all weights inside, and a hook can
-    neither call the method several times nor change its attributes meanwhile. Give a `partial` of
-    the module, so that a deep copy runs the copy."""
+    """Make a library's module run `forward` in place of its class's method. The public alternatives
+    fall short: a wrapper module would rename all weights inside, and a hook can neither call the
+    method several times nor change its attributes during the call. Pass a `partial` of the module,
+    so that a deep copy runs the copy."""
     module.forward = forward
 
 
 @contextmanager
 def with_attributes(module: Any, **values: Any) -> Iterator[None]:
-    """A block in which a module of a library has other values of these attributes, for which its
-    forward pass takes no arguments: a bias, a bound of time steps, a state that it keeps itself."""
+    """Set attributes of a library's module during a block, for values that its forward pass
+    takes no argument for: a bias, a bound of time steps, a recurrent state that the module keeps
+    itself."""
     own = {name: getattr(module, name) for name in values}
     try:
         for name, value in values.items():
@@ -147,9 +148,9 @@ def with_attributes(module: Any, **values: Any) -> Iterator[None]:
 
 
 def change_class(thing: Any, kind: type) -> None:
-    """Make an object that exists an instance of a subclass of its own class. Caches need it that
-    are made before anyone knows that other processes mirror them: a proxy would be no instance of
-    the cache classes that models ask for."""
+    """Turn an existing object into an instance of a subclass of its class. Caches that are made
+    before other processes start to mirror them need this: a proxy would be no instance of the cache
+    classes that models check for."""
     assert issubclass(kind, type(thing))
     thing.__class__ = kind
 
@@ -162,10 +163,11 @@ def copy_of_layers(
     plain: Callable[[nn.Module], nn.Module | None],
 ) -> tuple[Any, nn.ModuleList]:
     """A copy of a model of any library with only the layers `kept` of its list `layers`, and the
-    copied list. A tensor x of a part becomes `copied(part, x)`; a part for which `plain` gives a
-    module becomes a copy of that. Embeddings take the number of their rows anew. There is no public
-    way: `deepcopy` copies all layers, and a model made from the configuration lacks what a library
-    changed after loading. So a `deepcopy` here begins with a memo that has the copied tensors."""
+    copied list. Each tensor x of a module becomes `copied(module, x)`; a module for which `plain`
+    returns a replacement becomes a copy of that replacement. Embeddings update their number of
+    rows. No public function does this: `deepcopy` copies all layers, and a model made from the
+    configuration lacks what a library changed after loading. This function therefore calls
+    `deepcopy` with a memo that holds the copied tensors."""
     memo = dict[int, Any]()
     left = {id(m) for k, layer in enumerate(layers) if k not in kept for m in layer.modules()}
     for part in model.modules():
@@ -213,10 +215,10 @@ def random_model(kind: Any, config: Any, attention: str | None = None) -> Any:
 
 
 def restore_rescaled_weights(model: nn.Module) -> bool:
-    """Give a model its weights as they are stored, if a forward pass has rescaled them in place, as
-    RWKV's first one does; the next one rescales them again. Returns whether it is such a model. The
-    factors are powers of two. The public way, `train()` and a forward pass, would switch dropout
-    on."""
+    """Restore the stored weights of a model that rescales them in place in a forward pass, such as
+    RWKV; the next forward pass rescales them again. Returns whether the model is such a model. The
+    factors are powers of two. The public alternative, `train()` and a forward pass, would switch
+    dropout on."""
     rescaling: list[Any] = [m for m in model.modules() if hasattr(m, "layers_are_rescaled")]
     for module in rescaling:
         if module.layers_are_rescaled and not module.training:
@@ -227,8 +229,8 @@ def restore_rescaled_weights(model: nn.Module) -> bool:
 
 
 def keep_stored_weights(model: nn.Module) -> None:
-    """Have such a model give and take its weights as they are stored whenever its state dict is
-    made or loaded."""
+    """Make a model that rescales its weights return and accept stored weights whenever its state
+    dict is made or loaded."""
     for module in model.modules():
         if hasattr(module, "layers_are_rescaled"):
             module.register_state_dict_pre_hook(lambda m, *_: restore_rescaled_weights(m))
@@ -236,40 +238,43 @@ def keep_stored_weights(model: nn.Module) -> None:
 
 
 def attention_of(config: Any) -> str | None:
-    """Which attention a model of this configuration computes ("sdpa", "eager", …). The public
-    `set_attn_implementation` of a model sets it, and nothing public reads it."""
+    """The attention implementation of a model of this configuration ("sdpa", "eager", …). The
+    public `set_attn_implementation` sets it, but no public function reads it."""
     kind: str | None = config._attn_implementation
     return kind
 
 
 def set_attention(config: Any, kind: str) -> None:
-    """Choose the attention of a configuration whose model does not exist yet, or shares its
-    configuration with another."""
+    """Choose the attention implementation in a configuration whose model does not exist yet, or
+    that several models share."""
     config._attn_implementation = kind
 
 
 def generation_defaults() -> dict[str, Any]:
-    """The values of a generation config that have no effect. Those of `GenerationConfig()` itself
-    are None in transformers 5, since a model's own may take their place."""
+    """The values of a generation config that have no effect. `GenerationConfig()` itself has None
+    for them in transformers 5, since a model's own values may replace them."""
     return dict(GenerationConfig._get_default_generation_params())
 
 
 def logits_processors(
     model: Any, config: GenerationConfig, eos: Any, *args: Any, **more: Any
 ) -> Any:
-    """The processors that `generate` makes of a generation config; the public classes would have
-    to be put in its order by hand."""
+    """The logits processors that `generate` builds from a generation config. With the public
+    classes, this project would have to repeat the order of `generate`."""
     config._eos_token_tensor = eos
     return model._get_logits_processor(config, *args, **more)
 
 
 class TokensBefore(Tensor):
-    """How many tokens come before those of a pass, for each row and token [B, T], less 0 to T - 1.
+    """The number of tokens before those of a forward pass, for each row and token [B, T], less 0 to
+    T - 1.
 
-    Llama 4 scales the queries of some layers by their positions. It is told no positions there: it
-    adds 0 to T - 1 to the length of the cache, as if all rows were equally long and no token were a
-    branch. Given this for the length, its sum is the tokens' true positions, and it lays the scales
-    out [B, T, 1, 1], not [1, T, 1, 1]. Nothing public tells these layers their positions."""
+    Llama 4 scales the queries of some layers by position, but these layers receive no positions:
+    they add 0 to T - 1 to the length of the cache, as if all rows were equally long and no token
+    were a branch. If this object takes the place of that length, the sum is the tokens' true
+    positions, and the scales have the shape [B, T, 1, 1] in place of [1, T, 1, 1]. No public
+    argument passes positions to these layers.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -287,7 +292,8 @@ class TokensBefore(Tensor):
 
 
 def relative_position_bucket(attention: Any, distance_BTP: Tensor) -> Tensor:
-    """T5's buckets of distances between decoder tokens, which only a method of the layer gives."""
+    """T5's buckets for the distances between decoder tokens. Only a private method of the layer
+    computes them."""
     bucket_BTP: Tensor = attention._relative_position_bucket(
         distance_BTP,
         bidirectional=False,
@@ -298,18 +304,18 @@ def relative_position_bucket(attention: Any, distance_BTP: Tensor) -> Tensor:
 
 
 def template_environment() -> Any:
-    """The jinja environment of transformers' chat templates: their filters, globals and extensions.
-    `apply_chat_template` uses it and shows it to nobody."""
+    """The jinja environment of transformers' chat templates: filters, globals and extensions.
+    `apply_chat_template` uses it but does not expose it."""
     return chat_template_utils._compile_jinja_template("").environment
 
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Leave out of the terminal, during the block, what libraries say that a user can do nothing
-    about: transformers' bars for loading and saving, which take seconds, its warnings, and what a
-    later version of any library will change. Bars of downloads stay, and so do warnings that the
-    environment asks for (TRANSFORMERS_VERBOSITY, PYTHONWARNINGS). The bar of GGUF files obeys no
-    public function."""
+    """Suppress, during the block, library output that a user cannot act on: transformers'
+    progress bars for loading and saving, its warnings, and announcements of changes in later
+    versions. Progress bars of downloads stay, and so do warnings that the environment enables
+    (TRANSFORMERS_VERBOSITY, PYTHONWARNINGS). No public function suppresses the bar for GGUF
+    files."""
     gguf: Any = modeling_gguf_pytorch_utils
     verbosity, bar_of_gguf = logging.get_verbosity(), gguf.tqdm
     hook = logging.set_tqdm_hook(lambda bar, args, kwargs: bar(*args, **kwargs | {"disable": True}))
@@ -336,7 +342,7 @@ NO_MATTER = re.compile(
 
 
 class _Shown(Handler):
-    """Passes each warning that is not one of NO_MATTER on to `show`."""
+    """Passes each warning that does not match NO_MATTER on to `show`."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         super().__init__(WARNING)
@@ -350,9 +356,9 @@ class _Shown(Handler):
 
 @contextmanager
 def shown_warnings(show: Callable[[str], None]) -> Iterator[None]:
-    """Within `quiet_libraries`, pass on what transformers warns of while it loads a model or a
-    tokenizer, such as an incorrect tokenization or weights that are not tied: it changes what is
-    computed. Elsewhere transformers shows its warnings itself."""
+    """Within `quiet_libraries`, pass on the warnings that transformers gives while it loads a model
+    or a tokenizer, such as incorrect tokenization or untied weights, because they concern results.
+    Outside it, transformers shows them itself."""
     verbosity = logging.get_verbosity()
     if verbosity <= WARNING or "TRANSFORMERS_VERBOSITY" in os.environ:
         yield
@@ -380,10 +386,10 @@ def adapter_beside(path: str, revision: str | None) -> str | None:
 
 
 def split_patterns(resolved: Callable[[str], list[str]]) -> dict[str, list[str]]:
-    """The patterns of the file names of each split, by the datasets library's rules for folders
-    without settings of their own; `resolved` gives the names that match a pattern. The public
-    `get_data_patterns` looks at all files of a folder, with those that hold no records, and takes
-    brackets in the folder's name for a pattern."""
+    """The file name patterns of each split, by the datasets library's rules for folders without
+    settings of their own; `resolved` returns the names that match a pattern. The public
+    `get_data_patterns` also considers files without records, and treats brackets in the folder's
+    name as a pattern."""
     from datasets import data_files  # slow to import, seldom used
 
     patterns: Mapping[Any, list[str]] = data_files._get_data_files_patterns(resolved)
@@ -391,8 +397,8 @@ def split_patterns(resolved: Callable[[str], list[str]]) -> dict[str, list[str]]
 
 
 def glob_expression(pattern: str) -> str:
-    """The regular expression of a pattern of file names, as fsspec and with it the datasets library
-    match it. No public function of either matches names without looking at a file system."""
+    """The regular expression for a file name pattern, as fsspec and the datasets library match it.
+    Their public functions match names only against a file system."""
     from fsspec.utils import glob_translate
 
     return str(glob_translate(pattern))
@@ -402,8 +408,8 @@ def glob_expression(pattern: str) -> str:
 
 
 def forget_precision() -> None:
-    """Let the next Accelerator of this process have another precision. accelerate keeps that of the
-    first one, and `free_memory` does not clear it."""
+    """Allow the next Accelerator of this process to have another precision. accelerate keeps that
+    of the first one, and `free_memory` does not clear it."""
     AcceleratorState._reset_state()
 
 
@@ -411,8 +417,8 @@ def forget_precision() -> None:
 
 
 def csv_rows(lines: Iterable[str], longest: int) -> Iterator[list[str]]:
-    """The rows of a CSV file whose cells may have up to `longest` characters. csv has one limit for
-    the whole process, 131,072 characters unless it is changed, and reads it row by row."""
+    """The rows of a CSV file whose cells have up to `longest` characters. The csv module has one
+    limit for the whole process (131,072 characters by default), and checks it at each row."""
     rows = csv.reader(lines)
     while True:
         before = csv.field_size_limit(longest)
@@ -432,9 +438,9 @@ RENAME_SWAP = 2  # of macOS's <sys/stdio.h>
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two files or folders in one step, so that at any moment both names
-    exist. False, and nothing has happened, if the system or the file system cannot. Python's `os`
-    has no function for it."""
+    """Swap the names of two files or folders atomically, so that both names exist at any moment.
+    Returns False, without a change, if the system or the file system does not support this.
+    Python's `os` has no such function."""
     library, a, b = ctypes.CDLL(None), os.fsencode(one), os.fsencode(other)
     try:
         if sys.platform == "darwin":
@@ -448,16 +454,16 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def hydra_arguments(arguments: Sequence[str]) -> Any:
-    """The flags and overrides of a command line as Hydra's own parser reads them, which no public
-    function offers."""
+    """The flags and overrides of a command line, parsed by Hydra's own parser. No public function
+    offers it."""
     from hydra._internal.utils import get_args_parser  # only where a command line is read
 
     return get_args_parser().parse_args(arguments)
 
 
 def start_hydra(folder: str, beside: str | None) -> None:
-    """Let `hydra.compose` read the configurations in a folder and, as with --config-dir, in one
-    `beside` it. The public way, `initialize_config_dir`, takes one folder."""
+    """Make `hydra.compose` read the configurations in `folder` and, as with --config-dir, in
+    `beside`. The public `initialize_config_dir` takes one folder."""
     import hydra._internal.hydra
     from hydra import version
     from hydra._internal.utils import create_config_search_path

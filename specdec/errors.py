@@ -1,4 +1,4 @@
-"""Errors addressed to the user."""
+"""Errors with messages for the user."""
 
 import difflib
 import errno
@@ -51,22 +51,24 @@ REMEDIES = {  # errors of files that a user can do something about
 
 
 class UserError(Exception):
-    """A user's mistake: one line that says what, where and what to do; exit code 2."""
+    """A mistake of the user: one line that says what is wrong, where, and what to do; exit code
+    2."""
 
 
 class Unreadable(UserError):
-    """A file that the system does not let this process read, for lack of a permission or of a free
-    file descriptor, for example. Nothing is known about what it holds, so it is neither damaged nor
-    ever deleted."""
+    """A file that the system does not let this process read, for example without permission or
+    without a free file descriptor. Its content is unknown, so it is neither treated as damaged nor
+    deleted."""
 
 
 class ReportedByAnotherProcess(UserError):
-    """An error in another process of this run, which reports it: this process ends silently, with
-    exit code 2, once the other has had the time to report it."""
+    """An error that another process of this run reports. This process ends silently, with exit code
+    2, after giving the other one time for its report."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:
-    """ "; did you mean 'NAME'?", or the known names if none is near. Case makes no difference."""
+    """The text "; did you mean 'NAME'?" for the most similar option, or a list of all options if
+    none is similar. Ignores case."""
     known = sorted(options)
     folded = {option.casefold(): option for option in known}
     close = difflib.get_close_matches(name.casefold(), folded, n=1)
@@ -80,7 +82,7 @@ def require(condition: bool, message: str) -> None:
 
 @contextmanager
 def located(where: object) -> Iterator[None]:
-    """Begin the message of any UserError from this block with the place that it concerns."""
+    """Prefix the message of any UserError from this block with `where`."""
     try:
         yield
     except UserError as error:
@@ -90,20 +92,22 @@ def located(where: object) -> Iterator[None]:
 def require_between(
     name: str, value: float | None, least: float, most: float | None = None
 ) -> None:
-    """Raise UserError unless a setting is unset or lies from `least` to `most` (None: no bound)."""
+    """Raise UserError unless a setting is None or lies between `least` and `most` (None: no upper
+    bound)."""
     fits = value is None or (least <= value < math.inf if most is None else least <= value <= most)
     require(fits, f"{name}={value}: give {least} {'or more' if most is None else f'to {most}'}")
 
 
 def require_within(owner: str, config: object, **bounds: float | tuple[float, float]) -> None:
-    """`require_between` for settings of an owner, each with its lower bound or with both."""
+    """Call `require_between` for several settings of `owner`, each with its lower bound or with
+    both bounds."""
     for name, bound in bounds.items():
         least, most = bound if isinstance(bound, tuple) else (bound, None)
         require_between(f"{owner}.{name}", getattr(config, name), least, most)
 
 
 def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
-    """Raise UserError unless each setting of an owner is unset or has one of the known values."""
+    """Raise UserError unless each setting of `owner` is None or one of the known values."""
     for name, values in known.items():
         value, values = getattr(config, name), list(values)
         if value is not None and value not in values:
@@ -111,7 +115,7 @@ def require_known(owner: str, config: object, **known: Iterable[str]) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, with the next one if it ends with a colon, or the
+    """The first line of an error's message (two lines if the first ends with a colon), or the
     error's type if it has no message."""
     lines = (str(error).strip() or type(error).__name__).splitlines()
     said = lines[0].strip()
@@ -119,7 +123,7 @@ def first_line(error: BaseException) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out: Python's, torch's on a GPU, or torch's on a CPU,
+    """Whether an error is an out-of-memory error: Python's, torch's on a GPU, or torch's on a CPU,
     which is a plain RuntimeError."""
     text = str(error).lower()
     said = any(words in text for words in ("out of memory", "can't allocate memory"))
@@ -142,8 +146,8 @@ def memory_for(what: str, remedy: str) -> Iterator[None]:
 
 @contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Note a path in any error of files from this block that names none: a full disk, for example,
-    is reported by a write, which knows no name."""
+    """Add a path to any file error in this block that has none. A full disk, for example, is
+    reported by a write, which does not know the file's name."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -153,7 +157,7 @@ def naming(path: object) -> Iterator[None]:
 
 
 def errno_of(error: BaseException) -> int | None:
-    """The system's number of an error of files: that of OSError, or the one in the message of
+    """The system's error number of a file error: that of OSError, or the one in the message of
     safetensors or torch. None if there is none."""
     if match := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors' wording
         return int(match[1])
@@ -164,8 +168,8 @@ def errno_of(error: BaseException) -> int | None:
 
 
 def unreadable(path: object, error: BaseException) -> Unreadable | None:
-    """The Unreadable for an error in which the system refuses to open or read a file; None for any
-    other one, and for a file that is not there."""
+    """An Unreadable for an error in which the system refuses to open or read a file; None for any
+    other error, and for a missing file."""
     code = errno_of(error)
     if code in (None, errno.ENOENT):
         return None
@@ -174,8 +178,8 @@ def unreadable(path: object, error: BaseException) -> Unreadable | None:
 
 
 def of_files(error: OSError | SafetensorError) -> UserError:
-    """The UserError for an error of files that a user can do something about, such as a full disk,
-    a missing permission, or a file that is gone; raises any other error."""
+    """The UserError for a file error that a user can resolve, such as a full disk, a missing
+    permission or a missing file. Raises any other error."""
     code = errno_of(error)
     where = getattr(error, "filename", None) or "a file"
     if isinstance(where, bytes):
@@ -194,7 +198,7 @@ def of_files(error: OSError | SafetensorError) -> UserError:
 
 
 def exit_code_of(error: BaseException | None) -> int:
-    """The code with which `command` exits after this error; 0 without one, 1 after a bug."""
+    """The exit code of `command` after this error; 0 without an error, 1 after a bug."""
     if error is None:
         return 0
     if isinstance(error, SystemExit):
@@ -208,9 +212,8 @@ def exit_code_of(error: BaseException | None) -> int:
 
 
 def command(main: Callable[[], T], interrupted: str = "interrupted") -> T:
-    """Run a command line: a user's mistake becomes one line on stderr and exit code 2. If a
-    launcher started several processes and all meet the same mistake, only the first of them prints
-    the line."""
+    """Run a command line. A user's mistake becomes one line on stderr and exit code 2. If all
+    processes of a launch meet the same mistake, only the first one prints the line."""
     signals.open_standard_streams()
     signals.print_any_character()
     try:

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and JSON read back as the dataclasses that it holds."""
+"""Files: complete or absent after a crash, and JSON that is read back into dataclasses."""
 
 import errno
 import fcntl
@@ -56,8 +56,8 @@ def make_folder(folder: Path) -> Path:
 
 
 def require_writable(folder: Path) -> None:
-    """Raise UserError if a folder takes no file of `TRIAL` bytes: its disk is full, a quota is used
-    up, or it is read-only."""
+    """Raise UserError if a file of `TRIAL` bytes cannot be written to a folder: the disk is full, a
+    quota is used up, or it is read-only."""
     trial = folder / f"trial.partial-{uuid4().hex}"  # swept up if this process is killed
     try:
         with naming(folder), trial.open("wb") as file:
@@ -73,8 +73,8 @@ def require_writable(folder: Path) -> None:
 
 @contextmanager
 def folder_for(folder: Path) -> Iterator[Path]:
-    """Make a folder, as `make_folder` does, for the work of a block. If a UserError ends the block,
-    the folders that were made for it are removed again, unless there is something in them."""
+    """Make a folder, as `make_folder` does, for the work of a block. If the block ends with a
+    UserError, the new folders are removed again unless they contain something."""
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     make_folder(folder)
     try:
@@ -87,7 +87,8 @@ def folder_for(folder: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader always finds the complete old text or the complete new one."""
+    """Write a file atomically: a reader always finds the complete old text or the complete new
+    one."""
     partial = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
         with naming(path):
@@ -101,10 +102,10 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """`with new_file(path) as partial:` writes a file under a temporary name, which gets its own
-    name only if the block succeeds. The mode is the one that the user's umask gives: libraries
-    create some files that only their owner can read. Until the block ends, a lock on a second file
-    beside it tells `remove_abandoned` that somebody writes it."""
+    """`with new_file(path) as partial:` writes a file under a temporary name and renames it only if
+    the block succeeds. Its mode follows the user's umask: libraries create some files that only
+    their owner can read. Until the block ends, a lock on a second file beside it shows
+    `remove_abandoned` that it is in use."""
     partial = path.with_name(f"{path.name}.partial-{uuid4().hex}")
     lock = partial.with_name(f"{partial.name}{LOCK}")
     with naming(path), _held(lock) as file:
@@ -118,8 +119,9 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def take_lock(file: int, operation: int) -> bool:
-    """Lock an open file, given by its descriptor, with `fcntl.flock`. False if its file system has
-    no locks. Raises BlockingIOError if another process holds it and the operation does not wait."""
+    """Lock an open file, given by its descriptor, with `fcntl.flock`. Returns False if its file
+    system has no locks. Raises BlockingIOError if another process holds the lock and the operation
+    does not wait."""
     try:
         fcntl.flock(file, operation)
     except OSError as error:
@@ -131,8 +133,8 @@ def take_lock(file: int, operation: int) -> bool:
 
 @contextmanager
 def _held(lock: Path) -> Iterator[int]:
-    """A new file that is locked during the block, where the file system has locks, and then
-    removed; its descriptor."""
+    """Create a file and return its descriptor. The file is locked during the block, if the file
+    system has locks, and then removed."""
     file = None
     try:
         while file is None:
@@ -150,9 +152,9 @@ def _held(lock: Path) -> Iterator[int]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the files in a folder that a killed process began to write by `new_file`: those that
-    nobody holds a lock on. An earlier version held none, and some file systems have none: files
-    without a lock go once they are a day old."""
+    """Remove the files in a folder that a killed process began to write with `new_file`, which are
+    those without a lock. Files of earlier versions and on file systems without locks are removed
+    once they are a day old."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if (match := PARTIAL.fullmatch(path.name)) is None:
             continue
@@ -169,9 +171,8 @@ def remove_abandoned(folder: Path) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raise Unreadable for an error of the block by which the system did not let it read a file:
-    whoever takes other errors for damage must know the difference. FileNotFoundError stays as it
-    is."""
+    """Raise Unreadable if the system does not let this block read a file: callers that treat other
+    errors as damage must know the difference. FileNotFoundError passes unchanged."""
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
@@ -190,12 +191,12 @@ def reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
-    """`with replaced(folder) as partial:` writes a new folder under a temporary name, which
-    replaces the old one only if the block succeeds. All files of the old folder are deleted or, if
-    `ours` is given, only those with these names or patterns: the others are the user's, and are
-    kept in the new folder. Libraries create some files that only their owner can read, so all
-    files get the mode that the user's umask gives. Raises UserError for a folder that cannot be
-    replaced, and for a user's file that has the name of a new one."""
+    """`with replaced(folder) as partial:` writes a new folder under a temporary name and
+    replaces the old folder only if the block succeeds. With `ours` (names or patterns), only
+    these files of the old folder are deleted; all others belong to the user and are kept in the
+    new folder. Without it, all old files are deleted. The mode of all files follows the user's
+    umask. Raises UserError for a folder that cannot be replaced, and if a user's file has the
+    name of a new one."""
     require_elsewhere(folder)
     folder = folder.resolve()
     recover(folder)
@@ -223,8 +224,8 @@ def replaced(folder: Path, ours: Iterable[str] | None = None) -> Iterator[Path]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give all files in a new folder the mode that the user's umask gives; the folder itself shows
-    it. Libraries create some files that only their owner can read."""
+    """Give all files in a new folder the mode of the user's umask, which the folder itself has.
+    Libraries create some files that only their owner can read."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -232,7 +233,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def require_elsewhere(folder: Path) -> None:
-    """Raise UserError for a folder that cannot be replaced, since this program is running in it."""
+    """Raise UserError for a folder that cannot be replaced because this program runs in it."""
     working = Path.cwd()
     require(
         folder.resolve() not in (working, *working.parents),
@@ -241,8 +242,8 @@ def require_elsewhere(folder: Path) -> None:
 
 
 def wait_for_replacement(path: Path) -> bool:
-    """Whether a path exists, now or within a second. Where the file system cannot exchange two
-    folders, `replaced` takes one away for a moment before the other has its name."""
+    """Whether a path exists now or within a second. On a file system that cannot swap two folders,
+    `replaced` removes the old folder a moment before the new one has its name."""
     left = re.compile(rf"\.{re.escape(path.parent.name)}\.[0-9a-f]{{32}}\.old")
     for _ in range(20):
         if path.exists():
@@ -255,9 +256,9 @@ def wait_for_replacement(path: Path) -> bool:
 
 
 def recover(folder: Path) -> None:
-    """Remove what a killed program left of `replaced(folder)`; a folder that it had already moved
-    out of the way is moved back. What another process is writing now stays; where the file system
-    has no locks, so does what is less than a day old."""
+    """Clean up after a program that was killed within `replaced(folder)`: move an old folder back
+    if it was moved away, and remove partial files. Files that another process is writing are kept,
+    and without file locks also files that are less than a day old."""
     left = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{32}}\.(partial|old|lock)")
     paths = [*folder.parent.iterdir()] if folder.parent.is_dir() else []
     for path in sorted(paths, key=lambda path: path.suffix == LOCK):  # after what they are for
@@ -280,9 +281,9 @@ def recover(folder: Path) -> None:
 
 @contextmanager
 def _abandoned(lock: Path) -> Iterator[bool | None]:
-    """Whether no process holds the lock on a file; none can take it during the block. True if there
-    is no such file. Where the file system has no locks: true for a file that is a day old, else
-    None, since a process may be writing."""
+    """Whether no process holds the lock on a file, which nobody can take during the block. True if
+    there is no such file. On a file system without locks: True if the file is a day old, else None,
+    since a process may be writing it."""
     file, free = None, None
     try:
         try:
@@ -301,7 +302,7 @@ def _abandoned(lock: Path) -> Iterator[bool | None]:
 
 
 def _keep(folder: Path, partial: Path, ours: Sequence[str]) -> None:
-    """Link files that are not `ours` into a new folder; both folders then hold the same files."""
+    """Hard-link files that are not `ours` into a new folder, so that both folders hold them."""
     for path in folder.iterdir():
         if any(fnmatch(path.name, pattern) for pattern in ours):
             continue
@@ -317,7 +318,7 @@ def _keep(folder: Path, partial: Path, ours: Sequence[str]) -> None:
 
 
 def _linked(old: Any, new: Any) -> None:
-    """A second name for a file or, where the file system has none, a copy of it."""
+    """Hard-link a file, or copy it if the file system has no hard links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -325,13 +326,14 @@ def _linked(old: Any, new: Any) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise UserError unless there is a regular file: opening a named pipe would wait forever."""
+    """Raise UserError unless the path is a regular file: opening a named pipe would block
+    forever."""
     require(path.is_file(), f"{path} cannot be read: it does not exist, or is not a file")
 
 
 def require_utf8(path: Path) -> None:
-    """Raise UserError for a path with bytes that are not UTF-8, such as a name in Latin-1: JSON and
-    safetensors cannot hold or open it."""
+    """Raise UserError for a path that is not valid UTF-8, such as a name in Latin-1: JSON and
+    safetensors cannot store or open it."""
     try:
         str(path.absolute()).encode()
     except UnicodeEncodeError as error:
@@ -341,8 +343,8 @@ def require_utf8(path: Path) -> None:
 
 
 def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The records with these keys in JSON lines that a run wrote; damaged lines are left out.
-    Raises UserError unless there is a regular file."""
+    """The records with these keys in a run's JSON lines; damaged lines are skipped. Raises
+    UserError unless the path is a regular file."""
     require_file(path)
     records = []
     for line in path.read_bytes().splitlines():
@@ -358,9 +360,9 @@ def read_lines(path: Path, keys: Sequence[str]) -> list[dict[str, Any]]:
 def sealed_lines(
     path: Path, keys: Sequence[str], context: str = ""
 ) -> tuple[list[dict[str, Any]], int]:
-    """The records with these keys in JSON lines that were sealed one by one, and the number of
-    lines that are damaged: they are not JSON, lack a key, or do not fit their checksum. Raises
-    UserError unless there is a regular file."""
+    """The records with these keys in JSON lines that each have a checksum, and the number of
+    damaged lines: no JSON, a missing key, or a wrong checksum. Raises UserError unless the path is
+    a regular file."""
     require_file(path)
     records, damaged = [], 0
     for line in path.read_bytes().splitlines():
@@ -376,13 +378,13 @@ def sealed_lines(
 
 
 def write_json(path: Path, value: Mapping[str, Any], context: str = "") -> None:
-    """Write an object, `sealed`, as a whole file of JSON."""
+    """Write an object with its checksum (`sealed`) as a JSON file, atomically."""
     write_whole(path, json.dumps(sealed(value, context), indent=1))
 
 
 def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") -> T:
-    """The dataclass that a JSON file holds. Raises UserError as `read_json` and `record` do, with
-    the `remedy` at the end of the message."""
+    """Read a JSON file into a dataclass. Raises UserError as `read_json` and `record` do, with
+    `remedy` at the end of the message."""
     try:
         return record(kind, read_json(path, context), str(path))
     except Unreadable:
@@ -393,8 +395,8 @@ def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") 
 
 def read_json(path: Path, context: str = "") -> Any:
     """The value in a JSON file, without its checksum. Raises UserError for a file that is missing,
-    too large, not JSON, nested more than `MOST_NESTED` levels deep, or does not fit its checksum;
-    Unreadable for one that this process may not or cannot read."""
+    too large, not JSON, nested more than `MOST_NESTED` levels deep, or has a wrong checksum;
+    Unreadable for one that this process cannot read."""
     try:
         require_file(path)
         size = path.stat().st_size
@@ -414,9 +416,9 @@ def read_json(path: Path, context: str = "") -> Any:
 
 
 def record(kind: type[T], value: Any, where: str) -> T:
-    """Build a dataclass from JSON or user input, with every field checked against its type. Where
-    the type asks for it, a list becomes a tuple, a whole number a float, and a dict's key a number.
-    Raises UserError, beginning with `where`, for a missing or unknown key or a mistyped value."""
+    """Build a dataclass from JSON or user input and check every field against its type. If the type
+    requires it, a list becomes a tuple, a whole number a float, and a dict's key a number. Raises
+    UserError, beginning with `where`, for a missing or unknown key or a value of the wrong type."""
     require(isinstance(value, dict), f"{where}: expected an object, found {_shown(value)}")
     hints = get_type_hints(kind)
     known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
@@ -431,7 +433,7 @@ def record(kind: type[T], value: Any, where: str) -> T:
 
 
 def _as(kind: Any, value: Any, where: str) -> Any:
-    """A value checked against its type, as `record` says."""
+    """A value converted to and checked against its type, as `record` describes."""
     plain, args = get_origin(kind) or kind, get_args(kind)
     if kind is Any:
         return value
@@ -468,7 +470,7 @@ def _as(kind: Any, value: Any, where: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, shortened if it is long."""
+    """A value as text for a message, shortened if it is long."""
     if isinstance(value, dict | list):
         return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
     text = ascii(value) if isinstance(value, str) else json.dumps(value, default=repr)

@@ -1,4 +1,4 @@
-"""A reference to something frozen, such as the target, from a module that trains."""
+"""A wrapper that hides a frozen object, such as the target, from the module that holds it."""
 
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Frozen(Generic[T]):
-    """What a module holds in this wrapper is not a part of it: it is neither trained, nor moved,
-    nor saved with the module, since PyTorch looks only at attributes that are modules."""
+    """Holds an object so that it is not a submodule of the module that refers to it: it is not
+    trained, moved or saved with that module. PyTorch registers only attributes that are modules."""
 
     held: T

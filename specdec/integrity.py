@@ -1,12 +1,12 @@
-"""Checksums of what a run keeps, which show whether it is read as it was written.
+"""Checksums that detect damage to files of a run.
 
-An object in JSON carries its own under the key `checksum`; the checksum of tensors is in an object,
-or in the header of their file. A checksum also covers a `context`, such as what the values were
-computed from, which is not written beside it: so a file that was moved to another place does not
-fit there. Checksums are meant to find damage, mistakes and edits, not to resist forgery.
+A JSON object has its checksum under the key `checksum`; the checksum of tensors is in a JSON object
+or in the header of their file. A checksum also covers a `context`, such as the inputs of the
+values, which is not stored beside it: a file that was moved to another place therefore fails the
+check. Checksums detect damage, mistakes and edits; they do not resist forgery.
 
-What has no checksum was written by an earlier version, and is taken as it is. The hash is xxh3,
-which is faster than most programs read memory (some 10 GB/s on one core).
+Objects without a checksum are from an earlier version and are accepted. The hash is xxh3, which is
+faster than most programs read memory (some 10 GB/s on one core).
 """
 
 import ast
@@ -26,16 +26,16 @@ CHUNK = 2**20  # bytes that are read at a time
 
 
 class Damaged(UserError):
-    """What is on the disk is not what was written there."""
+    """The data on disk differ from the data that were written."""
 
 
 def of_value(value: Any, context: str = "") -> str:
-    """The checksum of a value as it reads back from JSON, whatever its layout there."""
+    """The checksum of a value as JSON represents it, independent of the layout of the text."""
     return _of_json(json.loads(json.dumps(value)), context)
 
 
 def of_tensors(tensors: Mapping[str, Tensor], context: str = "") -> str:
-    """The checksum of tensors: of their names, types, shapes and bytes."""
+    """The checksum of tensors: their names, types, shapes and bytes."""
     digest = xxh3_128(context.encode())
     for name in sorted(tensors):
         x = tensors[name].detach().cpu().contiguous()
@@ -54,8 +54,8 @@ def of_file(path: Path) -> str:
 
 
 def of_code(paths: Iterable[Path]) -> str:
-    """The checksum of what these Python files do: of their names and syntax trees, without
-    comments, docstrings and layout."""
+    """The checksum of Python files: their names and syntax trees, without comments, docstrings and
+    layout."""
     digest = xxh3_128()
     for path in paths:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -69,13 +69,13 @@ def of_code(paths: Iterable[Path]) -> str:
 
 
 def sealed(value: Mapping[str, Any], context: str = "") -> dict[str, Any]:
-    """An object with its checksum."""
+    """A copy of an object with its checksum added."""
     return {**value, KEY: of_value(value, context)}
 
 
 def unsealed(value: Any, context: str = "", where: object = "") -> Any:
-    """An object as it was before it was `sealed`; any other value as it is. Raises Damaged,
-    beginning with `where`, if it is not what was sealed."""
+    """An object without its checksum, after checking it; any other value unchanged. Raises Damaged,
+    beginning with `where`, if the checksum is wrong."""
     if not isinstance(value, dict) or KEY not in value:
         return value
     rest = {key: x for key, x in value.items() if key != KEY}

@@ -1,9 +1,9 @@
-"""The seams through which code outside the core is found by name.
+"""Tables through which code outside the core is found by name.
 
 A `Plugins` table maps names to classes or values. It holds the entries of the core, those of the
 lab (`specdec/lab/entry_points.txt`), and those of other installed packages, which declare entry
-points of the same group. Nothing outside the core is imported before it is used, so the core runs
-without the lab.
+points of the same group. Modules outside the core are imported only when they are used, so the core
+runs without the lab.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -21,8 +21,8 @@ LAB = Path(__file__).parent / "lab/entry_points.txt"  # in the format of an inst
 
 
 class Plugins(MutableMapping[str, T]):
-    """What has a name in one group: the core's `own`, then the lab's, then those of other packages
-    that have been loaded. Iteration names the first two kinds and the loaded ones of the third."""
+    """The named entries of one group: the core's `own`, the lab's, and those of other packages that
+    have been loaded, in this order. Iteration yields their names."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class Plugins(MutableMapping[str, T]):
         own: Mapping[str, T | EntryPoint],
         require_fitting: Callable[[str, Any], None] = lambda name, value: None,
     ) -> None:
-        """`noun` names one entry in messages, or it is the setting that chooses one. An entry of
-        `own` that is given as an `EntryPoint` is imported when it is first used, so that its module
-        may import this table. `require_fitting(name, value)` raises UserError for a value of
-        another package that cannot be an entry of this name."""
+        """`noun` is the word for an entry in messages, or the setting that chooses one. An
+        `EntryPoint` in `own` is imported when it is first used, so its module may import this
+        table. `require_fitting(name, value)` raises UserError if a value of another package is not
+        valid for this name."""
         self.group, self.noun = group, noun
         self._own: dict[str, EntryPoint] = {}
         self._loaded: dict[str, T] = {}
@@ -46,7 +46,7 @@ class Plugins(MutableMapping[str, T]):
         self._require_fitting = require_fitting
 
     def __getitem__(self, name: str) -> T:
-        """Raises KeyError for a name that neither the core nor the lab has, and no loaded one."""
+        """Raises KeyError unless the core, the lab or a loaded package has the name."""
         if name not in self._loaded:
             entry = self._own[name] if name in self._own else lab_entries(self.group)[name]
             self._loaded[name] = entry.load()
@@ -77,12 +77,13 @@ class Plugins(MutableMapping[str, T]):
         return self[name]
 
     def installed(self) -> dict[str, EntryPoint]:
-        """The entries of other installed packages, by name, whether or not they can be loaded."""
+        """The entry points of other installed packages by name, including those that cannot be
+        loaded."""
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def add_installed(self) -> None:
-        """Load the entries of other installed packages, and skip broken ones: `named` then says
-        what is wrong with them."""
+        """Load the entries of other installed packages. Broken ones are skipped; `named` reports
+        their error."""
         for name in self.installed():
             with suppress(UserError):
                 self.named(name)
@@ -105,7 +106,7 @@ class Plugins(MutableMapping[str, T]):
 
 @cache
 def lab_entries(group: str) -> dict[str, EntryPoint]:
-    """What the lab brings to a group, by name; nothing where the lab is not installed."""
+    """The lab's entries for a group, by name; empty if the lab is not installed."""
     if not LAB.is_file():
         return {}
     table = ConfigParser(delimiters="=")

@@ -1,4 +1,4 @@
-"""Progress for people: bars in a terminal, occasional lines in a file."""
+"""Progress output: bars in a terminal, occasional lines elsewhere."""
 
 import os
 import sys
@@ -23,8 +23,8 @@ from specdec.terminal import one_line, plain, print_to_stderr
 
 
 class Terminal(Console):
-    """A console that prints text as it is: brackets are no markup, and control characters are
-    shown, not obeyed."""
+    """A console that prints text verbatim: brackets are not markup, and control characters are
+    shown in place of obeyed."""
 
     outlives_reader = False  # whether this command goes on when the reader of stdout has gone
 
@@ -32,8 +32,8 @@ class Terminal(Console):
         super().__init__(highlight=False, soft_wrap=True, markup=False, emoji=False, **options)
 
     def on_broken_pipe(self) -> None:
-        """What rich calls when the reader of stdout, such as `head`, has closed it. rich itself
-        would end the process here, silently, with exit code 1."""
+        """Called by rich when the reader of stdout, such as `head`, has closed it. rich's own
+        version ends the process silently, with exit code 1."""
         if not self.outlives_reader:
             raise  # the BrokenPipeError that rich is handling
         self.quiet = True
@@ -45,7 +45,7 @@ class Terminal(Console):
 
 
 class Description(TextColumn):
-    """The description of a bar, shown as it is."""
+    """The description of a progress bar, shown verbatim."""
 
     def __init__(self) -> None:
         super().__init__("")
@@ -79,7 +79,7 @@ class Lines(Progress):
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
-    """Bars in a terminal; `Lines` elsewhere; nothing unless `shown`."""
+    """A progress display: bars in a terminal, `Lines` elsewhere, nothing if `shown` is false."""
     if shown and not console.is_terminal:
         return Lines(console=console, disable=True)
     columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TimeElapsedColumn())
@@ -88,5 +88,5 @@ def bars(console: Console, shown: bool = True) -> Progress:
 
 @cache
 def tell(line: str) -> None:
-    """Print a line about this process on stderr, once; it appears above any bars."""
+    """Print a line about this process to stderr, at most once, above any progress bars."""
     print_to_stderr(one_line(line))

@@ -1,13 +1,13 @@
-"""Processes that work together: what the first does alone, and what they share out.
+"""Processes that work together, and how they share work.
 
-All of them run the same code and go on with the same results. What does not depend on who makes it
-(responses, acceptance, texts) is shared out, and all get the union, in order. Times do depend on
-it: processes of one machine that compute at the same time slow each other down. So the first
-process alone measures time, by its own clock, while the others wait, idle.
+All processes run the same code and continue with the same results. Work whose result does not
+depend on the process (responses, acceptance, texts) is distributed, and every process gets all
+results in order. Times do depend on the process: processes on one machine slow each other down.
+Therefore only the first process measures times, by its own clock, while the others wait idle.
 
 If the processes hold one target together (specdec/targets/tensor_parallel.py), they are a team: the
-first then does all work that is shared out otherwise, and the others compute their parts of its
-passes.
+first process then does all work that would be distributed, and the others compute their parts of
+its forward passes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,31 +30,33 @@ WORKING = ContextVar("WORKING", default=False)  # whether others wait for what t
 
 
 class Team(Protocol):
-    """Processes that hold one target together. They are `broken` if a pass has failed in the
-    middle, so that they cannot exchange anything any more."""
+    """Processes that hold one target together. They are `broken` after a forward pass has failed in
+    the middle, and can then no longer communicate."""
 
     @property
     def broken(self) -> bool: ...
 
     def lead(self) -> AbstractContextManager[None]:
-        """Have the others help with what the first does inside."""
+        """Make the other processes help with the first one's work inside the block."""
 
     def help(self) -> str | None:
-        """Help the first until it has led; returns the error in which that ended, if any."""
+        """Help the first process until it has finished leading. Returns the error that ended it, or
+        None."""
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a process that failed gives to the others."""
+    """The message of a process that failed to the others."""
 
     line: str
 
 
 @dataclass(eq=False)
 class Ranks:
-    """This process's number among all; by default, it is alone. An error in one process ends all:
-    it is raised where it occurred, and as `ReportedByAnotherProcess` in the others. Work that one
-    process does must not wait for the others, so within it, this process counts as alone."""
+    """This process's number among all processes; by default it is the only one. An error in one
+    process ends all of them: it is raised where it occurred, and as `ReportedByAnotherProcess` in
+    the others. Within work that one process does, it must not wait for the others, so it counts as
+    the only one there."""
 
     rank: int = 0
     world: int = 1
@@ -66,11 +68,12 @@ class Ranks:
 
     @property
     def workers(self) -> int:
-        """How many processes do a part of what is shared out: all, or one of a team."""
+        """The number of processes among which work is distributed: all, or one of a team."""
         return 1 if self.team is not None else self.world
 
     def first(self, work: Callable[[], T]) -> T:
-        """What `work` returns in the first process, which alone does it while the others wait."""
+        """Run `work` in the first process while the others wait, and return its result in all of
+        them."""
         if self.alone:
             return work()
         error: Exception | None = None
@@ -88,8 +91,8 @@ class Ranks:
         return result
 
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
-        """What `work` makes of each item, in their order. The processes take turns at the items; a
-        process for which none is left waits for the others."""
+        """The result of `work` for each item, in order. The items are distributed over the
+        processes as they become free; a process without an item waits for the others."""
         if self.alone or self.team is not None:
             return self.first(lambda: [work(item) for item in items])
         return self._shared(items, work)
@@ -97,9 +100,9 @@ class Ranks:
     def led(
         self, lead: Callable[[Callable[[Sequence[S]], list[T]]], U], work: Callable[[S], T]
     ) -> U | None:
-        """What `lead` returns in the first process, which alone runs it; None in the others. It is
-        passed a function that returns what `work` makes of items, which all processes share. None
-        of this may need a target that a team holds."""
+        """Run `lead` in the first process and return its result there, None in the others. `lead`
+        gets a function that computes `work` for a list of items, distributed over all processes.
+        Neither may need a target that a team holds."""
         if self.alone:
             return lead(lambda items: [work(item) for item in items])
         if self.rank > 0:
@@ -127,8 +130,8 @@ class Ranks:
         return outcome
 
     def _told(self, said: Any) -> Any:
-        """What the first process says to all. Raises `ReportedByAnotherProcess` in the others if it
-        failed."""
+        """Send a value from the first process to all. Raises `ReportedByAnotherProcess` in the
+        others if the first one failed."""
         held = [said]
         dist.broadcast_object_list(held)
         if self.rank > 0:
@@ -147,8 +150,8 @@ class Ranks:
 
     @contextmanager
     def part(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
-        """This process's part of the items: every n-th of them or, in a team, all for the first and
-        none for the others, which help it before they go on."""
+        """This process's part of the items: every n-th item. In a team, all items for the first
+        process and none for the others, which help it before they continue."""
         if self.alone or self.team is None:
             yield items[self.rank :: self.world]
         elif self.rank != 0:
@@ -160,8 +163,8 @@ class Ranks:
                 yield items
 
     def handed(self, make: Callable[[], Sequence[T]]) -> list[T]:
-        """The items that the first process makes, returned in every process. A limited number is
-        handed over at a time, since between GPUs they pass through a GPU's memory."""
+        """Make a list of items in the first process and return it in every process. Items are sent
+        in groups of limited size, since between GPUs they pass through a GPU's memory."""
         items: Sequence[T] = []
 
         def count_of_items() -> int:
@@ -175,8 +178,8 @@ class Ranks:
         return list(items) if self.rank == 0 or self.alone else parts
 
     def any(self, here: bool) -> bool:
-        """Whether this holds in any process. All processes call it in the same step. They compare
-        on their CPUs, so that nobody waits for a device."""
+        """Whether `here` is true in any process. All processes must call this together. They
+        compare on their CPUs, so that none waits for a device."""
         if self.alone:
             return here
         count = torch.tensor(int(here))
@@ -184,8 +187,8 @@ class Ranks:
         return bool(count > 0)
 
     def _tried(self, work: Callable[[], Any], team: Team | None) -> tuple[Exception | None, Any]:
-        """The error that `work` raises, if any, and what is given to the others. With a `team`,
-        these help meanwhile."""
+        """The error that `work` raises, if any, and the value for the other processes. The
+        processes of `team` help meanwhile."""
         try:
             with self._working(), nullcontext() if team is None else team.lead():
                 return None, work()
@@ -203,7 +206,8 @@ class Ranks:
 
 @cache
 def _group_of_hosts(world: Any) -> Any:
-    """The processes of `world`, which may compare tensors on devices alone, for tensors on CPUs."""
+    """A process group for tensors on CPUs, if that of `world` can compare tensors on devices
+    only."""
     return world if dist.get_backend(world) == "gloo" else dist.new_group(backend="gloo")
 
 

@@ -1,8 +1,7 @@
-"""The alphabet of shapes. A tensor whose shape is not plain has the shape as the suffix of its
-name, as in `logits_BTV`, and docstrings write this shape as [B, T, V]. A letter has one meaning in
-the whole project, and a digit is a size itself. A variable that holds a size is named by its
-letter, as in `B, T = ids_BT.shape`, or by words where two sizes share a letter.
-"""
+"""The letters of tensor shapes. A tensor whose shape is not obvious has it as the suffix of its
+name, as in `logits_BTV`, and docstrings write this shape as [B, T, V]. Each letter has one meaning
+in the whole project, and a digit is a fixed size. A variable that holds a size is named by its
+letter, as in `B, T = ids_BT.shape`, or by words where two sizes share a letter."""
 
 LETTERS = {
     "A": "anchors of a row",

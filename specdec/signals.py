@@ -25,12 +25,13 @@ INTERRUPTED, TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM  # exit code
 
 
 class Terminated(BaseException):
-    """SIGTERM asked this process to end. Like KeyboardInterrupt, it is no `Exception`: libraries
-    that catch errors let it pass."""
+    """SIGTERM asked this process to end. Like KeyboardInterrupt, it is not an `Exception`, so
+    libraries that catch errors do not catch it."""
 
 
 class _Received:
-    """What this process has received. `deferring` is the number of `checkpoint_first` blocks."""
+    """The signals that this process has received. `deferring` is the number of active
+    `checkpoint_first` blocks."""
 
     interrupt = False
     termination = False
@@ -39,7 +40,7 @@ class _Received:
 
 def open_standard_streams() -> None:
     """Open the null device in place of a closed stdin, stdout or stderr (`>&-`). Otherwise the next
-    file that the process opens takes that number, and whatever prints writes into it."""
+    file that the process opens would get that descriptor, and printed text would go into it."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -55,16 +56,17 @@ def open_standard_streams() -> None:
 
 def print_any_character() -> None:
     """Escape characters that the encoding of stdout or stderr lacks (`PYTHONIOENCODING=ascii`),
-    such as τ, in place of raising UnicodeEncodeError."""
+    such as τ, so that printing them does not raise UnicodeEncodeError."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
 def prepare_process(interrupted: str = "interrupted") -> None:
-    """Call this before slow imports. It opens closed standard streams and, until `handled`, ends
-    the process at once on SIGINT or SIGTERM: a library that is interrupted while it is imported
-    raises errors of its own. On a busy machine, threads wait briefly for each other."""
+    """Prepare the process before slow imports. It opens closed standard streams and, until
+    `handled`, makes SIGINT or SIGTERM end the process at once: a library that is interrupted
+    during its import raises errors of its own. On a busy machine, it shortens the time that
+    threads spin."""
     open_standard_streams()
     print_any_character()
     wait_briefly_if_busy()
@@ -80,7 +82,7 @@ def prepare_process(interrupted: str = "interrupted") -> None:
 @contextmanager
 def handled() -> Iterator[None]:
     """Turn SIGINT into KeyboardInterrupt and SIGTERM into `Terminated` during the block. A handler
-    that somebody else has set, such as a cluster's launcher, stays."""
+    of somebody else, such as a cluster's launcher, is kept."""
     _Received.interrupt = False
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ours = {signal.default_int_handler, signal.SIG_DFL} | {x for x in before if _is_ours(x)}
@@ -98,21 +100,22 @@ def handled() -> Iterator[None]:
 
 
 def interrupted() -> bool:
-    """Whether SIGINT has arrived since `handled` last began. An error that follows comes from it:
+    """Whether SIGINT has arrived since `handled` last began. Errors after it are a consequence:
     some libraries turn KeyboardInterrupt into errors of their own."""
     return _Received.interrupt
 
 
 def terminated() -> bool:
-    """Whether SIGTERM has arrived in the block of `handled` that runs now."""
+    """Whether SIGTERM has arrived in the current `handled` block."""
     return _Received.termination
 
 
 @contextmanager
 def checkpoint_first() -> Iterator[None]:
-    """In this block, the first SIGTERM only makes `terminated` true; whoever loops here looks at
-    it, saves, and raises `Terminated`. `SECONDS` without that raise it. Further SIGTERMs change
-    nothing: Slurm signals every process, and a launcher passes it on to them once more."""
+    """In this block, the first SIGTERM only makes `terminated` true; the loop inside must check it,
+    save, and raise `Terminated`. After `SECONDS` without that, `Terminated` is raised. Further
+    SIGTERMs have no effect: Slurm signals every process, and a launcher passes the signal on once
+    more."""
     _Received.deferring += 1
     try:
         yield
@@ -122,7 +125,7 @@ def checkpoint_first() -> Iterator[None]:
 
 @contextmanager
 def no_checkpoint_first() -> Iterator[None]:
-    """Within `checkpoint_first`, a block that SIGTERM ends at once."""
+    """A block within `checkpoint_first` that SIGTERM ends at once."""
     outer, _Received.deferring = _Received.deferring, 0
     try:
         yield
@@ -135,7 +138,7 @@ def _terminated(interrupted: str) -> str:
 
 
 def message(error: BaseException, interrupted: str) -> str:
-    """The line that says how a command ended: `interrupted`, in the words of its signal."""
+    """The line that reports how a command ended; `interrupted` is adapted to the signal."""
     return _terminated(interrupted) if isinstance(error, Terminated) else interrupted
 
 
@@ -159,7 +162,7 @@ def _too_late(number: int, frame: FrameType | None) -> None:
 
 
 def _say(line: str) -> None:
-    """Write a line to stderr, unless nobody reads it any more."""
+    """Write a line to stderr, unless its reader has gone."""
     with suppress(OSError):
         os.write(2, f"{line}\n".encode())
 
@@ -173,6 +176,7 @@ def _in_main_thread() -> bool:
 
 
 def _set(number: int, handler: Any, known: set[Any]) -> None:
-    """Set a handler in place of one of the known ones. Only the main thread may do this."""
+    """Set a signal handler, but only in place of one of the known ones. Only the main thread may do
+    this."""
     if _in_main_thread() and signal.getsignal(number) in known:
         signal.signal(number, handler)

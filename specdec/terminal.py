@@ -1,10 +1,9 @@
-"""Text that a terminal only shows.
+"""Text that is safe to print in a terminal.
 
-What a model writes, and the name or contents of a file, may hold control characters: an escape
-sequence recolours or clears the screen, retitles the window or responses for the user, a carriage
-return overwrites what was said before, and a change of direction reorders it. Whatever is printed
-goes through `plain`. A sequence is disarmed one character at a time, so it does not matter how a
-stream divides it.
+Model output, file names and file contents may hold control characters: an escape sequence recolours
+or clears the screen, changes the title or answers in the user's place, a carriage return overwrites
+text, and a change of direction reorders it. Everything printed goes through `plain`. It escapes
+single characters, so a sequence is disarmed however a stream divides it.
 """
 
 import os
@@ -19,19 +18,19 @@ KEPT = frozenset(
 
 
 def plain(text: str) -> str:
-    """A text with every character that a terminal would obey or hide written as Python escapes it,
-    such as \\x1b. Line feeds and tabs stay."""
+    """The text with every character that a terminal would obey or hide escaped as in Python, such
+    as \\x1b. Line feeds and tabs stay."""
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def one_line(text: str) -> str:
-    """A `plain` text in one line, its white space reduced to single spaces."""
+    """A `plain` text on one line, with single spaces for white space."""
     return plain(" ".join(text.split()))
 
 
 def print_to_stderr(line: str) -> None:
-    """Print a line on stderr, unless its reader, such as `tee`, has gone: then nothing more is
-    printed there, and this process goes on."""
+    """Print a line on stderr. If its reader, such as `tee`, has gone, print nothing more there and
+    let the process continue."""
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:

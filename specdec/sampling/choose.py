@@ -1,6 +1,6 @@
-"""How logits become tokens: the sampler, the caller's logits processors, and randomness by row.
+"""Turns logits into tokens: the sampler, the caller's logits processors, and random numbers by row.
 
-One object serves target and draft throughout a decoding, so that p and q are warped alike.
+One object serves target and draft during a whole decoding, so that p and q are warped alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ Processor = Callable[[Tensor, Tensor], Tensor]  # transformers' (input_ids, scor
 
 class Chosen(NamedTuple):
     """The children of T nodes: `tokens_BTC` are ids in the target's vocabulary, -1 where q has no
-    mass left; `index_BTC` indexes `logits_BTS`, the logits after the processors; `q_BTS` is None if
-    the tokens were not drawn at random. S is V if there are processors."""
+    mass left; `index_BTC` indexes `logits_BTS`, the logits after the processors; `q_BTS` is None
+    for tokens chosen deterministically. S is V if there are processors."""
 
     tokens_BTC: Tensor
     index_BTC: Tensor
@@ -31,10 +31,10 @@ class Chosen(NamedTuple):
 
 @dataclass
 class Choose:
-    """Warps logits and picks tokens. `siblings` says how a node's children are drawn: "without"
-    replacement, "with", or "fixed" (the likeliest ones; q is then one-hot). `draws` has the
-    random numbers of each row, and `texts` is the caller's own list of texts, which changes with
-    the batch."""
+    """Warps logits and picks tokens. `siblings` is how a node's children are drawn: "without"
+    replacement, "with", or "fixed" (the most likely ones; q is then one-hot). `draws` has the
+    random numbers of each row, and `texts` is the caller's list of texts, which changes with the
+    batch."""
 
     sampler: Sampler
     siblings: str
@@ -56,8 +56,8 @@ class Choose:
         place_BT: Tensor,
         going_B: Tensor | None = None,
     ) -> Chosen:
-        """Choose `count` children at each of these places of a draft, by its logits there. Rows
-        outside `going_B` get no children and use no random numbers."""
+        """Choose `count` children at each of these places of a draft, given the draft's logits
+        there. Rows outside `going_B` get no children and use no random numbers."""
         logits, q = self.drafted(logits_BTS, draft, place_BT), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
@@ -69,11 +69,12 @@ class Choose:
         return Chosen(self.ids(index).masked_fill(none, -1), index, q, logits)
 
     def ids(self, index: Tensor) -> Tensor:
-        """The target's ids for indices into the draft's logits after the processors."""
+        """Target token ids for indices into the draft's processed logits."""
         return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
     def drafted(self, logits_BTS: Tensor, draft: Proposal, place_BT: Tensor) -> Tensor:
-        """The draft's logits after the processors, which need the target's whole vocabulary."""
+        """The draft's logits after the processors, expanded to the target's whole vocabulary if
+        there are any."""
         if self.processors and self.vocab_S is not None:
             whole = logits_BTS.new_full((*logits_BTS.shape[:2], self.vocab_size), -torch.inf)
             logits_BTS = whole.index_copy_(-1, self.vocab_S, logits_BTS)
@@ -82,8 +83,8 @@ class Choose:
     def processed(
         self, logits_BTV: Tensor, draft: Proposal, place_BT: Tensor | None = None
     ) -> Tensor:
-        """The logits at these places of a draft (None: at every place) after the processors, each
-        of which sees the row's text and the path to the place."""
+        """The logits at these places of a draft (None: every place) after the processors. Each
+        processor receives the row's text and the path to the place."""
         if not self.processors:
             return logits_BTV
         out = logits_BTV.float().clone()
@@ -99,22 +100,22 @@ class Choose:
         return out
 
     def token(self, logits_BV: Tensor) -> Tensor:
-        """The target's own next token of each row [B], from logits after the processors."""
+        """The target's next token of each row [B], from processed logits."""
         if self.sampler.greedy:
             return logits_BV.float().argmax(-1)  # bfloat16 argmax is slow on a CPU
         return sample(self.sampler.probs(logits_BV), self.draws.uniform(1)[:, 0])
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these rows of the batch."""
         self.draws.select(rows)
 
     def replace(self, rows: Sequence[int], other: "Choose") -> None:
-        """Give these rows of the batch the random numbers of another one, in order."""
+        """Give these rows the random numbers of the rows of `other`, in order."""
         self.draws.replace(rows, other.draws)
 
     def _draw(self, q_BTS: Tensor, count: int, going_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Indices [B, T, count] drawn from q, and which of them do not exist. Draws without
-        replacement follow one another, each from what q has left."""
+        """Indices [B, T, count] drawn from q, and a mask of those that do not exist. Draws without
+        replacement are sequential: each is from the remaining mass of q."""
         (B, num_read), again = q_BTS.shape[:2], self.siblings == "with"
         count = count if again else min(count, q_BTS.shape[-1])
         used_B = None if going_B is None else going_B * (num_read * count)

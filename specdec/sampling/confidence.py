@@ -1,7 +1,7 @@
-"""Confidence: the draft's own estimate of the probability that the target accepts a drafted token
-once all tokens before it are accepted: the token's q, or what the family itself estimates. A
-`Calibration`, fitted to held-out text (see specdec.measure.calibration) and kept with the draft,
-maps a confidence to the share of tokens with that confidence that the target did accept."""
+"""Confidence: the draft's own estimate of the probability that the target accepts a drafted token,
+given that it accepts all tokens before it. It is the token's q or an estimate of the drafting
+method. A `Calibration`, fitted to held-out text (specdec.measure.calibration) and kept with the
+draft, maps a confidence to the share of tokens of that confidence that the target accepted."""
 
 from dataclasses import dataclass
 
@@ -22,9 +22,9 @@ def logit(log_c: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Calibration:
-    """At depth k, confidence c becomes σ(`scale`[k] · logit c + `shift`[k]) (Platt 1999), which
-    rises with c since scales are above 0. `accepted`[k] is the acceptance that was observed, given
-    that all tokens before were accepted. Depths beyond the lists count as the last one."""
+    """At depth k, confidence c becomes σ(`scale`[k] · logit c + `shift`[k]) (Platt 1999). It rises
+    with c, since scales are above 0. `accepted`[k] is the observed acceptance, given that all
+    tokens before depth k were accepted. Depths beyond the lists use the last entry."""
 
     scale: list[float]
     shift: list[float]
@@ -44,7 +44,8 @@ class Calibration:
             require(0 <= value <= 1, f"accepted holds {value}: give a share from 0 to 1")
 
     def log(self, log_confidence: Tensor, depth: int) -> Tensor:
-        """The logarithm of the calibrated confidence, from that of the confidence at this depth."""
+        """The logarithm of the calibrated confidence, given the logarithm of the confidence at this
+        depth."""
         k = min(depth, len(self.scale) - 1)
         return logsigmoid(self.scale[k] * logit(log_confidence) + self.shift[k])
 
@@ -52,8 +53,8 @@ class Calibration:
 @dataclass(frozen=True)
 class Calibrations:
     """A draft's calibrations, one for each variant of α: `greedy` at T = 0; at T > 0, `sampled` for
-    tokens drawn from q, and `greedy_draft` for tokens picked as the likeliest, such as the nodes of
-    a dynamic tree. None: not calibrated."""
+    tokens drawn from q, and `greedy_draft` for tokens picked as the most likely, such as the nodes
+    of a dynamic tree. None: not calibrated."""
 
     greedy: Calibration | None = None
     greedy_draft: Calibration | None = None
@@ -69,6 +70,6 @@ class Calibrations:
 
 
 def variant_of(greedy: bool, picked: bool) -> str:
-    """The variant of α that describes the acceptance of drafts, for a sampler that is `greedy` or
-    not, and for tokens that are `picked` as the likeliest or drawn from q."""
+    """The variant of α for a sampler that is `greedy` or not, and for tokens that are `picked` as
+    the most likely or else drawn from q."""
     return "greedy" if greedy else "greedy_draft" if picked else "sampled"

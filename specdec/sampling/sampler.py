@@ -18,7 +18,7 @@ COLDEST = 1e-4  # the least temperature above 0: logits of 10^34 divided by it a
 
 
 def require_temperature(name: str, value: float) -> None:
-    """Raise UserError unless a temperature is 0 or from `COLDEST` upwards."""
+    """Raise UserError unless a temperature is 0 or at least `COLDEST`."""
     require(
         value == 0 or COLDEST <= value < math.inf,
         f"{name}={value}: give 0 for greedy decoding, or a finite number of {COLDEST:g} or more",
@@ -26,27 +26,27 @@ def require_temperature(name: str, value: float) -> None:
 
 
 def require_cutoffs(group: str, settings: Any) -> None:
-    """Raise UserError unless `top_k` and `top_p` of a group of settings are possible."""
+    """Raise UserError unless `top_k` and `top_p` of a settings group are valid."""
     require_top_k(group, settings.top_k)
     require_top_p(group, settings.top_p)
 
 
 def require_top_k(group: str, top_k: int | None) -> None:
-    """Raise UserError unless `top_k` is possible, or None."""
+    """Raise UserError unless `top_k` is valid or None."""
     possible = top_k is None or top_k >= 0
     require(possible, f"{group}.top_k={top_k}: give a number of 0 or more (0 keeps all tokens)")
 
 
 def require_top_p(group: str, top_p: float | None) -> None:
-    """Raise UserError unless `top_p` is possible, or None."""
+    """Raise UserError unless `top_p` is valid or None."""
     possible = top_p is None or 0 < top_p <= 1
     require(possible, f"{group}.top_p={top_p}: give a number above 0, up to 1")
 
 
 class Summary(NamedTuple):
-    """What is kept of p at each position when the logits are thrown away, so that p of a token
-    follows from its logit alone: p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0.
-    Before the cutoffs, p(x) = exp(z_x / T - whole_log_z)."""
+    """The numbers that determine p of a token from its logit alone, kept at each position when the
+    logits are discarded: p(x) = exp(z_x / T - log_z) if z_x / T >= threshold, else 0. Before the
+    cutoffs, p(x) = exp(z_x / T - whole_log_z)."""
 
     log_z_N: Tensor  # float32, log of the summed weights of the kept tokens
     threshold_N: Tensor  # float32, the smallest kept z / T
@@ -55,15 +55,15 @@ class Summary(NamedTuple):
 
     @property
     def uncut(self) -> "Summary":
-        """The summary for the sampler without cutoffs, `Sampler.uncut`."""
+        """The summary for the sampler without cutoffs (`Sampler.uncut`)."""
         return self._replace(log_z_N=self.whole_log_z_N)
 
 
 @dataclass
 class Sampler:
-    """The sampling for which the draft is trained: temperature, then top-k, then top-p. Tokens that
-    tie with the last kept token are kept too, so the result does not depend on the order of a
-    sort."""
+    """The sampling for which a draft is trained: temperature, then top-k, then top-p. Tokens
+    that tie with the last kept token are kept too, so the result does not depend on the order of
+    a sort."""
 
     temperature: float = 1.0  # temperature of p and q; 0: greedy
     top_k: int = 0  # the most likely tokens kept; 0: all
@@ -79,7 +79,7 @@ class Sampler:
 
     @property
     def truncates(self) -> bool:
-        """Whether top-k or top-p is on, so that at T > 0 only the likelier tokens can be drawn."""
+        """Whether top-k or top-p is active at T > 0, so that some tokens cannot be drawn."""
         return self.top_k > 0 or self.top_p < 1
 
     @property
@@ -131,8 +131,8 @@ class Sampler:
         return logits.float() if self.temperature == 1 else logits.float() / self.temperature
 
     def _kept(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Scaled logits, -inf where top-k or top-p drops a token, and the smallest kept one
-        [..., 1], -inf if neither is on."""
+        """Scaled logits, -inf for tokens that top-k or top-p drops, and the smallest kept logit
+        [..., 1], which is -inf if neither is active."""
         scaled = self._scaled(logits)
         if not self.truncates:
             return scaled, torch.full_like(scaled[..., :1], -torch.inf)
@@ -148,13 +148,13 @@ class Sampler:
 
 
 def sample(probs: Tensor, uniform: Tensor) -> Tensor:
-    """One token [...] for each row of probabilities [..., V], as `draws` with numbers [...]."""
+    """One token [...] for each row of probabilities [..., V]; see `draws`."""
     return draws(probs[None], uniform[None, ..., None])[0, ..., 0]
 
 
 def draws(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Independent tokens [..., C] from each row of probabilities [..., V] (any positive sum): the
-    distribution function is inverted, in float64, at random numbers [..., C] from [0, 1). Raises
+    """Independent tokens [..., C] from each row of probabilities [..., V] (any positive sum), by
+    inverting the distribution function in float64 at random numbers [..., C] from [0, 1). Raises
     UserError for a row whose sum is 0 or not finite."""
     probs_NV, uniform_NC = probs.flatten(0, -2), uniform.flatten(0, -2)
     drawn = [uniform_NC[:0].long()]

@@ -1,7 +1,7 @@
-"""The shapes of a draft: chain, static tree, dynamic tree, best-first tree.
+"""Draft topologies: chain, static tree, dynamic tree, best-first tree.
 
-A shape drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
-siblings as the verification method requires; the other trees pick the likeliest nodes.
+A topology drives a drafter's `Growth` and decides which tokens are proposed. A static tree draws
+siblings as the verification method requires; the other trees pick the most likely nodes.
 """
 
 import heapq
@@ -32,11 +32,11 @@ class Growth:
     """A drafter's state in one speculation step. Nodes are numbered in the order in which they
     grow.
 
-    `grow(tokens_BT, parents_BT)` gives the logits [B, T, S] after each new node. The parents are
-    node numbers, -1 for the anchor; None continues the node that grew last (T = 1). All nodes of a
-    call have the same depth. `marginals(depth)` gives the logits [B, depth, S] of a drafter whose
-    depths do not read each other; for other drafters it is None. `own_BT` is the family's own
-    estimate of acceptance after the nodes that grew last, if it makes one.
+    `grow(tokens_BT, parents_BT)` returns the logits [B, T, S] after each new node. The parents are
+    node numbers, -1 for the anchor; None continues the last node (T = 1). All nodes of a call have
+    the same depth. `marginals(depth)` returns the logits [B, depth, S] of a drafter whose depths do
+    not read each other; for other drafters it is None. `own_BT` is the drafter's own estimate of
+    acceptance after the last nodes, if it makes one.
     """
 
     logits_BS: Tensor  # of the first drafted token
@@ -46,17 +46,16 @@ class Growth:
     calibration: Calibration | None = None
 
     def log_confidence(self, depth: int, log_q_BTC: Tensor) -> Tensor:
-        """The logarithm of the confidence in children of the nodes that grew last, from their
-        log q. Of several children, the likeliest comes first. The family's own estimate, if there
-        is one, is for the first child; the others get it times their q over the first child's q.
-        """
+        """The logarithm of the confidence in children of the last nodes, from their log q. Children
+        are ordered by likelihood. The drafter's own estimate, if there is one, applies to the first
+        child; the others get it multiplied by their q over the first child's q."""
         if self.own_BT is not None:
             log_q_BTC = log_q_BTC - log_q_BTC[..., :1] + self.own_BT.log()[..., None]
         return log_q_BTC if (c := self.calibration) is None else c.log(log_q_BTC, depth)
 
 
 class Shape(ABC):
-    """The shape of a speculation step's draft."""
+    """The draft topology of a speculation step."""
 
     depth: int  # drafted tokens on the longest path
     nodes: int  # the most drafted tokens
@@ -69,7 +68,7 @@ class Shape(ABC):
 
 @dataclass
 class Chain(Shape):
-    """γ tokens, each after the one before: a tree with one branch. `stop` can end it early."""
+    """A chain of γ tokens. `stop` can end it early."""
 
     depth: int
     stop: Stop | None = None
@@ -107,9 +106,9 @@ class Chain(Shape):
 
 @dataclass
 class Static(Shape):
-    """A tree that is the same in every speculation step: `paths` of ranks, as in Medusa's choices.
-    [[0], [1], [0, 0]] are the two likeliest (or first drawn) tokens, and one after the first of
-    them."""
+    """A tree that is the same in every speculation step: `paths` of ranks, as in Medusa's
+    choices. [[0], [1], [0, 0]] are the two most likely (or first drawn) tokens, and one child of
+    the first."""
 
     paths: Sequence[Sequence[int]]
     fixed: bool = False
@@ -183,8 +182,8 @@ class Static(Shape):
 @dataclass
 class Dynamic(Shape):
     """EAGLE-2 (Li et al. 2024): a node's score is the product of the confidences along its path. At
-    each depth, the `top_k` nodes with the highest scores grow `top_k` children each; of all these
-    nodes, the `nodes` with the highest scores are proposed."""
+    each depth, the `top_k` best nodes get `top_k` children each. The `nodes` best of all nodes are
+    proposed."""
 
     depth: int = 5
     nodes: int = 24
@@ -231,8 +230,8 @@ class Dynamic(Shape):
 
 @dataclass
 class BestFirst(Shape):
-    """The `nodes` paths of most confidence under the marginals of parallel heads. The heads do not
-    read each other's tokens, so a path's confidence is the product of its tokens' confidences."""
+    """The `nodes` most confident paths under the marginals of parallel heads. The heads do not read
+    each other's tokens, so a path's confidence is the product of its tokens' confidences."""
 
     depth: int = 4
     nodes: int = 24
@@ -287,5 +286,5 @@ def best_paths(scores_KC: Sequence[Sequence[float]], nodes: int) -> list[tuple[i
 
 
 def by_depth(path: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The order of a tree's nodes: parents before children, siblings by rank."""
+    """A sort key for a tree's nodes: parents before children, siblings by rank."""
     return len(path), tuple(path)

@@ -1,7 +1,7 @@
 """The measures: α in its three variants, τ, and the anchors that a decoder visits.
 
-α is computed by `acceptance` and nowhere else: training, evaluation and report all call it.
-docs/concepts.md defines the terms.
+Only `acceptance` computes α: training, evaluation and reports all call it. docs/concepts.md defines
+the terms.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Acceptance(NamedTuple):
 
 def overlap(p: Tensor, q: Tensor) -> Tensor:
     """β = Σ_x min(p(x), q(x)) over the last axis (Leviathan et al. 2023, Theorem 3.5). Tokens
-    outside a pruned vocabulary of q add min(p, 0) = 0, so p is not renormalised over it."""
+    outside a pruned draft vocabulary contribute min(p, 0) = 0; p is not renormalised."""
     return torch.minimum(p, q).sum(-1)
 
 
@@ -52,8 +52,9 @@ class DistributionPair:
 
     @cached_property
     def log_beta(self) -> Tensor:
-        """log β, made from logarithms since β may underflow; -inf where no token has mass in both.
-        p is a constant: ∂/∂log q = min(p, q) / β where q < p, half of it where q = p, else 0."""
+        """log β, computed from logarithms since β may underflow; -inf where no token has mass in
+        both. p is a constant: ∂/∂log q is min(p, q) / β where q < p, half of it where q = p, else
+        0."""
         with torch.enable_grad():  # `acceptance`, without gradients, may be the first to ask
             apply: Any = _LogOverlap.apply
             log_beta: Tensor = apply(self.log_p, self.log_q)
@@ -61,8 +62,9 @@ class DistributionPair:
 
 
 class _LogOverlap(torch.autograd.Function):
-    """`torch.minimum(log_p, log_q).logsumexp(-1)`. Autograd's gradient of it takes three times as
-    many sweeps over the vocabulary, and sweeps are most of what a loss costs."""
+    """`torch.minimum(log_p, log_q).logsumexp(-1)` with a gradient of its own. Autograd's
+    gradient sweeps over the vocabulary three times as often, and these sweeps dominate the cost
+    of a loss."""
 
     @staticmethod
     def forward(ctx: Any, log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -85,7 +87,7 @@ class _LogOverlap(torch.autograd.Function):
 
 @torch.no_grad()
 def acceptance(pair: DistributionPair) -> Acceptance:
-    """The three variants of α at each position. A row of q without mass accepts nothing."""
+    """The three variants of α at each position; 0 if a row of q has no mass."""
     log_best_N, best_N = pair.log_q.max(-1)
     has_mass = ~log_best_N.isneginf()
     greedy_draft = pair.log_p.gather(-1, best_N[..., None])[..., 0].exp() * has_mass
@@ -116,11 +118,11 @@ def block_expected_tokens(ratio_NK: Tensor) -> Tensor:
 
 
 def visits(alpha_TK: Tensor) -> Tensor:
-    """The expected number of speculation steps [T] that a decoder starts at each anchor of a text.
-    `alpha_TK` is the acceptance at anchor t and depth k, given that all tokens before k were
-    accepted. The first step starts at anchor 0; one at t that accepts n tokens is followed by one
-    at t + n + 1. With greedy acceptance (0 or 1) the visits are exactly the decoder's walk.
-    Otherwise depths are assumed independent given the text."""
+    """The expected number of speculation steps [T] that start at each anchor of a text. `alpha_TK`
+    is the acceptance at anchor t and depth k, given that all tokens before depth k were accepted.
+    The first step starts at anchor 0; a step at t that accepts n tokens is followed by one at t + n
+    + 1. With greedy acceptance (0 or 1), the result is exactly the decoder's path. Otherwise depths
+    are assumed independent given the text."""
     T, K = alpha_TK.shape
     reach_TK = alpha_TK.double().cumprod(-1)
     lengths = torch.cat([torch.ones(T, 1), reach_TK, torch.zeros(T, 1)], -1).diff(dim=-1).neg()
@@ -134,7 +136,7 @@ def visits(alpha_TK: Tensor) -> Tensor:
 
 
 def repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
-    """How many n-grams of `ids` occurred earlier in it, and how many it has: small targets loop at
-    T = 0."""
+    """The number of n-grams of `ids` that occurred earlier in it, and the number of all its
+    n-grams. Small targets repeat themselves at T = 0."""
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     return len(grams) - len(set(grams)), len(grams)

@@ -34,7 +34,8 @@ NORMAL = 1.959964  # the normal quantile z of `LEVEL`
 @dataclass(frozen=True)
 class Interval:
     """A figure with its interval, and the number `n` of observations or positions behind it. The
-    interval has no width, and claims nothing, where the observations are too few or all alike."""
+    interval has zero width, and supports no claim, if there are too few observations or all are
+    alike."""
 
     value: float
     low: float
@@ -43,7 +44,7 @@ class Interval:
 
     @property
     def claims(self) -> bool:
-        """Whether there is an interval from which something can be claimed."""
+        """Whether the interval supports a claim."""
         return self.low < self.high
 
     def text(self, digits: int = 3) -> str:
@@ -54,14 +55,14 @@ class Interval:
         return f"{value} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     def within(self, least: float, most: float) -> "Interval":
-        """The interval without what lies outside the figure's possible values."""
+        """The interval, clipped to the figure's possible values."""
         if not self.claims:
             return self
         low, high = max(self.low, min(least, self.value)), min(self.high, max(most, self.value))
         return replace(self, low=low, high=high)
 
     def without_interval(self) -> "Interval":
-        """The figure without its interval."""
+        """The figure alone."""
         return Interval(self.value, self.value, self.value, self.n)
 
     def __str__(self) -> str:
@@ -74,7 +75,8 @@ Groups = Sequence[Sequence[Counts]]
 
 
 class Scale(NamedTuple):
-    """A scale g on which a ratio is studentised; figures outside `lowest` … `highest` have none."""
+    """A scale g on which a ratio is studentised. Figures outside `lowest` … `highest` have no
+    interval."""
 
     g: Callable[[float], float]
     slope: Callable[[float], float]
@@ -99,8 +101,8 @@ PLAIN = Scale(lambda r: r, lambda r: 1.0, lambda x: x, -math.inf, math.inf)
 
 
 class Spread(NamedTuple):
-    """How far an estimate may be from the truth: its variance, its third cumulant (of which the
-    sign says to which side the data are skewed), and the degrees of freedom of the variance."""
+    """The uncertainty of an estimate: its variance, its third cumulant (whose sign is the direction
+    of the skew), and the degrees of freedom of the variance."""
 
     variance: float
     cumulant: float
@@ -109,21 +111,21 @@ class Spread(NamedTuple):
 
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """The pooled ratio Σ numerators / Σ denominators of positive totals, with one entry per prompt;
-    `n` is Σ denominators, rounded. Prompts whose denominator is 0 are left out; without others all
-    is 0."""
+    `n` is Σ denominators, rounded. Prompts with denominator 0 are skipped; without any others,
+    everything is 0."""
     return _pooled(numerators, denominators, LOG)
 
 
 def share_interval(counted: Sequence[float], of: Sequence[float]) -> Interval:
-    """The pooled share Σ counted / Σ of, between 0 and 1, as `ratio_interval` takes them."""
+    """The pooled share Σ counted / Σ of, between 0 and 1; arguments as in `ratio_interval`."""
     return _pooled(counted, of, LOGIT)
 
 
 def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    """The product of pooled ratios Σ numerators / Σ denominators. The ratios of a group belong to
-    the same observations, and groups to different ones: so counts of many prompts can be combined
-    with timings of few. Observations of a group in which a denominator is 0 are left out; `n`
-    counts those of the first group. Without any, all is 0."""
+    """The product of pooled ratios Σ numerators / Σ denominators. Ratios of one group belong to the
+    same observations, and groups to different ones: counts of many prompts can be combined with
+    timings of few. Observations of a group with a denominator of 0 are skipped; `n` counts those of
+    the first group. Without any, everything is 0."""
     sides = []
     for group in groups:
         columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [N, 2, n]
@@ -142,8 +144,9 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
 
 
 def difference_interval(ours: Counts, theirs: Counts) -> Interval:
-    """Σ / Σ of ours minus Σ / Σ of theirs, both (numerators, denominators) of the same prompts in
-    the same order; `n` counts the prompts. Pairing removes the variation that both share."""
+    """The pooled ratio of ours minus that of theirs, both (numerators, denominators) of the same
+    prompts in the same order; `n` counts the prompts. Pairing removes the variation that both
+    share."""
     return paired_difference([[ours]], [[theirs]])
 
 
@@ -163,7 +166,7 @@ def paired_difference(ours: Groups, theirs: Groups) -> Interval:
 
 
 def paired_quotient(ours: Groups, theirs: Groups) -> Interval:
-    """Our product of pooled ratios over theirs, otherwise as in `paired_difference`. Without an
+    """Our product of pooled ratios divided by theirs; arguments as in `paired_difference`. No
     interval if one of the two is 0."""
     sides = _paired(ours, theirs)
     if not sides:
@@ -192,9 +195,9 @@ def paired_products(ours: Groups, theirs: Groups) -> tuple[float, float]:
 
 
 def _paired(ours: Groups, theirs: Groups) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The groups of two sides as arrays of ratios, each a row of numerators and one of
-    denominators, without observations in which a denominator of either side is 0. Empty if a group
-    has no other."""
+    """The groups of two sides as arrays of ratios: a row of numerators and a row of denominators
+    for each. Observations in which a denominator of either side is 0 are removed. Empty if a group
+    has no others."""
 
     def rows(group: Sequence[Counts]) -> np.ndarray:
         return np.array([[np.asarray(x, float) for x in ratio] for ratio in group])
@@ -207,8 +210,8 @@ def _paired(ours: Groups, theirs: Groups) -> list[tuple[np.ndarray, np.ndarray]]
 
 
 def _product(groups: Sequence[np.ndarray]) -> tuple[float, list[list[float]]]:
-    """The product of the pooled ratios in all groups, and its slope for each of them: the product
-    of the others."""
+    """The product of the pooled ratios in all groups, and for each group the product of the other
+    groups, which is its slope."""
     ratios = [(g[:, 0].sum(-1) / g[:, 1].sum(-1)).tolist() for g in groups]
     flat = [r for of_group in ratios for r in of_group]
     slopes = iter([math.prod(flat[:i] + flat[i + 1 :]) for i in range(len(flat))])
@@ -216,13 +219,14 @@ def _product(groups: Sequence[np.ndarray]) -> tuple[float, list[list[float]]]:
 
 
 def median_interval(values: Sequence[float], per: Sequence[float] | None = None) -> Interval:
-    """The median of positive `values`, divided by the median of `per` if given. Entries i of the
-    two were timed in the same repetition; `n` counts the repetitions.
+    """The median of positive `values`, divided by the median of `per` if given. Entries i of both
+    were timed in the same repetition; `n` counts the repetitions.
 
     The interval of a median lies between two order statistics (binomial, exact for any
-    distribution); fewer than `FEWEST_TIMINGS` have none. Those of two medians are combined on
-    their logarithms (Zou and Donner 2008, Statistics in Medicine 27), as if they were independent:
-    what the two share in a repetition makes the interval too wide, never too narrow."""
+    distribution); fewer than `FEWEST_TIMINGS` timings have none. Those of two medians are combined
+    on their logarithms (Zou and Donner 2008, Statistics in Medicine 27), as if they were
+    independent: a correlation within repetitions makes the interval too wide, never too narrow.
+    """
     over = np.sort(np.asarray(values, float))
     n = len(over)
     if n == 0:
@@ -257,8 +261,8 @@ def _pooled(numerators: Sequence[float], denominators: Sequence[float], scale: S
 
 
 def _spread(ratios: np.ndarray, slopes: Sequence[float]) -> Spread:
-    """That of Σ slope · ratio over ratios of the same n observations: each is a row of numerators
-    and a row of denominators."""
+    """The spread of Σ slope · ratio over ratios of the same n observations: each is a row of
+    numerators and a row of denominators."""
     n = ratios.shape[-1]
     if n < 2:
         return Spread(0.0, 0.0, 1.0)
@@ -278,8 +282,8 @@ def _spread(ratios: np.ndarray, slopes: Sequence[float]) -> Spread:
 def _interval(
     value: float, spreads: Sequence[Spread], fewest: int, n: int, scale: Scale
 ) -> Interval:
-    """The interval of a figure that depends on independent groups, the smallest of `fewest`
-    observations; `n` is what the interval reports. Degrees of freedom are Welch's."""
+    """The interval of a figure that depends on independent groups; `fewest` is the size of the
+    smallest, and `n` is reported. Degrees of freedom are Welch's."""
     variance = sum(s.variance for s in spreads)
     if fewest < FEWEST or variance <= 0:
         return Interval(value, value, value, n)

@@ -3,7 +3,7 @@
 α is one number (the paper's i.i.d. assumption, Section 3.1) or one per depth: α_k, the probability
 that the token at depth k is accepted given that all before it were. Times are in target steps: c is
 one draft step (Definition 3.7), and v a pass over γ + 1 tokens, which the paper takes as 1 (Section
-3.3, "enough compute"). All forms leave out prefill and the cut at the end of a response. Impossible
+3.3, "enough compute"). No form includes prefill or the cut at the end of a response. Impossible
 values (an α outside 0 … 1, a negative γ or c, v <= 0, fewer α than depths) raise UserError. γ
 (`gamma`) is the number of drafted tokens per speculation step.
 """
@@ -33,7 +33,7 @@ def lk_divergence(p_NS: Tensor, q_NS: Tensor) -> Tensor:
 
 def tokens_by_gamma(alpha: Alpha, limit: int) -> list[float]:
     """E[tokens per target pass] for γ = 0 … limit: 1 + Σ_{k<γ} Π_{j<=k} α_j; with one α for all
-    depths, (1 - α^{γ+1}) / (1 - α) (Equation 1). The sum is exact even if α is 1 or near it."""
+    depths, (1 - α^{γ+1}) / (1 - α) (Equation 1). The sum is exact for α at or near 1."""
     require(limit >= 0, f"gamma={limit}: give 0 or more")
     by_depth = [float(alpha)] * limit if isinstance(alpha, int | float) else list(alpha)[:limit]
     require(
@@ -51,14 +51,15 @@ def expected_tokens(alpha: Alpha, gamma: int) -> float:
 
 
 def walltime_factor(alpha: Alpha, gamma: int, c: float, v: float = 1.0) -> float:
-    """Expected speedup over plain decoding: E[tokens] / (γc + v), which is Theorem 3.8 at v = 1."""
+    """Expected speedup over vanilla decoding: E[tokens] / (γc + v), which is Theorem 3.8 at v =
+    1."""
     return expected_tokens(alpha, gamma) / _cost(gamma, c, v)
 
 
 def step_cost(gamma: int, c: float, v: float, share: float = 1.0) -> float:
-    """The cost of a speculation step in plain steps: γc + v. If speculation steps draft only a
-    `share` of γ on average, the cost lies that share of the way from a plain step to a whole
-    speculation step."""
+    """The cost of a speculation step in vanilla steps: γc + v. If steps draft only a `share` of γ
+    on average, the cost is interpolated linearly between a vanilla step and a full speculation
+    step."""
     return share * (gamma * c + v - 1) + 1
 
 
@@ -68,8 +69,9 @@ def guaranteed_factor(alpha: float, c: float) -> float:
 
 
 def step_operations(gamma: float, c_hat: float) -> float:
-    """Arithmetic operations of a speculation step that drafts γ tokens, in plain steps: γĉ + γ + 1,
-    where ĉ is the draft's operations per token divided by the target's (Definition 3.10)."""
+    """Arithmetic operations of a speculation step that drafts γ tokens, in units of a vanilla step:
+    γĉ + γ + 1, where ĉ is the draft's operations per token divided by the target's (Definition
+    3.10)."""
     require(c_hat >= 0, f"c_hat={c_hat}: a ratio of operations is 0 or more")
     return gamma * c_hat + gamma + 1
 
@@ -87,8 +89,8 @@ def walltime_by_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = N
 
 
 def best_gamma(alpha: Alpha, c: float, limit: int, v: PassCost | None = None) -> int:
-    """The γ in 0 … limit with the largest `walltime_factor` (Section 3.5), found by trying all; the
-    smallest of several equally good ones, so 0 if none gains."""
+    """The γ in 0 … limit with the largest `walltime_factor` (Section 3.5), found by trying all. The
+    smallest wins a tie, so the result is 0 if drafting gains nothing."""
     factors = walltime_by_gamma(alpha, c, limit, v)
     return factors.index(max(factors))
 
@@ -114,10 +116,10 @@ def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 def oracle_factor(alpha: float, c: float) -> float:
-    """Speedup if each speculation step drafts exactly the tokens that will be accepted: 1 / (1 - α
-    + αc). A speculation step's 1 / (1 - α) expected tokens (Section 3.5) then cost α / (1 - α)
-    draft steps and one pass of the target, which still verifies (footnote 4), at v = 1. Infinite if
-    α = 1 and c = 0."""
+    """The speedup if each speculation step drafts exactly the tokens that will be accepted: 1 / (1
+    - α + αc). The 1 / (1 - α) expected tokens of a step (Section 3.5) then cost α / (1 - α) draft
+    steps and one forward pass of the target, which still verifies (footnote 4), at v = 1. Infinite
+    if α = 1 and c = 0."""
     walltime_factor(alpha, 1, c)  # raises for an impossible α or c
     cost = 1 - alpha + alpha * c
     return 1 / cost if cost else float("inf")

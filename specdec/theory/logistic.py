@@ -1,4 +1,4 @@
-"""Fitting probabilities of acceptance to outcomes."""
+"""Fits probabilities of acceptance to outcomes."""
 
 from collections.abc import Callable
 

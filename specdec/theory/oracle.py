@@ -1,4 +1,4 @@
-"""The gain that no policy for the length of a draft can exceed. A bound for reports."""
+"""The oracle length: an upper bound on the gain of any adaptive draft length, for reports."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class Oracle:
 def oracle(
     speculation_steps: Iterable[tuple[int, int]], c: float, v: leviathan.PassCost | None = None
 ) -> Oracle:
-    """The cost if each speculation step had drafted exactly as many tokens
-    as were accepted (Leviathan et al. 2023, Section 3.5 and footnote 4), given steps (drafted,
-    accepted) that were decoded with a long fixed γ. A step that accepted n tokens emits n + 1, at
+    """The cost if each speculation step had drafted exactly as many tokens as were accepted
+    (Leviathan et al. 2023, Section 3.5 and footnote 4). `speculation_steps` are pairs (drafted,
+    accepted) that were decoded with a long fixed γ. A step that accepted n tokens emits n + 1 at
     the lowest cost: in one step that drafts n, or in several if a wide pass costs more than a
-    second one. A censored step, which was fully accepted, counts as if a rejection followed, which
-    lowers the bound. c and v are those of `leviathan`. Raises UserError if there are no steps."""
+    second one. A step that accepted everything counts as if a rejection followed, which lowers the
+    bound. c and v are those of `leviathan`. Raises UserError if there are no steps."""
     pairs = list(speculation_steps)
     require(bool(pairs), "the oracle has no speculation steps: decode some first")
     longest = max(max(d, a) for d, a in pairs)
