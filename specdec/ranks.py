@@ -91,8 +91,8 @@ class Ranks:
         return result
 
     def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
-        """The result of `work` for each item, in order. The items are distributed over the
-        processes as they become free; a process without an item waits for the others."""
+        """The result of `work` for each item, in order, in every process. Process r of N computes
+        items r, r + N, …; a process without an item waits for the others."""
         if self.alone or self.team is not None:
             return self.first(lambda: [work(item) for item in items])
         return self._shared(items, work)

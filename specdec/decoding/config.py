@@ -1,4 +1,4 @@
-"""The user's settings for decoding, and checks that a drafter can follow them."""
+"""The settings for decoding, and checks that a drafter supports them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,8 +104,9 @@ class DecodeConfig:
 
     @property
     def timed_prompts(self) -> int:
-        """How many prompts are timed: whole batches and, since fewer have no interval, at least
-        `FEWEST` of several prompts; all prompts with a length policy, which looks at the batch."""
+        """The number of prompts to time: whole batches and, of several prompts, at least `FEWEST`,
+        since fewer have no interval; all prompts with an adaptive draft length, which depends on
+        the batch."""
         batches = max(-(-self.timed // self.batch), FEWEST if self.batch > 1 else 1)
         return (
             self.prompts
@@ -114,8 +115,8 @@ class DecodeConfig:
         )
 
     def chains(self, drafter: Drafter, temperature: float) -> Way:
-        """The way of decoding in which chains are drafted at a temperature, before another shape or
-        a length policy is chosen (see `measure.choosing`)."""
+        """The decoding of chains at a temperature, before another topology or an adaptive draft
+        length is chosen (see `measure.choosing`)."""
         return Way(
             drafter,
             Chain(drafter.depth if self.gamma is None else self.gamma),
@@ -126,14 +127,15 @@ class DecodeConfig:
         )
 
     def deepest(self, trained: int) -> int:
-        """The most tokens in a row that are drafted, by a drafter of this `trained` depth."""
+        """The largest number of tokens drafted in a row by a drafter with this `trained` depth."""
         if self.paths:
             return Static(self.paths).depth
         gamma = trained if self.gamma is None else self.gamma
         return min(gamma, self.draft_length_settings.get("limit") or gamma)
 
     def shape_in_words(self, trained: int) -> str:
-        """What each speculation step drafts, for the user, by a drafter of this `trained` depth."""
+        """A description for the user of the draft topology, for a drafter with this `trained`
+        depth."""
         depth = self.deepest(trained)
         if self.tree is not None:
             nodes = len(self.paths) if self.paths else self.nodes
@@ -149,20 +151,19 @@ class DecodeConfig:
 
 
 def is_measured(cfg: DecodeConfig) -> bool:
-    """Whether the length policy needs measured figures that its settings do not give."""
+    """Whether the adaptive draft length needs measured figures that its settings do not give."""
     name = LENGTHS.named(cfg.draft_length).measured
     return bool(name) and cfg.draft_length_settings.get(name) in (None, "")
 
 
 def beyond_training(cfg: DecodeConfig, drafter: Drafter) -> str:
-    """What to tell the user if the drafter was not trained to draft as deep as `cfg` asks for;
-    empty if it was."""
+    """A note for the user if `cfg` drafts deeper than the drafter was trained; empty if not."""
     return drafter.beyond_training(cfg.deepest(drafter.depth), cfg.tree is not None)
 
 
 def require_fitting(cfg: DecodeConfig, drafter: Drafter, target: TargetParts) -> None:
-    """Raise UserError if the drafter, the target or the length policy cannot do what `cfg` asks
-    for."""
+    """Raise UserError if the drafter, the target or the adaptive draft length does not support
+    `cfg`."""
     name, policy = drafter.config.name, LENGTHS.named(cfg.draft_length)
     gamma = drafter.depth if cfg.gamma is None else cfg.gamma
     require_draftable(drafter, Static(cfg.paths).depth if cfg.paths else gamma, policy)

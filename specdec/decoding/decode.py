@@ -1,9 +1,9 @@
-"""One loop for all decoding: plain and speculative, one prompt or many, chain or tree.
+"""One loop for all decoding: vanilla and speculative, one prompt or many, chain or tree.
 
 Prefill emits the first token of each row. Then every speculation step drafts, runs the target once
 over the anchors and the drafted tokens, and commits the tokens that the verification method keeps
-and one more. Plain decoding is a step that drafts nothing. Tokens that the last step commits beyond
-the end of a response are not part of it, and τ does not count them.
+and one more. Vanilla decoding is a step without drafts. Tokens that the last step commits beyond
+the end of a response are dropped and not counted in τ.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,19 +47,19 @@ def decode(
     at_once: int | None = None,
     goes_on: Callable[[], bool] | None = None,
 ) -> list[Generation]:
-    """Continue every prompt in this way (None: greedily, without a draft). Rows that end leave the
-    batch or, with `at_once` (the number of rows, for plain decoding only), make room for
-    prompts that have none yet. A row's tokens do not depend on its neighbours, sampled ones
-    neither: its random numbers follow from its seed alone. Exceptions are its drafts' lengths, if
-    `way.draft_length` looks at the batch or the longest row is about to use up the positions.
+    """Continue every prompt as `way` says (None: greedily, without a draft). Finished rows leave
+    the batch or, with `at_once` (the number of rows, for vanilla decoding only), are reused for
+    waiting prompts. A row's tokens do not depend on its neighbours, even if they are sampled: its
+    random numbers depend on its seed alone. Draft lengths may depend on them, if `way.draft_length`
+    considers the batch or the longest row runs out of positions.
 
     `eos` None is the target's own; () never ends a response early. A `stop` string ends a response
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
-    logits processors, applied to p and q alike. `seeds` has one number for each prompt.
-    `on_tokens` is called after each speculation step, and `record` keeps hidden states of plain
-    responses. Once `goes_on` returns False, prompts that have no row yet get none: then the first
-    prompts alone are returned. Raises UserError as `require_room` does, and for options that do not
-    go together.
+    logits processors, applied to p and q alike. `seeds` has one number for each prompt. `on_tokens`
+    is called after each speculation step, and `record` keeps hidden states of plain responses. Once
+    `goes_on` returns False, no waiting prompt is started, and only the responses to the started
+    ones are returned. Raises UserError as `require_room` does, and for options that do not go
+    together.
     """
     way = way or Way()
     drafter, shape = way.drafter, way.shape
@@ -173,7 +173,8 @@ def decode(
 
 
 def _of_decoder(processor: Processor, target: Target) -> Processor:
-    """The processor, given only the tokens that the target's decoder reads, as in transformers."""
+    """The processor, applied only to the tokens that the target's decoder reads, as in
+    transformers."""
 
     def processed(ids_BT: Tensor, scores_BV: Tensor) -> Tensor:
         rows = [ids[len(ids) - target.placed(ids.tolist()) :] for ids in ids_BT]
@@ -203,8 +204,8 @@ def prefill(
 def shortened(
     shape: Shape, length: Length | None, target: Target, drafter: Drafter, cache: SlotCache
 ) -> Shape | None:
-    """The shape that this speculation step drafts: a chain as long as the policy and the free
-    positions of target and draft allow; None if nothing is to be drafted."""
+    """The topology of this speculation step: a chain as long as the adaptive draft length and the
+    free positions of target and draft allow; None if nothing is drafted."""
     positions = target.room(min(cache.lengths))
     taken = max(cache.lengths) + 1  # including the anchor's
     room = min(positions, drafter.limits.positions or positions) - taken
@@ -221,8 +222,8 @@ def require_room(
     max_new_tokens: int,
     drafter: Drafter | None = None,
 ) -> None:
-    """Raise UserError for no prompts or an empty one, for unknown ids, and if a response would not
-    fit the positions of the target, or of a `drafter` that cannot stop before they run out."""
+    """Raise UserError for no prompts, an empty prompt or unknown ids, and if a response exceeds the
+    positions of the target, or of a `drafter` that cannot stop before they run out."""
     require(len(prompts) > 0, "no prompts were given: there is nothing to continue")
     whole = isinstance(max_new_tokens, int) and max_new_tokens >= 1
     require(whole, f"max_new_tokens={max_new_tokens}: give a whole number of 1 or more")
@@ -242,8 +243,8 @@ def require_room(
 
 
 def capacity(tokens: int, drafter: Drafter | None, shape: Shape | None) -> int:
-    """Slots of a fixed cache for a text of this many tokens and the drafts after it: a power of
-    two, because passes are compiled again for every size."""
+    """The number of slots of a fixed cache for a text of this many tokens and the drafts after it:
+    a power of two, because each size is compiled separately."""
     drafted = max(shape.nodes, shape.grown) if shape else 0
     room = tokens + 2 * (drafted + 1) + (drafter.limits.slots if drafter else 0)
     return max(256, 1 << (room - 1).bit_length())
@@ -257,5 +258,5 @@ def generate(
     seed: int = 0,
     **options: Any,
 ) -> Generation:
-    """`decode` for one prompt, with any of its `options`."""
+    """Call `decode` for one prompt, with any of its `options`."""
     return decode(target, [prompt], way, seeds=[seed], **options)[0]

@@ -1,9 +1,9 @@
-"""How many tokens to draft in a speculation step: fixed, fitted to acceptance and cost, or stopped
-early.
+"""The number of tokens to draft in a speculation step: fixed, fitted to acceptance and cost, or
+stopped early by confidence.
 
-A policy is lossless if the length is a *stopping time* of the draft: whether a chain ends after its
-i-th token may depend on past speculation steps and on the tokens drafted up to and including that
-one, and the token stays in the chain. Then both `rejection` and `block` give p exactly (see
+A policy is lossless if the length is a *stopping time* of the draft. Whether a chain ends after its
+i-th token may depend on past speculation steps and on the tokens drafted up to and including the
+i-th, and the i-th token stays in the chain. Then both `rejection` and `block` give p exactly (see
 tests/decoding/test_length_laws.py).
 """
 
@@ -31,8 +31,9 @@ T = TypeVar("T")
 
 @dataclass
 class Length:
-    """How many tokens a speculation step drafts: by default always `limit`, the maximum for every
-    policy. The fields of a policy are its settings. Rows keep their order during a step."""
+    """A policy for the number of tokens in a speculation step: by default always `limit`, the
+    maximum of every policy. The fields of a policy are its settings. Rows keep their order during a
+    step."""
 
     limit: int = 8
 
@@ -47,45 +48,46 @@ class Length:
 
     @classmethod
     def learn(cls, trials: "Trials", gamma: int) -> "tuple[dict[str, Any], SavedFigures | None]":
-        """Measure what the setting `measured` lacks, for at most γ tokens: further settings, and
-        the figures for `use`. Called for policies that name such a setting."""
+        """Measure the figures that the setting `measured` lacks, for at most γ tokens. Returns
+        further settings, and the figures for `use`. Called for policies with such a setting."""
         return {}, None
 
     def use(self, figures: Any = None) -> None:
-        """Use measured figures, or else those in the settings; UserError if some are missing."""
+        """Take measured figures or, without them, those in the settings. Raises UserError if some
+        are missing."""
 
     def gamma(self, batch: int) -> int:
-        """The most tokens to draft in the coming speculation step of `batch` rows; 0 is a plain
-        step."""
+        """The maximum number of tokens to draft in the next speculation step of `batch` rows; 0 is
+        a vanilla step."""
         return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
         """Which rows stop drafting [B] bool, after `token_B` (indices into S) were drawn from q at
-        `depth` with this confidence; also called after the last token, for policies that learn. For
-        a row that has stopped, the inputs are arbitrary and the answer is ignored."""
+        `depth` with this confidence. It is also called after the last token, for policies that
+        learn. For stopped rows, inputs are arbitrary and the result is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        """Take the outcome of a speculation step: tokens drafted and accepted, one entry for each
-        row."""
+        """Record the outcome of a speculation step: the numbers of drafted and accepted tokens, one
+        entry for each row."""
 
 
 class Trials(Protocol):
-    """Measurements that a policy may ask for before decoding (`specdec.measure.choosing`)."""
+    """Measurements that a policy may request before decoding (`specdec.measure.choosing`)."""
 
     def step_costs(self) -> tuple[float, float]:
-        """c, the time of a draft step, and v, that of a target pass over γ + 1 tokens, both in
-        steps of vanilla decoding."""
+        """c, the time of a draft step, and v, the time of a verification pass over γ + 1 tokens,
+        both in vanilla steps."""
 
     def cost_table(self) -> "SavedFigures":
-        """The times of whole speculation steps, by batch and γ."""
+        """The times of complete speculation steps, by batch size and γ."""
 
     def decode_then(self, policy: Length, outcome: Callable[[], T]) -> T:
-        """`outcome()` after some prompts were decoded with chains that `policy` shortens."""
+        """Decode some prompts with chains that `policy` shortens, then return `outcome()`."""
 
 
 class SavedFigures(ABC):
-    """A dataclass that is measured once and kept in a JSON file, which a setting names."""
+    """Figures that are measured once and kept in a JSON file; a setting names the file."""
 
     setting: ClassVar[str]
     remedy: ClassVar[str]  # how to get the file
@@ -93,10 +95,10 @@ class SavedFigures(ABC):
 
     @abstractmethod
     def summary(self, where: str) -> str:
-        """A sentence for the report; `where` says at which temperature and on which prompts."""
+        """A sentence for the report; `where` names the temperature and the prompts."""
 
     def document(self) -> str:
-        """The contents of the file."""
+        """The file's contents as text."""
         return json.dumps(sealed(asdict(self)), indent=1)  # type: ignore[call-overload]
 
     def save(self, path: Path) -> None:
@@ -121,14 +123,14 @@ class Fixed(Length):
 
 @dataclass
 class Adaptive(Length, ABC):
-    """Drafts the γ with most tokens per unit of time at the acceptance so far; at times one more.
+    """Drafts the γ with the most tokens per unit of time at the acceptance so far, and sometimes
+    one token more.
 
-    `alpha` is the initial acceptance by depth, and counts as much as `weight` tested tokens; a
-    depth beyond the list starts from the estimate of the depth before it. Each speculation step
-    that tests a depth multiplies its earlier counts by `forget`. Every `explore_every`-th step (0:
-    none) drafts one token more than seems best, since a depth that was given up would otherwise
-    never be tried again; unless even a longer draft whose extra tokens were all accepted would not
-    pay.
+    `alpha` is the initial acceptance by depth, with the weight of `weight` tested tokens; a depth
+    beyond the list starts from the estimate of the depth before it. Each speculation step that
+    tests a depth multiplies its earlier counts by `forget`. Every `explore_every`-th step (0:
+    never) drafts one token more than seems best: otherwise an abandoned depth would never be tested
+    again. It does not if the longer draft could not pay even with all of its extra tokens accepted.
     """
 
     alpha: list[float] = field(default_factory=lambda: [0.6])
@@ -160,7 +162,7 @@ class Adaptive(Length, ABC):
 
     @abstractmethod
     def speed_by_gamma(self, alpha: list[float], batch: int) -> list[float]:
-        """Tokens per unit of time for γ = 0 … limit; any unit will do."""
+        """Tokens per unit of time for γ = 0 … limit, in an arbitrary unit."""
 
     def gamma(self, batch: int) -> int:
         self.steps += 1
@@ -173,8 +175,9 @@ class Adaptive(Length, ABC):
         return best + (max(hoped[best + 1 :]) > rates[best])
 
     def by_depth(self) -> list[float]:
-        """P(the token at depth k is accepted | it was drafted, and all before it were accepted)
-        [K], K = limit, estimated as (weight · prior + accepted) / (weight + tested)."""
+        """The estimated acceptance by depth [K], K = limit: P(the token at depth k is accepted | it
+        was drafted, and all tokens before it were accepted), estimated as (weight · prior +
+        accepted) / (weight + tested)."""
         alpha: list[float] = []
         for k, (tested, accepted) in enumerate(zip(self.tested, self.accepted, strict=True)):
             start = self.alpha[k] if k < len(self.alpha) else alpha[-1]
@@ -192,10 +195,10 @@ class Adaptive(Length, ABC):
 
 @dataclass
 class OptimalLength(Adaptive):
-    """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5)
-    with acceptance by depth and measured costs. It ignores the size of the batch. `c` is the time
-    of a draft step divided by that of a plain target step; `v` gives points of v(γ), the time of a
-    target pass over γ + 1 tokens in the same unit (see `leviathan.pass_cost`)."""
+    """The γ with the largest τ / (γc + v(γ)): Theorem 3.8 (Leviathan et al. 2023, Section 3.5) with
+    acceptance by depth and measured costs. It ignores the batch size. `c` is draft-step time /
+    target-step time; `v` holds points of v(γ), the time of a verification pass over γ + 1 tokens in
+    the same unit (see `leviathan.pass_cost`)."""
 
     c: float | None = None
     v: dict[int, float] = field(default_factory=dict)
@@ -225,9 +228,9 @@ class OptimalLength(Adaptive):
 
 @dataclass
 class CostTable(SavedFigures):
-    """The time of a whole speculation step, drafting and verifying: `seconds[i][j]` for
-    `batches[i]` rows and `gammas[j]` drafted tokens. Both lists rise; γ = 0, the plain step, comes
-    first."""
+    """The time of a complete speculation step, drafting and verifying: `seconds[i][j]` for
+    `batches[i]` rows and `gammas[j]` drafted tokens. Both lists rise; the first γ is 0, the vanilla
+    step."""
 
     batches: list[int]
     gammas: list[int]
@@ -263,7 +266,7 @@ class CostTable(SavedFigures):
 @dataclass
 class Goodput(Adaptive):
     """The γ with the largest goodput, E[tokens emitted] / T_step(γ, batch) (SmartSpec, Liu et al.
-    2024); 0 in batches too large for drafts to pay. `table` is the JSON file of a `CostTable`."""
+    2024); 0 in batches where drafts do not pay. `table` is the JSON file of a `CostTable`."""
 
     table: str = ""
 
@@ -283,8 +286,9 @@ class Goodput(Adaptive):
 
 @dataclass
 class Confidence(Length):
-    """Stops after a token if its confidence (see specdec.sampling.confidence) or, if `cumulative`,
-    the product along the chain is below `threshold`. The token itself is still verified."""
+    """Stops after a token if its confidence (see specdec.sampling.confidence) is below `threshold`
+    or, if `cumulative`, the product of the confidences along the chain is. That token is still
+    verified."""
 
     threshold: float = 0.4
     cumulative: bool = False
@@ -306,8 +310,8 @@ LENGTHS: Plugins[type[Length]] = Plugins(
 
 
 def length(name: str, settings: Mapping[str, Any] | None = None, figures: Any = None) -> Length:
-    """The policy of this name with these settings and the `figures` that were measured for it.
-    Raises UserError for an unknown name or setting, or if a figure it needs is missing."""
+    """The policy with this name, these settings and the measured `figures`. Raises UserError for an
+    unknown name or setting, or if a required figure is missing."""
     policy = record(LENGTHS.named(name), dict(settings or {}), "decode.draft_length_settings")
     policy.use(figures)
     return policy

@@ -1,4 +1,4 @@
-"""Text that a draft model writes without the target."""
+"""Responses that a draft model writes without the target."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many rows of a batch fit into the memory that is free on the target's device."""
+"""The number of rows of a batch that fit into the free memory of the target's device."""
 
 from collections.abc import Sequence
 
@@ -19,10 +19,10 @@ ACTIVATIONS = 24  # tensors of the model's width that a layer holds for each tok
 def rows_that_fit(
     target: Target, prompt: Sequence[int], new: int, needs: HiddenStateSpec
 ) -> int | None:
-    """How many prompts as long as this one can be answered at once with `new` tokens each, at least
-    1; None where the free memory is not known. The KV cache of the prompt is measured, so it is
-    that of the target at hand, whatever its attention keeps; the rest is estimated. The hidden
-    states that `needs` names are kept for every token."""
+    """The number of prompts as long as this one that can be continued at once with `new` tokens
+    each, at least 1; None if the free memory is not known. The KV cache of the prompt is measured
+    on the target itself; the rest is estimated. The hidden states in `needs` are kept for every
+    token."""
     if (free := free_bytes(target.device)) is None:
         return None
     cache = target.new_cache()

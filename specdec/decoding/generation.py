@@ -1,4 +1,4 @@
-"""The growing responses of a batch: where each response ends, and the record of its speculation
+"""The growing responses of a batch: where each response ends, and a record of its speculation
 steps."""
 
 import time
@@ -19,7 +19,7 @@ PHASES = ("draft", "verify", "judge", "commit")  # of a speculation step
 
 @dataclass
 class SpeculationStep:
-    """One pass of the target over one row: its start, its draft, and what was kept."""
+    """One speculation step of one row: its start, its draft, and the tokens kept."""
 
     anchor: int  # position in the text of the last committed token
     drafted: int  # tokens on the longest drafted path
@@ -32,7 +32,8 @@ class SpeculationStep:
 
     @property
     def bonus(self) -> bool:
-        """Whether the target's own token extended the draft, instead of correcting a rejection."""
+        """Whether the target's own token extended a fully accepted draft; otherwise it corrected a
+        rejection."""
         return self.tested == self.accepted
 
 
@@ -55,8 +56,9 @@ class Generation:
 
     @property
     def emitted(self) -> int:
-        """Tokens of the response that the speculation steps emitted: all but the first, which
-        prefill emits, and without those beyond the cut. τ is emitted / steps, pooled."""
+        """The number of response tokens that speculation steps emitted: all but the first, which
+        prefill emits, and without those after the end of the response. τ is emitted / steps,
+        pooled."""
         return max(0, len(self.ids) - 1)
 
 
@@ -67,8 +69,8 @@ Piece = tuple[str, str]
 
 
 def pieces(stream: Stream, ids: Sequence[int], last: SpeculationStep | None) -> list[Piece]:
-    """What a speculation step adds to a response, as `OnTokens` gets it, in the order in which it
-    is read: a rejected draft comes right before its correction."""
+    """The text that a speculation step adds to a response, as `OnTokens` receives it, in reading
+    order: a rejected draft comes right before its correction."""
     if last is None:
         parts = [("plain", stream.add(ids))]
     else:
@@ -91,7 +93,7 @@ def pieces_of(tokenizer: Any, response: Generation) -> list[Piece]:
 
 
 class Clock:
-    """Seconds spent so far in prefill and in each phase of the speculation steps, by the device's
+    """Seconds spent in prefill and in each phase of the speculation steps, on the device's
     timeline."""
 
     def __init__(self, device: torch.device) -> None:
@@ -104,13 +106,13 @@ class Clock:
         self._last = self._watch.mark()
 
     def end(self, phase: str) -> None:
-        """Count the time since the last call for this phase."""
+        """Add the time since the last call to this phase."""
         last, self._last = self._last, self._watch.mark()
         self._ended.append((phase, last, self._last))
 
     @property
     def spent(self) -> dict[str, float]:
-        """The seconds by phase; waits until the device has passed the end of the last."""
+        """The seconds by phase. Waits until the device has finished the last one."""
         for phase, start, end in self._ended:
             self._seconds[phase] += self._watch.seconds(start, end)
         self._ended.clear()
@@ -119,8 +121,9 @@ class Clock:
 
 @dataclass(frozen=True)
 class Record:
-    """Which of the target's hidden states to keep from plain responses. When a response ends,
-    `keep(text, ctx)` gets its prompt and answer and the hidden states of all but the last token."""
+    """The choice of the target's hidden states to keep from vanilla responses. When a response
+    ends, `keep(text, ctx)` receives its prompt and response and the hidden states of all but the
+    last token."""
 
     needs: HiddenStateSpec  # and the final hidden state, always
     keep: Callable[[list[int], Context], None]
@@ -128,7 +131,7 @@ class Record:
 
 @dataclass
 class GrowingResponses:
-    """The responses to all prompts, which of them have ended, and the prompts still in the
+    """The responses to all prompts, the set of finished ones, and the prompts still in the
     batch."""
 
     prompts: Sequence[Sequence[int]]
@@ -164,8 +167,8 @@ class GrowingResponses:
         steps: list[SpeculationStep] | None = None,
         only: Sequence[int] | None = None,
     ) -> None:
-        """Add the tokens that a speculation step committed to each row of the batch, or to these
-        rows `only`; steps None: prefill."""
+        """Add the tokens that a speculation step committed to each row of the batch, or to the rows
+        `only`; `steps` is None for prefill."""
         for n, b in enumerate(range(len(self.in_batch)) if only is None else only):
             i = self.in_batch[b]
             if i in self._done:  # the response has ended, but its row is still in the batch
@@ -194,8 +197,8 @@ class GrowingResponses:
                 self.record.keep(rows.texts[b], rows.known(b))
 
     def remaining(self, patient: bool) -> list[int] | None:
-        """The rows that stay in the batch if ended rows are removed now, else None. Removing rows
-        copies the caches, so a `patient` batch waits until more than a tenth have ended."""
+        """The rows that remain if finished rows are removed now, else None. Removing rows copies
+        the caches, so a `patient` batch waits until more than a tenth of its rows are finished."""
         rows = [b for b, i in enumerate(self.in_batch) if i not in self._done]
         if self._waits(len(rows), patient):
             return None
@@ -203,8 +206,8 @@ class GrowingResponses:
         return rows
 
     def refilled(self) -> list[int]:
-        """Rows whose responses have ended, each of which now belongs to a prompt that waited; none
-        until more than a tenth of the rows have ended, since prompts are read faster together."""
+        """Rows whose responses are finished, each of which is reassigned to a waiting prompt. None
+        until more than a tenth of the rows are finished, since prompts are read faster together."""
         if not self._waiting:
             return []
         ended = [b for b, i in enumerate(self.in_batch) if i in self._done]
@@ -219,15 +222,16 @@ class GrowingResponses:
         return rows
 
     def _waits(self, going: int, patient: bool) -> bool:
-        """Whether the batch stays as it is while so many of its rows go on."""
+        """Whether the batch keeps its rows while so many of them are unfinished."""
         return going == len(self.in_batch) or (patient and going >= 0.9 * len(self.in_batch))
 
     def generations(self) -> list[Generation]:
-        """One generation for each prompt that got a row, in order, once all have ended."""
+        """One generation for each prompt that got a row, in order, after all have finished."""
         return [self._done[i] for i in range(self._count)]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """How many tokens the response keeps, if it ends after its first `before`; else None."""
+        """The number of tokens that the response keeps if it ends after its first `before`; else
+        None."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):
                 return n
@@ -237,7 +241,7 @@ class GrowingResponses:
 def outcome(
     proposal: Proposal, verdict: Verdict, texts: list[list[int]]
 ) -> tuple[list[SpeculationStep], list[list[int]]]:
-    """The speculation step of each row, and its new tokens: those that were kept, and the target's
+    """The speculation step of each row, and its new tokens: the accepted ones and the target's
     own."""
     paths, following = verdict.path_BK.tolist(), verdict.next_B.tolist()
     drafted = zip(proposal.tokens_BG.tolist(), proposal.above_BG.tolist(), strict=True)

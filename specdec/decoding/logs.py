@@ -1,5 +1,5 @@
-"""A decoder's speculation steps in a file, for training at the anchors that it visited: a line of
-JSON for each response (`Logged`)."""
+"""A decoder's speculation steps in a file, for training at the anchors that it visited. The file
+has a JSON line for each response (`Logged`)."""
 
 import json
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ LoggedSteps = list[tuple[int, int, tuple[int, ...]]]
 
 @dataclass
 class Logged:
-    """One line of a log."""
+    """One line of a log of speculation steps."""
 
     prompt: list[int]
     ids: list[int]  # of the response
     speculation_steps: LoggedSteps
 
     def fits(self, vocab_size: int) -> bool:
-        """Whether this line can come from a response of a target with this vocabulary."""
+        """Whether this line can be from a response of a target with this vocabulary."""
         texts = [self.prompt, self.ids, *(tokens for _, _, tokens in self.speculation_steps)]
         end = len(self.prompt) + len(self.ids)
         return (
@@ -34,7 +34,7 @@ class Logged:
 
 
 def logged_steps(response: Generation) -> LoggedSteps:
-    """The speculation steps of a response as a log holds them. Raises UserError if trees were
+    """The speculation steps of a response in the format of a log. Raises UserError if trees were
     drafted."""
     require(
         all(r.tokens or not r.nodes for r in response.steps),

@@ -1,4 +1,4 @@
-"""The growing texts of a batch, and the target's hidden states of them."""
+"""The growing texts of a batch, and the target's hidden states for them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from specdec.runtime.cache import SlotCache
 
 
 class Rows:
-    """The growing texts of a batch, and the target's hidden states of all but their anchors.
-    `texts` stays the same list object, so its holders see the current batch."""
+    """The growing texts of a batch, and the target's hidden states for all tokens but their
+    anchors. `texts` remains the same list object, so other holders see the current batch."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], device: torch.device) -> None:
         self.texts: list[list[int]] = [[] for _ in prompts]
@@ -24,7 +24,7 @@ class Rows:
         self.extend([list(p) for p in prompts])
 
     def ids(self) -> Tensor:
-        """[B, T], padded on the right."""
+        """Token ids [B, T], padded on the right."""
         return self._buffers.ids_BT[:, : max(map(len, self.texts))]
 
     def anchors(self) -> Tensor:
@@ -38,8 +38,8 @@ class Rows:
         counts: Sequence[int] = (),
         path_BK: Tensor | None = None,
     ) -> None:
-        """Commit tokens to each row, and the hidden states of `counts[b]` places of a pass: the
-        first ones, or the first that `path_BK` lists."""
+        """Commit tokens to each row, and the hidden states of `counts[b]` places of a forward pass:
+        the first ones, or the first that `path_BK` lists."""
         fresh = [torch.tensor(ids, dtype=torch.long, device=self.device) for ids in new]
         self._buffers.ids_BT = _written(self._buffers.ids_BT, list(map(len, self.texts)), fresh)
         for ids, more in zip(self.texts, new, strict=True):
@@ -56,22 +56,23 @@ class Rows:
         self.seen = [s + n for s, n in zip(self.seen, counts, strict=True)]
 
     def known(self, b: int) -> Context:
-        """The tokens [1, T] of one row that have hidden states, with those hidden states: a copy,
-        since the row may be given to another text."""
+        """The tokens [1, T] of one row that have hidden states, with these hidden states. It is a
+        copy, since the row may be reassigned."""
         ids_BT = self._buffers.ids_BT[b : b + 1, : self.seen[b]]
         return replace(
             each(self._buffers, lambda x: x[b : b + 1, : self.seen[b]].clone()), ids_BT=ids_BT
         )
 
     def context(self, cache: SlotCache | None = None) -> Context:
-        """The context for a drafter; `cache` is the target's, for drafters that are part of it."""
+        """The context for a drafter; `cache` is the target's, for drafters that are part of the
+        target."""
         known = max(self.seen)
         lengths = [len(ids) for ids in self.texts]
         read = each(self._buffers, lambda x: x[:, :known])
         return replace(read, ids_BT=self.ids(), lengths=lengths, texts=self.texts, cache=cache)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these rows of the batch."""
         index = torch.tensor(rows, device=self.device)
         self.texts[:] = [list(self.texts[b]) for b in rows]
         self.seen = [self.seen[b] for b in rows]
@@ -79,7 +80,7 @@ class Rows:
         self._buffers = replace(kept, ids_BT=self._buffers.ids_BT[index])
 
     def replace(self, rows: Sequence[int], other: "Rows") -> None:
-        """Give these rows of the batch to the texts of another one, in order."""
+        """Assign these rows to the texts of `other`, in order."""
         theirs = dict(zip(rows, range(len(rows)), strict=True))
         for b, n in theirs.items():
             self.texts[b], self.seen[b] = list(other.texts[n]), other.seen[n]
@@ -98,19 +99,19 @@ class Rows:
 
 
 def tensors(hidden_states: Context) -> dict[str, Any]:
-    """The hidden states that a context has, by field."""
+    """The hidden states of a context, by field name."""
     names = ("layers_BTF", "final_BTD")
     return {name: x for name in names if (x := getattr(hidden_states, name)) is not None}
 
 
 def each(hidden_states: Context, change: Callable[[Tensor], Tensor]) -> Context:
-    """The context with `change` applied to every hidden state; the ids stay as they are."""
+    """The context with `change` applied to every hidden state; ids are unchanged."""
     changed: dict[str, Any] = {name: change(x) for name, x in tensors(hidden_states).items()}
     return replace(hidden_states, **changed)
 
 
 def _written(buffer: Tensor, starts: Sequence[int], pieces: Sequence[Tensor]) -> Tensor:
-    """The buffer [B, T, …], made larger if it is full, with a piece [t, …] added to each row."""
+    """The buffer [B, T, …], enlarged if it is full, with a piece [t, …] appended to each row."""
     end = max(start + len(x) for start, x in zip(starts, pieces, strict=True))
     if end > buffer.shape[1]:
         grown = buffer.new_zeros(buffer.shape[0], max(256, 2 * end), *buffer.shape[2:])

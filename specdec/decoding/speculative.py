@@ -63,7 +63,7 @@ NEUTRAL |= {"min_new_tokens": 0, "min_p": 0.0, "penalty_alpha": 0.0, "guidance_s
 
 @dataclass
 class Speculation:
-    """Prompts and answers laid out as in transformers, and statistics."""
+    """Prompts and responses in transformers' layout, and statistics."""
 
     sequences: Tensor  # [B, T], padded on the right with the pad token
     generations: list[Generation]
@@ -76,7 +76,7 @@ class Speculation:
 
     @property
     def accepted_lengths(self) -> list[int]:
-        """How many speculation steps accepted 0, 1, 2, … drafted tokens."""
+        """The number of speculation steps that accepted 0, 1, 2, … drafted tokens."""
         kept = [r.accepted for g in self.generations for r in g.steps]
         return [kept.count(n) for n in range(max(kept, default=0) + 1)]
 
@@ -101,7 +101,7 @@ def speculative_generate(
     distribution if sampled. `attention_mask` marks padding, which may be on either side. Without a
     mask, the pad token is padding unless it is an eos, as in transformers.
 
-    For an encoder-decoder, `input_ids` are the encoder's tokens, and only the answer is returned,
+    For an encoder-decoder, `input_ids` are the encoder's tokens, and only the response is returned,
     beginning with the decoder's start token. Limits, eos, stop strings, sampling and processors
     come from `overrides`, then `generation_config`, then the target's own config. The caller's
     `logits_processor` run after the penalties and before temperature, one row at a time. `streamer`
@@ -193,7 +193,7 @@ def transformers_errors() -> Iterator[None]:
 
 
 def _asks(config: GenerationConfig, name: str) -> bool:
-    """Whether the field has an effect."""
+    """Whether the field of the generation config has an effect."""
     value = getattr(config, name, None)
     return value is not None and value is not False and value != NEUTRAL.get(name)
 
@@ -210,7 +210,7 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int
 
 
 def _late(config: GenerationConfig) -> bool:
-    """Whether the config asks for a warper that must run after temperature, top-k and top-p."""
+    """Whether the config requests a warper that must run after temperature, top-k and top-p."""
     return bool(config.do_sample) and any(_asks(config, name) for name in LATE)
 
 
@@ -222,9 +222,10 @@ def _processors(
     limit: int,
     of_user: Sequence[Processor],
 ) -> list[Processor]:
-    """The processors that `generate` would run, made by its own function. Its warpers are among
-    them only if the `Sampler`, which is faster and keeps a draft's vocabulary pruned, cannot do the
-    same. `seen` counts the tokens before each row's response, `limit` those of the response."""
+    """The processors that `generate` would run, made by its own function. Warpers are included only
+    if the `Sampler`, which is faster and keeps the draft vocabulary pruned, cannot do the same.
+    `seen` is the number of tokens before each row's response, `limit` the maximum of response
+    tokens."""
     require(
         len(seen) == 1 or not any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in of_user),
         "PrefixConstrainedLogitsProcessor needs the number of the row in the batch, but each row "
@@ -252,7 +253,7 @@ def _processors(
 
 
 def _named(config: GenerationConfig) -> Iterator[tuple[str, Sequence[int]]]:
-    """The config's fields that make processors act on given tokens, and those tokens."""
+    """The config's fields that name tokens for processors, and those tokens."""
     forced = ("forced_bos_token_id", "forced_eos_token_id")
     for name in ("suppress_tokens", "begin_suppress_tokens", *forced):
         yield name, _ids(getattr(config, name))

@@ -1,4 +1,4 @@
-"""The text of a growing answer: streamed to the user, and searched for stop strings."""
+"""The text of a growing response: streamed to the user, and searched for stop strings."""
 
 import copy
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ SHOWN = 8  # after bytes that form no character: how many shown tokens to decode
 
 
 class Stream:
-    """Turns committed tokens into the text that they complete: a character that is split over
-    several tokens comes with the last of them. Each token is decoded together with the tokens of
-    the piece shown last, on which its text may depend (such as a leading space). Joined, the pieces
-    are the text of the whole answer, unless a tokenizer changes text that was complete (as
-    SentencePiece does for bytes that form no character)."""
+    """Turns committed tokens into text: a character that is split over several tokens appears with
+    the last of them. Each token is decoded together with the tokens of the piece shown last, on
+    which its text may depend (such as a leading space). Joined, the pieces are the text of the
+    whole response, unless a tokenizer changes text that was complete (as SentencePiece does for
+    bytes that form no character)."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -24,17 +24,17 @@ class Stream:
         self._count = 0  # how many of them were shown
 
     def add(self, ids: Sequence[int]) -> str:
-        """The text that these tokens complete and that was not returned before."""
+        """The text that these tokens complete."""
         return "".join([self._added(token) for token in ids])
 
     def preview(self, ids: Sequence[int]) -> str:
-        """The text that these tokens would add, which are not added."""
+        """The text that these tokens would add; they are not added."""
         twin = copy.copy(self)
         twin._pieces, twin._ids = [], list(self._ids)
         return (twin.add(ids) + twin.rest()).removesuffix(BROKEN)
 
     def rest(self) -> str:
-        """At the end of the answer, the text that was held back."""
+        """The text that was held back, at the end of the response."""
         return self._show(len(self._ids))
 
     def text(self) -> str:
@@ -53,14 +53,14 @@ class Stream:
         return self._show(count)
 
     def _ends_within_a_character(self) -> bool:
-        """Whether the last token leaves a character incomplete. A complete text may end in a
-        replacement character too, if the model wrote one. SentencePiece, which shows one for each
-        byte of an incomplete character, then returns a shorter text than before."""
+        """Whether the last token leaves a character incomplete. A complete text may also end in a
+        replacement character, if the model wrote one. SentencePiece, which shows one for each byte
+        of an incomplete character, then returns a shorter text than before."""
         text = self._decoded(self._ids)
         return text.endswith(BROKEN) and len(text) >= len(self._decoded(self._ids[:-1]))
 
     def _show(self, count: int) -> str:
-        """Return what the first `count` tokens add to the text that was shown."""
+        """The text that the first `count` tokens add to the text shown so far."""
         shown, text = (self._decoded(self._ids[:n]) for n in (self._count, count))
         first = self._count if count == len(self._ids) else max(0, count - SHOWN)
         self._pieces.append(text[len(shown) :])
@@ -75,7 +75,7 @@ class Stream:
 
 
 class Stops:
-    """Finds stop strings that end in the token added last; they may begin in the prompt."""
+    """Finds stop strings that end in the most recent token; they may begin in the prompt."""
 
     def __init__(self, stop: Sequence[str], tokenizer: Any) -> None:
         self.stop = list(stop)

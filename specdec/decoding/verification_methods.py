@@ -1,13 +1,13 @@
-"""Verification methods: which drafted tokens are kept, and what follows them.
+"""Verification methods: the choice of drafted tokens to keep, and of the next token.
 
 A draft is a tree of nodes below the anchor; a chain is a tree with one child per node. A
 verification method maps the draft's tokens, the q they were drawn from and the target's p to the
-*law* of the speculation step: where the committed path ends, and how the next token is distributed
-there. It is lossless if the committed tokens follow p, taken over the draft's randomness too.
-`verify` draws from it.
+*law* of the speculation step: the distribution of the end of the committed path, and that of the
+next token. It is lossless if the committed tokens follow p, taken over the draft's randomness too.
+`verify` draws from the law.
 
 Most verification methods are local: a function judges the children of one node, from the anchor
-downwards, so p is needed only where the path leads. The others weigh whole paths and need p
+downwards, so p is required only along the path taken. The others judge whole paths and require p
 everywhere.
 
 `p_BMV` is the target's distribution after each place.
@@ -58,8 +58,7 @@ class VerificationMethod:
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
     replacement, "with" replacement (duplicates stay), or "fixed": chosen deterministically, which
     is also what a q of None means. `at_zero` judges at temperature 0; None is `greedy`, which is
-    lossless whatever the verification method is above 0. `parameters` maps each name to its largest
-    value; values must be above 0.
+    lossless. `parameters` maps each name to its largest value; values must be above 0.
     """
 
     node: JudgeChildren | None = None
@@ -75,7 +74,8 @@ class VerificationMethod:
         return self.siblings != "none"
 
     def keeps_p(self, greedy: bool) -> bool:
-        """Whether committed tokens follow the target, at temperature 0 (`greedy`) or above."""
+        """Whether committed tokens follow the target's distribution, at temperature 0 (`greedy`) or
+        above."""
         return self.at_zero is None if greedy else self.lossless
 
     def tuned(self, **values: float) -> "VerificationMethod":
@@ -103,7 +103,7 @@ class VerificationMethod:
 def judged(
     method: VerificationMethod, proposal: Proposal, logits_BMV: Tensor, choose: Choose
 ) -> Verdict:
-    """Draw the verdict of all rows; `logits_BMV` have passed the processors."""
+    """The verdict for all rows, drawn at random; `logits_BMV` are logits after the processors."""
     if choose.sampler.greedy:
         if method.at_zero is not None:
             return method.at_zero(proposal, logits_BMV.float())
@@ -134,9 +134,9 @@ def verify(
 ) -> Verdict:
     """Draw a verdict from the law of the speculation step, for all rows at once. `p_of(place_B) ->
     p_BV` is the target's distribution after one place of each row, and `p_of(None) -> p_BMV` after
-    all; local verification methods call it only for the nodes that they reach, until all rows have
-    stopped. A row's verdict depends on its own draft and random numbers only. Raises ValueError for
-    a tree if the verification method is for chains."""
+    all; local verification methods call it only for nodes that they reach. A row's verdict depends
+    on its own draft and random numbers only. Raises ValueError for a tree if the verification
+    method supports chains only."""
     B, device = len(proposal.tokens_BG), proposal.tokens_BG.device
     if not method.trees and proposal.parents_BG is not None:
         chain_BG = Proposal(proposal.tokens_BG).above_BG
@@ -168,7 +168,7 @@ def verify(
 
 
 def draw(law: Law, proposal: Proposal, draws: RowDraws) -> Verdict:
-    """A verdict from a law: first where the path ends, then the next token."""
+    """A verdict drawn from a law: first the end of the path, then the next token."""
     uniform_B2 = draws.uniform(2)
     end_B = sample(law.stop_BM, uniform_B2[:, 0])
     row_B = torch.arange(len(end_B), device=end_B.device)
@@ -182,9 +182,9 @@ def rejection(
     tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor, replacement: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Leviathan et al. 2023, Algorithm 1: accept x with probability min(1, p(x) / q(x)); else the
-    next token follows norm(max(p - q, 0)). With several children, that distribution takes the
-    place of p for the next child: SpecInfer's multi-step speculative sampling (Miao et al. 2023,
-    Algorithm 2). Without q, each child is a point mass."""
+    next token follows norm(max(p - q, 0)). With several children, that distribution replaces p for
+    the next child: SpecInfer's multi-step speculative sampling (Miao et al. 2023, Algorithm 2).
+    Without q, each child is a point mass."""
     takes = []
     for x_B1 in tokens_BC.split(1, -1):
         there_B1, index_B1 = x_B1 >= 0, x_B1.clamp_min(0)
@@ -253,9 +253,9 @@ def block(proposal: Proposal, p_BMV: Tensor) -> Law:
 
 
 def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: float = 0.3) -> Law:
-    """Typical acceptance (Cai et al. 2024, Medusa, Section 2.3.1): x is kept if p(x) >
-    min(ε, δ e^{-H(p)}), whatever q was; the longest kept path wins (of equally long ones, the
-    likeliest), and the next token follows p. Lossy. ε and δ are the reference implementation's
+    """Typical acceptance (Cai et al. 2024, Medusa, Section 2.3.1): x is kept if p(x) > min(ε, δ
+    e^{-H(p)}), independent of q; the longest kept path wins (of equally long ones, the most
+    likely), and the next token follows p. Lossy. ε and δ are the reference implementation's
     `posterior_threshold` and `posterior_alpha`."""
     threshold_BM = (delta * (-torch.special.entr(p_BMV).sum(-1)).exp()).clamp_max(epsilon)
     p_BG = drafted_values(p_BMV, proposal)
@@ -267,7 +267,7 @@ def typical(proposal: Proposal, p_BMV: Tensor, epsilon: float = 0.09, delta: flo
 
 
 def greedy(proposal: Proposal, argmax_BM: Tensor) -> Verdict:
-    """Keep the longest path whose every token is the target's argmax at its place."""
+    """Keep the longest path on which every token is the target's argmax."""
     end_B = longest_path_end(proposal.tokens_BG == proposal.above(argmax_BM), proposal)
     return verdict(proposal, end_B, argmax_BM.gather(1, end_B[:, None])[:, 0])
 
@@ -307,8 +307,8 @@ VERIFICATION_METHODS: Plugins[VerificationMethod] = Plugins(
 
 
 def named(text: str) -> VerificationMethod:
-    """A verification method by its name (of the core, the lab or an installed package), with other
-    parameters after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as
+    """A verification method by its name (of the core, the lab or an installed package), with
+    optional parameters after a colon: "typical:epsilon=0.2,delta=0.05". Raises UserError as
     `VerificationMethod.tuned`, and for unknown names."""
     name, _, settings = text.partition(":")
     method = VERIFICATION_METHODS.named(name)
@@ -327,13 +327,14 @@ def named(text: str) -> VerificationMethod:
 
 
 def verdict(proposal: Proposal, end_B: Tensor, next_B: Tensor) -> Verdict:
-    """The verdict whose committed path ends at these places."""
+    """The verdict for committed paths that end at these places."""
     path_BK = proposal.path_BK(end_B)
     return Verdict((path_BK >= 0).sum(-1), next_B, path_BK)
 
 
 def drafted_values(x_BMV: Tensor, proposal: Proposal) -> Tensor:
-    """Each drafted token's value [B, G], from the values [B, M, V] at the place above it."""
+    """The value of each drafted token [B, G], from the values [B, M, V] at the place of its
+    parent."""
     row_B1 = torch.arange(len(x_BMV), device=x_BMV.device)[:, None]
     return x_BMV[row_B1, proposal.above_BG, proposal.tokens_BG.clamp_min(0)]
 
@@ -380,7 +381,7 @@ def normalised(rows: Tensor, without_mass: Tensor) -> Tensor:
 
 
 def without_token(q_BV: Tensor, x_B1: Tensor) -> Tensor:
-    """norm(q without x); all 0 once q has no token left, after which nothing more is taken."""
+    """norm(q without x); all 0 once q has no token left, and then no further child is accepted."""
     left_BV = q_BV.scatter(-1, x_B1, 0.0)
     return left_BV.div_(left_BV.sum(-1, keepdim=True).clamp_min(smallest_normal(q_BV)))
 
@@ -394,6 +395,6 @@ def probability_ratio(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
 
 
 def survival(mass: Tensor, weight: Tensor) -> Tensor:
-    """S / (S + 1 - w), computed so that it never exceeds 1; 0 where the denominator is 0."""
+    """S / (S + 1 - w), computed so that it never exceeds 1; 0 if the denominator is 0."""
     whole = mass + (1 - weight)
     return torch.where(whole > 0, mass / whole, 0.0)

@@ -1,4 +1,4 @@
-"""`Way`: one way of decoding. The configuration builds it, `decode` takes it, evaluation measures
+"""`Way`: a decoding configuration. The settings build it, `decode` takes it, evaluation measures
 it, and reports name it."""
 
 from copy import deepcopy
@@ -17,15 +17,15 @@ from specdec.targets.parts import TargetParts
 
 @dataclass(frozen=True)
 class Way:
-    """What proposes tokens and in what shape, how p and q follow from logits, and how drafts are
-    judged. `Way()` is greedy plain decoding.
+    """A decoding configuration: drafter, draft topology, sampler, and verification method. `Way()`
+    is greedy vanilla decoding.
 
-    `shape` is what a speculation step drafts (None: a chain as deep as the drafter was trained).
-    `length` is a policy that shortens chains, and may learn from one response to the next.
-    `verification` judges drafts (see `fitting_verification`). `greedy_draft` drafts the likeliest
-    token at T > 0, as engines do by default. `compiled` runs the passes of target and draft through
+    `shape` is the draft topology (None: a chain as deep as the drafter was trained). `length` is an
+    adaptive draft length for chains, which may learn from one response to the next. `verification`
+    judges drafts (see `fitting_verification`). `greedy_draft` drafts the most likely token at T >
+    0, as engines do by default. `compiled` runs the forward passes of target and draft through
     `torch.compile`, over caches of fixed size. Raises UserError as `require_draftable` and
-    `fitting_verification` do, and for a policy beside a tree.
+    `fitting_verification` do, and for an adaptive draft length with a tree.
     """
 
     drafter: Drafter | None = None  # None: plain decoding
@@ -54,21 +54,21 @@ class Way:
 
     @property
     def variant(self) -> str:
-        """The variant of α by which drafts are accepted."""
+        """The variant of α that describes the acceptance of drafts."""
         picked = self.greedy_draft or self.verification_method.siblings == "fixed"
         return variant_of(self.sampler.greedy, picked)
 
     @property
     def plain(self) -> "Way":
-        """Plain decoding with the same sampler."""
+        """Vanilla decoding with the same sampler."""
         return Way(sampler=self.sampler, compiled=self.compiled)
 
     def drafting(self, shape: Shape, length: Length | None = None) -> Self:
-        """This way with the given shape and length policy in place of its own."""
+        """A copy with the given topology and adaptive draft length."""
         return replace(self, shape=shape, draft_length=length)
 
     def fresh(self) -> Self:
-        """This way with a copy of its length policy, which learns on its own from here on."""
+        """A copy whose adaptive draft length learns independently from here on."""
         return replace(self, draft_length=deepcopy(self.draft_length))
 
 
@@ -79,8 +79,7 @@ def fitting_verification(
     greedy_draft: bool = False,
 ) -> VerificationMethod:
     """The verification method of this name. "auto" is block for chains, recursive for trees drawn
-    from q, point_mass for other trees. Raises UserError for a verification method that does not fit
-    the shape."""
+    from q, point_mass for other trees. Raises UserError if it does not support the topology."""
     if isinstance(name, VerificationMethod):
         return name
     tree, picked = not isinstance(shape, Chain | None), shape is not None and shape.fixed
@@ -102,8 +101,8 @@ def fitting_verification(
 
 
 def require_read(target: TargetParts, drafter: Drafter | None, tree: bool, compiled: bool) -> None:
-    """Raise UserError if the target reads no branches, and a tree is drafted, the drafter sends
-    scouts (which branch off), or passes are compiled."""
+    """Raise UserError if the target supports no branches, but a tree is drafted, the drafter sends
+    scouts (which branch off), or forward passes are compiled."""
     if target.reads_trees:
         return
     states = f"{target.title} {target.only_chains}"
@@ -119,7 +118,8 @@ def require_read(target: TargetParts, drafter: Drafter | None, tree: bool, compi
 
 
 def require_draftable(drafter: Drafter, depth: int, length: type[Length]) -> None:
-    """Raise UserError if the drafter cannot draft so deep, or lacks the q that the policy reads."""
+    """Raise UserError if the drafter cannot draft so deep, or does not have the q that the policy
+    reads."""
     name, most = drafter.config.name, drafter.limits.depth
     require(
         most is None or depth <= most,

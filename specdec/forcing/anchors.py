@@ -12,7 +12,7 @@ ROUNDING = 1e-5  # by which the total of a single text can miss 1 with per=seque
 
 @dataclass(frozen=True)
 class Anchors:
-    """Anchors of some rows, in order, and the total that a loss over them is divided by."""
+    """The anchors of some rows, in order, and the divisor of a loss over them."""
 
     row_N: Tensor
     position_N: Tensor
@@ -22,7 +22,7 @@ class Anchors:
 
     @property
     def valid_NK(self) -> Tensor:
-        """Whether depth k's token still belongs to the same response."""
+        """Whether the token at depth k still belongs to the same response as the anchor."""
         return self.weight_NK > 0
 
     def to(self, device: torch.device) -> "Anchors":
@@ -34,12 +34,13 @@ class Anchors:
 
     @property
     def nearest(self) -> "Anchors":
-        """The anchors where what depends on their values alone is found without waiting."""
+        """A copy of the anchors on the CPU, if there is one, else the anchors themselves.
+        Operations that depend on their values need no synchronisation there."""
         return self.host or self
 
     def rounded(self) -> "Anchors":
-        """The same anchors, padded to a multiple of `ALIKE` with copies of the last one, which have
-        no weight and so change neither a loss nor a statistic."""
+        """The same anchors, padded to a multiple of `ALIKE` with copies of the last one. The copies
+        have weight 0, so they change neither a loss nor a statistic."""
         row_N, position_N = rounded(self.row_N), rounded(self.position_N)
         more = len(row_N) - len(self.row_N)
         return Anchors(
@@ -47,7 +48,8 @@ class Anchors:
         )
 
     def grid(self, rows: int) -> tuple[Tensor, Tensor]:
-        """The anchors as a padded table [B, A] of positions, and the column [N] of each in it."""
+        """The anchors as a padded table [B, A] of positions, and the column [N] of each anchor in
+        it."""
         row_N, position_N = self.nearest.row_N, self.nearest.position_N
         counts_B = torch.bincount(row_N, minlength=rows)
         first_B = counts_B.cumsum(0) - counts_B
@@ -59,9 +61,9 @@ class Anchors:
 
 
 def rounded(x_N: Tensor) -> Tensor:
-    """The entries, the last one repeated until their number is a multiple of `ALIKE`. oneDNN
-    prepares a product anew for every size that it has not met lately, and rows of text seldom have
-    the same number of anchors: steps took a seventh longer without this (docs/notebook)."""
+    """The entries, with the last one repeated until their number is a multiple of `ALIKE`. oneDNN
+    prepares a product for every new size, and rows of text seldom have the same number of anchors:
+    without padding, steps take a seventh longer (docs/notebook)."""
     return torch.cat([x_N, x_N[-1:].expand(-len(x_N) % ALIKE if len(x_N) else 0)])
 
 
@@ -76,8 +78,8 @@ def together(rows: Sequence[Anchors]) -> Anchors:
 
 
 def divisor(totals: Sequence[float]) -> float:
-    """What the loss over the anchors of several rows is divided by, from their totals: the sum, or
-    1 if there are none."""
+    """The divisor of the loss over the anchors of several rows: the sum of their totals, or 1 if
+    they have no anchors."""
     total = sum(totals)
     return total if 0 < total <= 1 - ROUNDING else max(total, 1)
 
@@ -92,16 +94,16 @@ def anchors_of(
     drafted_BTK: Tensor | None = None,
     weight_BT: Tensor | None = None,
 ) -> Anchors:
-    """Anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
+    """The anchors of some rows: positions a >= 1 of a document whose token a + 1 counts.
 
     `mask_BT` marks the tokens that count; `document_BT` and `position_BT` are those of `Context`.
     Depth k at an anchor is valid if its token and all before it count and belong to the anchor's
-    document. With `drafted_BTK`, which has what a decoder's speculation steps drafted at their
-    anchors and -1 elsewhere, it is valid if a token was drafted there. `weigh` maps the valid
+    document. With `drafted_BTK`, the tokens that a decoder's speculation steps drafted at their
+    anchors and -1 elsewhere, depth k is valid if a token was drafted there. `weigh` maps the valid
     depths at the positions of a row to their weights [T, K] (see `Trainable.anchors`); None: 1
     where valid. `per` "sequence" divides every weight by the number of valid positions in its
-    document. `weight_BT`, if given, is how much each token counts relative to others: an anchor
-    counts as much as the token after it or, in a decoder's step, as the anchor itself.
+    document. `weight_BT` is the relative weight of each token: an anchor has the weight of the
+    token after it or, in a decoder's step, of its own token.
     """
     T = mask_BT.shape[1]
     mask = nn.functional.pad(mask_BT, (0, depth))

@@ -1,7 +1,7 @@
-"""Rows of text with the target's states for them, from which p is computed.
+"""Rows of text with the target's hidden states, from which p is computed.
 
-The speculation steps of a decoder can be training data, too: the draft's own tokens, and the
-target's states after them, even after the first one that it rejected.
+Training data may also be a decoder's speculation steps: the draft's own tokens, and the target's
+states after them, including those after the first rejected token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,10 +21,9 @@ from specdec.targets.target import Target
 
 @dataclass
 class OnTrajectory:
-    """The speculation steps that a decoder made along the rows of a batch, in the order of their
-    anchors. Depth k is conditioned on the text up to the anchor and the first k tokens that were
-    drafted there; `final_NKD` is the target's final hidden state after them, from which p is
-    computed."""
+    """The speculation steps that a decoder made along the rows of a batch, ordered by anchor. Depth
+    k is conditioned on the text up to the anchor and the first k drafted tokens; `final_NKD` is the
+    target's final hidden state after them, from which p is computed."""
 
     place_N: Tensor  # of the anchor at position t of row b: b · T + t
     accepted_N: Tensor
@@ -35,7 +34,7 @@ class OnTrajectory:
 
 @dataclass
 class Batch:
-    """Rows of text with the target's states for them, padded to one length."""
+    """Rows of text with the target's hidden states, padded to one length."""
 
     ctx: Context
     final_BTD: Tensor  # the target's final hidden state, from which p is computed
@@ -47,8 +46,8 @@ class Batch:
 
     @property
     def drafted_BTK(self) -> Tensor | None:
-        """The tokens drafted at each position, -1 where no speculation step began; None if none
-        were `visited`."""
+        """The tokens drafted at each position, -1 where no speculation step began; None if
+        `visited` is None."""
         if (visited := self.visited) is None:
             return None
         table = visited.drafted_NK.new_full((self.mask_BT.numel(), visited.drafted_NK.shape[1]), -1)
@@ -57,8 +56,8 @@ class Batch:
         return drafted
 
     def anchors(self, depth: int, per: str) -> Anchors:
-        """All valid positions; if speculation steps were `visited`, only those where one started.
-        See `anchors_of`."""
+        """All valid positions or, if `visited` is given, only those where a speculation step
+        started. See `anchors_of`."""
         position_BT, document_BT = self.ctx.documents()
         text = self.mask_BT, document_BT, position_BT
         return anchors_of(*text, depth, per=per, drafted_BTK=self.drafted_BTK)
@@ -67,10 +66,11 @@ class Batch:
 def summarise(
     target: TargetParts, final_BTD: Tensor, sampler: Sampler, chunk: int = 128
 ) -> Summary:
-    """`Sampler.summarise` of the target's logits, chunk by chunk of positions; each [B, T].
+    """The sampler's `summarise` of the target's logits, over chunks of positions; each result has
+    the shape [B, T].
 
-    Results are written to tensors that are made first: small ones that outlive a chunk would lie
-    where its logits lay, and the next chunk would take new memory.
+    Results are written to preallocated tensors: small tensors that outlive a chunk would occupy the
+    memory of its logits, and the next chunk would take new memory.
     """
     final_ND, whole = final_BTD.flatten(0, 1), list[Tensor]()
     with exactly(final_BTD):
@@ -83,8 +83,9 @@ def summarise(
 
 
 def exactly(states: Tensor) -> AbstractContextManager[None]:
-    """A block in which the target's own head multiplies in the target's precision, even while the
-    draft trains in bfloat16: all that p is made of, log Z too, must be rounded in the same way."""
+    """A block in which the target's head multiplies in the target's precision, even if the draft
+    trains in bfloat16: everything that p consists of, including log Z, must be rounded in the same
+    way."""
     return torch.autocast(states.device.type, enabled=False)
 
 
@@ -92,8 +93,8 @@ def exactly(states: Tensor) -> AbstractContextManager[None]:
 def batch_of(
     target: Target, needs: HiddenStateSpec, sampler: Sampler, text: Context, mask_BT: Tensor
 ) -> Batch:
-    """A batch of the texts in `text`, a context without hidden states: the target reads them
-    here."""
+    """A batch of the texts in `text`, a context without hidden states. This function runs the
+    target on them."""
     position_BT, document_BT = text.documents()
     ctx, final = target.hidden_states(
         text.ids_BT, needs, position_BT=position_BT, document_BT=document_BT
@@ -112,8 +113,8 @@ def read_drafts(
 ) -> tuple[Context, Tensor, Tensor]:
     """Run the target over one text and, as branches of it, over the rest of each draft: its tokens
     from the first rejected one to the last but one. Returns the text's context, its final hidden
-    states [1, T, D], and those after the first k tokens of each draft [N, K, D], which are
-    arbitrary at depths that were not drafted."""
+    states [1, T, D], and those after the first k tokens of each draft [N, K, D]; depths that were
+    not drafted are arbitrary."""
     text_1T = torch.tensor([ids], device=target.device)
     cache = target.new_cache()
     shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
@@ -150,8 +151,8 @@ def _after_branches(
     target: Target, ids: Sequence[int], tokens: Sequence[int], parents: Sequence[int]
 ) -> Iterator[Tensor]:
     """The final hidden states [t, D] after the tokens of each branch in turn, for a target that
-    reads chains only: a branch is read where it leaves the text, and then dropped. A token whose
-    parent is in the text begins a branch."""
+    reads chains only: each branch is read from the point where it leaves the text, and then
+    dropped. A token whose parent is in the text begins a branch."""
     cache, T, read = target.new_cache(), len(ids), 0
     begins = [i for i, parent in enumerate(parents) if parent < T]
     for i, end in zip(begins, [*begins[1:], len(tokens)], strict=True):
@@ -164,6 +165,6 @@ def _after_branches(
 
 
 def _read(target: Target, ids: Sequence[int], cache: SlotCache) -> Tensor:
-    """The final hidden states [T, D] of tokens that continue those of a cache."""
+    """The final hidden states [T, D] of tokens that continue the text in a cache."""
     ids_1T = torch.tensor([ids], device=target.device)
     return target.hidden_states(ids_1T, HiddenStateSpec(), cache=cache)[1][0]

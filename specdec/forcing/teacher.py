@@ -1,7 +1,7 @@
-"""Teacher forcing: what a drafter would do at every anchor of a known text.
+"""Teacher forcing: the drafter's proposals at every anchor of a known text.
 
-The loss and every teacher-forced α are made of the same p and q, at every anchor and depth. Only
-one chunk's logits exist at a time: p over the draft vocabulary, normalised over the full one, is
+The loss and every teacher-forced α use the same p and q, at every anchor and depth. Only one
+chunk's logits exist at a time: p over the draft vocabulary, normalised over the full one, is
 computed from the target's hidden state and three numbers per position (`sampler.Summary`).
 """
 
@@ -45,9 +45,9 @@ class AcceptanceTable(NamedTuple):
 
 @dataclass(frozen=True)
 class TargetColumns:
-    """What the target says at the anchors of one chunk, at every depth. Depth k at one anchor and
-    k - 1 at the next share one p, whose logits are computed once: of these entries, `index_NK` is
-    the one of each depth. Ids are indices into the draft vocabulary, -1 for tokens outside it."""
+    """The target's side of the anchors of one chunk, at every depth. Depth k at one anchor and
+    depth k - 1 at the next share one p, whose logits are computed once; `index_NK` maps each depth
+    to its entry. Ids are indices into the draft vocabulary, -1 for tokens outside it."""
 
     rows: slice  # the chunk, among all anchors
     index_NK: Tensor
@@ -64,7 +64,7 @@ class TargetColumns:
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """What all chunks of one training forward pass share."""
+    """The values that all chunks of one training forward pass share."""
 
     batch: Batch
     anchors: Anchors
@@ -77,10 +77,10 @@ class TrainingPass:
 class TeacherForcing(nn.Module):
     """Runs a drafter at all anchors of a batch, and computes its loss or its acceptance.
 
-    `reference` is a frozen draft with the same vocabulary, for losses that compare with one.
-    With `visited`, the drafter is trained on a decoder's speculation steps: at their anchors, given
-    the tokens that were drafted there, and at all depths, which `hidden` computes as it does in
-    drafting. Raises UserError for a reference that cannot be compared with the draft.
+    `reference` is a frozen draft with the same vocabulary, for losses that compare with one. If a
+    batch has `visited`, the drafter is trained on a decoder's speculation steps: at their anchors,
+    given the tokens that were drafted there, and at all depths, which `hidden` computes as in
+    drafting. Raises UserError for a reference that is not comparable with the draft.
     """
 
     def __init__(
@@ -146,10 +146,10 @@ class TeacherForcing(nn.Module):
         drafted_TK: NDArray[np.int32] | None = None,
         weight_T: NDArray[np.float32] | None = None,
     ) -> Anchors:
-        """The anchors of one training row, chosen by the drafter, and the total that a loss over
-        them is divided by. The same seed gives the same anchors. `drafted_TK` has the tokens that a
-        decoder drafted at the anchors it visited, -1 elsewhere; `weight_T` is how much each token
-        counts (None: 1)."""
+        """The anchors of one training row, chosen by the drafter, and the divisor of a loss over
+        them. The same seed gives the same anchors. `drafted_TK` has the tokens that a decoder
+        drafted at the anchors it visited, -1 elsewhere; `weight_T` is the relative weight of each
+        token (None: 1)."""
         generator, drafter = torch.Generator().manual_seed(seed), self.drafter
         assert isinstance(drafter, Trainable)
         mask, document, position = (
@@ -177,14 +177,14 @@ class TeacherForcing(nn.Module):
     ) -> tuple[Tensor, Tensor] | AcceptanceTable:
         """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, an
         `AcceptanceTable` with the columns that `more` computes, at `depth` depths (None: as many as
-        were trained). Both are computed by `forward`, so that DDP and FSDP see every use of the
+        were trained). Both are outputs of `forward`, so that DDP and FSDP see every use of the
         weights.
 
-        `anchors` has those of each row; None takes those of `Batch.anchors`, as `measure` always
-        does. The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors'
-        total. The sums and the table count every anchor once, whatever its weight. If the target's
-        adapters are trained too, the loss is scaled by the draft's share, and the divergence of the
-        adapted target from the original is added.
+        `anchors` holds the anchors of each row; None, and `measure`, take those of `Batch.anchors`.
+        The loss is Σ_k decay^k Σ_anchors weight · loss, not yet divided by the anchors' total. The
+        sums and the table count every anchor once, whatever its weight. If the target's adapters
+        are trained too, the loss is scaled by the draft's share, and the divergence of the adapted
+        target from the original is added.
         """
         moment = moment or TrainingMoment(seeds=range(len(batch.mask_BT)))
         original, (batch, share) = batch, self._adapted(batch, moment.progress)
@@ -219,8 +219,8 @@ class TeacherForcing(nn.Module):
     def _chunk_loss(
         self, one: TrainingPass, rows: slice, hidden_NKD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of a chunk of anchors, and its sums [K, 5], from the draft's hidden
-        states, or from what its separate heads read. These heads are taken one at a time unless
+        """The summed loss of a chunk of anchors, and its statistics [K, 5], from the draft's hidden
+        states or, for separate heads, from their inputs. Heads are processed one at a time unless
         their losses depend on each other."""
         drafter, depth = self.drafter, self.depth
         assert isinstance(drafter, Trainable)
@@ -234,7 +234,7 @@ class TeacherForcing(nn.Module):
     def _loss_at_depths(
         self, one: TrainingPass, columns: TargetColumns, k: slice, hidden_KND: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The part of `_chunk_loss` at some depths. Their logits are made here, and the loss reads
+        """The part of `_chunk_loss` at some depths. It computes their logits, and the loss reads
         them a few anchors at a time."""
         drafter, reference = self.drafter, self._reference.held
         assert isinstance(drafter, Trainable)
@@ -279,8 +279,8 @@ class TeacherForcing(nn.Module):
     def target_columns(
         self, batch: Batch, anchors: Anchors, rows: slice, training: bool = False
     ) -> TargetColumns:
-        """The target's side of one chunk, the anchors of `rows`. Its logits are computed here, once
-        for all depths. In `training`, p is that before cutoffs, as `LossInputs` says."""
+        """The target's side of one chunk, the anchors of `rows`. Its logits are computed once for
+        all depths. In `training`, p is taken before cutoffs; see `LossInputs`."""
         cuts = training and self.sampler.truncates
         T = batch.mask_BT.shape[1]
         depths = torch.arange(anchors.weight_NK.shape[1], device=batch.mask_BT.device)
@@ -331,10 +331,10 @@ class TeacherForcing(nn.Module):
     def draft_tensors(
         self, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
     ) -> list[Tensor]:
-        """What `loss_inputs` needs of the draft, made from its hidden states at depths from `first`
-        on: its logits, the hidden states, and its confidence if it estimates one. Gradients can
-        flow through all of these. If no loss term trains the confidence, its gradient reaches
-        nothing but the estimate."""
+        """The draft's tensors for `loss_inputs`, from its hidden states at depths from `first`
+        on: logits, hidden states and, if it estimates one, its confidence. Gradients can flow
+        through all of them. If no loss term trains the confidence, its gradient changes only
+        that estimate."""
         drafter, tensors = self.drafter, [logits_of(self.drafter, hidden_NKD, copied_NK, first)]
         tensors.append(hidden_NKD)
         if isinstance(drafter, Predictor) and drafter.estimates_acceptance:
@@ -351,8 +351,8 @@ class TeacherForcing(nn.Module):
         hidden_NKD: Tensor,
         confidence_NK: Tensor | None = None,
     ) -> LossInputs:
-        """p, q and the other tensors that a loss may read, at the anchors `at` of a chunk and at
-        the depths `k`, from what `draft_tensors` gives for them."""
+        """p, q and the other inputs of a loss at the anchors `at` of a chunk and the depths `k`,
+        from the output of `draft_tensors`."""
         index_NK, served = columns.index_NK[at, k], None
         argmax_NK, label_NK = columns.argmax_NK[at, k], columns.label_NK[at, k]
         if columns.served_log_p_NS is not None:
@@ -377,13 +377,13 @@ class TeacherForcing(nn.Module):
         )
 
     def _draft_ids(self, target_ids: Tensor) -> Tensor:
-        """Indices in the draft vocabulary, -1 where it lacks the token."""
+        """Indices into the draft vocabulary, -1 for tokens outside it."""
         return target_ids if self._index_V is None else self._index_V[target_ids]
 
     def _adapted(self, batch: Batch, progress: float) -> tuple[Batch, float]:
-        """The batch as the target reads it with the adapters that are trained along with the draft,
-        and the weight of the draft's loss; the same batch if there are none. The draft's gradient
-        reaches the adapters through the hidden states that it reads; p is a constant, as ever."""
+        """The batch as the target reads it with trained adapters, and the weight of the draft's
+        loss; the same batch if there are no adapters. The draft's gradient reaches the adapters
+        through the hidden states that it reads; p is always a constant."""
         if self._whole is None:
             return batch, 1.0
         assert isinstance(self.drafter, Trainable)
@@ -434,9 +434,9 @@ class TeacherForcing(nn.Module):
         grid: tuple[Tensor, Tensor],
         moment: TrainingMoment | None = None,
     ) -> Tensor:
-        """Hidden states [N, K, D] given the text's own tokens, by the pass of training if there is
-        a `moment`; or, at visited anchors, given the tokens that were drafted there. In training, a
-        drafter with `separate_heads` gives what these read in place of hidden states. `grid` is
+        """The draft's hidden states [N, K, D] given the text's own tokens, by the training pass if
+        there is a `moment`; at visited anchors, given the drafted tokens. In training, a drafter
+        with `separate_heads` returns their inputs in place of hidden states. `grid` is
         `Anchors.grid`."""
         (at_BA, column_N), drafted_BTK = grid, batch.drafted_BTK
         if moment is not None and isinstance(drafter, Trainable) and drafter.separate_heads:
@@ -457,9 +457,9 @@ class TeacherForcing(nn.Module):
         return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
     def _drafted(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
-        """The ids [N, K] that the drafter copies, None if it does not copy, and its hidden states
-        [N, K, D] or, if it copies, those of its head, if it has one, given the text's own
-        tokens."""
+        """The ids [N, K] that the drafter copies (None if it does not copy) and its hidden states
+        [N, K, D], given the text's own tokens. If it copies, these are the states of its head, if
+        it has one."""
         drafter, (N, K) = self.drafter, anchors.weight_NK.shape
         at_BA, column_N = grid = anchors.grid(len(batch.mask_BT))
         if not drafter.copies:
@@ -478,7 +478,7 @@ class TeacherForcing(nn.Module):
 def logits_of(
     drafter: Drafter, hidden_NKD: Tensor, copied_NK: Tensor | None = None, first: int = 0
 ) -> Tensor:
-    """Draft logits [N, K, S] of K depths, from depth `first` on; those of copied tokens, over the
+    """Draft logits [N, K, S] of K depths, from depth `first` on. Logits of copied tokens, over the
     target's vocabulary, are 0 at the token and -inf elsewhere."""
     depths = range(hidden_NKD.shape[1])
     if copied_NK is None:
@@ -495,9 +495,9 @@ def logits_of(
 
 
 def acceptance_by_response(table: AcceptanceTable, batch: Batch) -> list[Acceptance]:
-    """Cut a table into responses, each [T, K] from the anchor of a decoder's first speculation step
-    (prefill emits a response's first token) to its last token but one. Depths beyond its end are
-    0."""
+    """The acceptance of each response [T, K], taken from a table. Rows go from the anchor of a
+    decoder's first speculation step (prefill emits a response's first token) to the last token but
+    one. Depths beyond the end of a response are 0."""
     row_N, position_N = table.anchors.row_N, table.anchors.position_N
     usable_N = table.anchors.valid_NK[:, 0] & batch.mask_BT[row_N, position_N]
     place_N = (row_N * batch.mask_BT.shape[1] + position_N)[usable_N].cpu()
@@ -507,8 +507,8 @@ def acceptance_by_response(table: AcceptanceTable, batch: Batch) -> list[Accepta
 
 
 def predicted_steps(alpha_TK: Tensor) -> tuple[float, float]:
-    """The tokens of one response after its first, and the speculation steps that a decoder is
-    expected to need for them: τ is their ratio. `alpha_TK` has a row for each token but the last;
-    depths beyond the end, where a decoder's tokens are cut off, change nothing. With greedy
-    acceptance these are the decoder's own counts along the same response."""
+    """The number of tokens of one response after its first, and the expected number of speculation
+    steps for them; τ is their ratio. `alpha_TK` has a row for each token but the last; depths
+    beyond the end, where a decoder cuts its tokens off, have no effect. With greedy acceptance
+    these are the decoder's own counts for the same response."""
     return float(len(alpha_TK)), float(visits(alpha_TK).sum())

@@ -1,10 +1,10 @@
-"""A loss over many rows, computed chunk by chunk, so that a tensor over all tokens and the
-vocabulary never exists.
+"""A loss over many rows, computed chunk by chunk, so that no tensor over all tokens and the
+vocabulary ever exists.
 
 Training uses it twice: a chunk of anchors' hidden states is multiplied by the two unembeddings, and
-the loss reads the chunk's logits a few rows at a time, so that its intermediate tensors stay
-in a processor's cache. No product is computed twice. (Blocks of the vocabulary would need p and q
-again for the gradient, as β is known only after the last block.)
+the loss reads the chunk's logits a few rows at a time, so that its intermediate tensors stay in a
+processor's cache. No product is computed twice. (Chunks of the vocabulary would require p and q
+again for the gradient, as β is known only after the last chunk.)
 """
 
 from collections.abc import Callable, Sequence
@@ -20,14 +20,14 @@ AT_ONCE, AT_ONCE_ON_GPU = 1 << 20, 1 << 26  # logits; see `at_once`
 
 
 class _Chunked(torch.autograd.Function):
-    """Runs a loss chunk by chunk and takes each chunk's gradient at once. The backward pass only
-    scales these gradients, so a chunk's logits are freed before the next chunk's are made."""
+    """Computes a loss and its gradient chunk by chunk. The backward pass only scales these
+    gradients, so a chunk's logits are freed before the next chunk's are made."""
 
     @staticmethod
     def forward(
         ctx: Any, part: Part, chunk: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The first `count` tensors are cut into rows; the others are parameters."""
+        """The first `count` tensors are divided into rows; the others are parameters."""
         cut, parameters = tensors[:count], tensors[count:]
         grads: list[Tensor | None] = [None] * len(tensors)
         own: set[int] = set()  # gradients whose memory nothing else refers to
@@ -75,12 +75,13 @@ class _Chunked(torch.autograd.Function):
 def chunked(
     part: Part, cut: Sequence[Tensor], parameters: Sequence[nn.Parameter], chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Sum of `part` over chunks of rows of the tensors in `cut`, which are all equally long.
+    """The sum of `part` over chunks of rows of the tensors in `cut`, which all have the same
+    length.
 
     `part(slice, rows of each tensor…)` returns a summed loss (scalar, float32) and detached summed
-    statistics. Those of `parameters` that a chunk reads get their gradient. At most one chunk's
+    statistics. The `parameters` that a chunk reads get their gradient. At most one chunk's
     intermediate tensors exist at a time. Raises RuntimeError if a chunk reads a trained tensor that
-    is not among `parameters`, because its gradient would be lost silently.
+    is not in `parameters`: its gradient would be lost silently.
     """
     if len(cut[0]) == 0:
         raise ValueError("chunked: no rows")
@@ -93,19 +94,19 @@ def chunked(
 
 
 def slices(x: Tensor, chunk: int) -> list[slice]:
-    """The rows of a tensor, `chunk` at a time."""
+    """Consecutive slices of at most `chunk` rows that cover a tensor."""
     return [slice(start, start + chunk) for start in range(0, len(x), chunk)]
 
 
 def at_once(logits: Tensor) -> int:
-    """How many rows of a chunk's logits a loss reads at a time: on a CPU what fits in its
-    cache, on a GPU what keeps it busy."""
+    """The number of rows of a chunk's logits that a loss reads at a time: on a CPU as many as fit
+    into its cache, on a GPU enough to keep it busy."""
     most = AT_ONCE if logits.device.type == "cpu" else AT_ONCE_ON_GPU
     return max(1, most // max(1, logits[0].numel()))
 
 
 def _require_among(loss: Tensor, listed: Sequence[Tensor]) -> None:
-    """Walk the graph of a loss down to its leaves; each must be among those listed."""
+    """Raise RuntimeError unless every leaf of the loss's graph is listed."""
     known = {id(x) for x in listed}
     nodes, seen = [loss.grad_fn], set()
     while nodes:

@@ -1,4 +1,4 @@
-"""The loss: which terms a draft is trained on, and how they are combined into one number."""
+"""The configuration of the loss: its terms and their weighted sum."""
 
 import inspect
 import math
@@ -57,13 +57,14 @@ class LossConfig:
         require(bool(self._used()), "loss.terms is empty: give one, such as {nla: 1}")
 
     def for_tree(self, drafted: list[list[int]] | None) -> "LossConfig":
-        """The loss for a tree of these paths, if a term reads the paths of a tree and none are
-        given; else the loss as it is."""
+        """This loss with the given paths of a tree, if a term reads paths and has none; otherwise
+        the loss unchanged."""
         reads = any(name in OF_TREES for name in self._used())
         return replace(self, paths=drafted) if reads and self.paths is None else self
 
     def require_complete(self) -> None:
-        """Raise UserError for a term that lacks an input, and for inputs that no term reads."""
+        """Raise UserError for a term without one of its inputs, and for inputs that no term
+        reads."""
         used = self._used()
         comparing, of_trees = ([name for name in used if name in x] for x in (COMPARING, OF_TREES))
         require(
@@ -103,13 +104,13 @@ class LossConfig:
 
     @property
     def couples(self) -> bool:
-        """Whether the loss at one depth depends on other depths, or on which depth it is."""
+        """Whether the loss at one depth depends on other depths or on the number of the depth."""
         return any(name in COUPLED for name in self._used())
 
     @property
     def trains_confidence_apart(self) -> bool:
-        """Whether a family's own estimate of its acceptance gets a loss that reaches nothing else,
-        because no term trains it."""
+        """Whether the drafter's own estimate of acceptance gets a separate loss, because no term
+        trains it. Its gradient changes only that estimate."""
         return "confidence" not in self.terms
 
     def __str__(self) -> str:
@@ -126,7 +127,7 @@ class LossConfig:
         return max(self.depth_decay**depth, self.least_weight)
 
     def _used(self) -> dict[str, tuple[float, float, float]]:
-        """FROM, TO and UNTIL of the terms whose weight is not 0 throughout."""
+        """FROM, TO and UNTIL of the terms, without terms whose weight is always 0."""
         ramps: dict[str, Any] = {}
         for name, weight in self.terms.items():
             ramp = weight if isinstance(weight, list | tuple) else (weight, weight, 1)

@@ -1,9 +1,9 @@
 """The terms of a loss: functions from a `LossInputs` to a loss [N, K].
 
-A term does not reduce, mask or weight: `loss_config.py` does that once for all. Its constants are
-keyword arguments, set by `loss.constants.TERM.NAME=`. With z the draft's logits,
-q = softmax(z), P = Σ_S p <= 1 and β = Σ min(p, q) at one position, the docstrings give ∂L/∂z,
-which the tests check in float64.
+A term does not reduce, mask or weight; `loss_config.py` does this for all terms. Its constants are
+keyword arguments, set by `loss.constants.TERM.NAME=`. z are the draft's logits, q = softmax(z), P =
+Σ_S p <= 1, and β = Σ min(p, q) at one position. The docstrings give ∂L/∂z, which the tests check in
+float64.
 """
 
 import math
@@ -22,15 +22,16 @@ LOG_FLOOR = -60.0  # replaces log 0 where a divergence would be infinite
 
 @dataclass
 class LossInputs(DistributionPair):
-    """What a loss term may read: a chunk of anchors at all depths together. It is a pair of log p
-    and log q [N, K, S], with argmax p and the text's own token (`label`) [N, K] as indices into the
-    draft vocabulary, -1 for tokens outside it. p is normalised over the target's whole vocabulary
-    and not renormalised over the draft's, so P = Σ_S p <= 1.
+    """The inputs of a loss term: a chunk of anchors at all depths. `pair` holds log p and log q [N,
+    K, S], with argmax p and the text's own token (`label`) [N, K] as indices into the draft
+    vocabulary, -1 for tokens outside it. p is normalised over the target's whole vocabulary, not
+    over the draft's, so P = Σ_S p <= 1.
 
-    In training, p and q are those before top-k and top-p: the tokens that cutoffs take from q would
-    have no gradient, even those with mass in p; and a q that equals a p cut by top-p is cut once
-    more when it is served. A q that equals p before the cutoffs equals it after them, too. `served`
-    is the pair after them, without gradients; None where no cutoff is set."""
+    In training, p and q are taken before top-k and top-p. After these cutoffs, removed tokens of q
+    would have no gradient even if p gives them mass; and a q trained to equal a truncated p would
+    be truncated a second time in serving. If q equals p before the cutoffs, they are equal after
+    them, too. `served` is the pair after the cutoffs, without gradients; None if no cutoff is set.
+    """
 
     # [N, K] bool; depths after a response's end, and those dropped by `Trainable.anchors`, are not
     # valid
@@ -49,7 +50,7 @@ class LossInputs(DistributionPair):
 
     @property
     def as_served(self) -> DistributionPair:
-        """The pair of p and q as decoding has them: what α is measured on."""
+        """The pair of p and q as in decoding, on which α is measured."""
         return self.served or self
 
 
@@ -79,20 +80,20 @@ def jsd(inputs: LossInputs, beta: float = 0.5) -> Tensor:
 
 
 def top_k(inputs: LossInputs, k: float = 10.0) -> Tensor:
-    """-Σ p log q over the k likeliest tokens of p (Zhang et al. 2024, HASS, arXiv 2408.15766).
-    p is not renormalised over them.
-    ∂/∂z = P_k q - p on these tokens and P_k q elsewhere, P_k being their mass in p."""
+    """-Σ p log q over the k most likely tokens of p (Zhang et al. 2024, HASS, arXiv 2408.15766).
+    p is not renormalised over these tokens. ∂/∂z = P_k q - p on these tokens and P_k q
+    elsewhere; P_k is their mass in p."""
     best_NKC = inputs.log_p.topk(min(int(k), inputs.log_p.shape[-1]), -1).indices
     return -(inputs.p.gather(-1, best_NKC) * _floor(inputs.log_q.gather(-1, best_NKC))).sum(-1)
 
 
 def adaspec(inputs: LossInputs, keep: float = 0.4) -> Tensor:
-    """`kl` on the share `keep` of the tokens, those where it exceeds the KL of a trained reference
-    draft by the most; 0 on the others (Hu et al. 2025, AdaSPEC, arXiv 2510.19779). ∂/∂z = P q - p
-    on the tokens kept.
+    """`kl` on a share `keep` of the tokens, 0 on the others. The selected tokens are those whose KL
+    exceeds the KL of a trained reference draft most (Hu et al. 2025, AdaSPEC, arXiv 2510.19779).
+    ∂/∂z = P q - p on the tokens kept.
 
-    The quantile is taken at each depth over the valid tokens of a chunk (`loss.chunk`), as the
-    authors take it over a micro-batch (yuezhouhu/adaspec, README.md). Like theirs, the loss is
+    The threshold is a quantile over the valid tokens of a chunk (`loss.chunk`) at each depth; the
+    authors' is over a micro-batch (yuezhouhu/adaspec, README.md). As in their code, the loss is
     divided by the number of all tokens.
     """
     reference = inputs.reference_log_q
@@ -123,20 +124,20 @@ def nla(inputs: LossInputs) -> Tensor:
 
 
 def lk_hybrid(inputs: LossInputs, eta: float = 3.0) -> Tensor:
-    """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates where
-    the draft is far off and gives way to TV as β grows. ∂/∂z mixes theirs in the same way."""
+    """λ KL + (1 - λ) TV with λ = exp(-η β) per token and no gradient through λ: KL dominates at low
+    β, TV at high β. ∂/∂z is the same mixture of their gradients."""
     weight = torch.exp(-eta * inputs.beta.detach())
     return weight * kl(inputs) + (1 - weight) * tv(inputs)
 
 
 def d_pace(inputs: LossInputs, smooth: float = 0.5) -> Tensor:
-    """`ce` with each depth weighted by the tokens that depend on it (D-PACE, arXiv 2605.18810):
-    w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid depths and
-    without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
+    """`ce`, with each depth weighted by the number of tokens that depend on it (D-PACE, arXiv
+    2605.18810): w_i = Σ_{k>=i} Π_{j<=k} c_j with c = s + (1 - s) q(label), s = `smooth`, over valid
+    depths and without a gradient. ∂/∂z_i = w_i (q - onehot(label)).
 
-    The weights are those of Lucas-TY/D-PACE (specforge/core), which divides the sum over a batch's
-    blocks by the number of rows, not of anchors; that changes the loss by a factor only.
-    The setting `loss=d_pace` also sets `loss.depth_decay` to 1.
+    The weights are those of Lucas-TY/D-PACE (specforge/core). That code divides by the number of
+    rows, not of anchors, which changes the loss by a factor only. The setting `loss=d_pace` also
+    sets `loss.depth_decay` to 1.
     """
     loss_NK = ce(inputs)
     known_NK = (-loss_NK.detach()).exp() * (inputs.label >= 0)
@@ -148,13 +149,13 @@ def expected_length(inputs: LossInputs, smooth: float = 0.5, until: float = 0.5)
     is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
     separate acceptance at each depth).
 
-    Gradient: ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, so ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i:
-    `nla`, each depth weighted by the tokens that depend on it. A product vanishes with any of its
-    factors, so a draft that is poor at depth 0 would learn nothing at deeper ones and little at 0.
-    So early in a run w_i is computed from β̃ = s + (1 - s) β, as in D-PACE (arXiv 2605.18810,
-    s = ½): s falls from `smooth` at the start to 0 when the share `until` of the run is done
-    (`until=0`: s stays). Depths after a response's end do not count. The setting
-    `loss=expected_length` also sets `loss.depth_decay` to 1.
+    Gradient: ∂L/∂log β_i = w_i = Σ_{k>=i} Π_{j<=k} β_j, so ∂(γ - L)/∂z_i = w_i ∂(-log β_i)/∂z_i.
+    This is `nla` with each depth weighted by the tokens that depend on it. A product is near 0 if
+    one factor is, so a draft that is poor at depth 0 would learn almost nothing. Early in a run,
+    w_i is computed from β̃ = s + (1 - s) β, as in D-PACE (arXiv 2605.18810, s = ½): s falls
+    linearly from `smooth` to 0 at the fraction `until` of the run (`until=0`: s is constant).
+    Depths after a response's end do not count. The setting `loss=expected_length` also sets
+    `loss.depth_decay` to 1.
     """
     smooth *= _left(inputs, until)
     loss_NK = nla(inputs)
@@ -172,30 +173,29 @@ def expected_tree(
     """1 - Σ_v Π_{j<=k} a_j at depth k, over the nodes v of depth k of a static tree of `paths`.
     Summed over the tree's D depths it is D - L, where 1 + L is E[τ]. Depths below the tree are 0.
 
-    a_{k,r} is the probability that the sibling of rank r at depth k is the one accepted, when
-    siblings are drawn from q independently (SpecInfer's verification method;
-    `decode.verification=specinfer`). After r siblings are rejected, p has shrunk to R_r / m_r,
-    where m_r is the probability that all were, R_0 = p and R_{r+1} = max(R_r - m_r q, 0) = max(p -
-    M_{r+1} q, 0) with M_{r+1} = M_r + m_r. So
+    a_{k,r} is the probability that the sibling of rank r at depth k is accepted, if siblings are
+    drawn from q independently (`decode.verification=specinfer`). After r siblings are rejected, p
+    has shrunk to R_r / m_r, where m_r is the probability that all were, R_0 = p and R_{r+1} =
+    max(R_r - m_r q, 0) = max(p - M_{r+1} q, 0) with M_{r+1} = M_r + m_r. So
 
         m_r = 1 - G_r,  G_r = Σ_x min(p, M_r q),  M_0 = 0,  M_{r+1} = M_r + 1 - G_r,
 
     and a_r = G_{r+1} - G_r; G_1 = β, so on a chain this is `expected_length`. Siblings drawn
-    without replacement (`recursive`, the default for trees) are accepted more often: L is too
-    low for them, the more so the more concentrated q is.
+    without replacement (`recursive`, the default for trees) are accepted more often: for them L is
+    a lower bound, which is loose if q is concentrated.
 
     Limits. P(v is accepted) = Σ_x Π_j a_j(x_j | x_<j) over the token paths x, but p and q are known
     on the text's own branch alone. The product of its a_j is exact if acceptance at a depth does
     not depend on the tokens accepted above it, as `expected_length` and Sequoia (Chen et al. 2024)
-    assume; on toys where it does, its mean over texts is -2 to +6 % off
-    (tests/losses/test_coupled.py). Children that are the likeliest tokens (T = 0) are accepted
+    assume; on small examples where it does, its mean over texts is off by -2 to +6 %
+    (tests/losses/test_coupled.py). Children that are the most likely tokens (T = 0) are accepted
     with probability p(x), which has no gradient in q.
 
     Gradient: with B_r = {x: p > M_r q}, dG_r/dz = M_r q (1_B - Q_B) + Q_B dM_r/dz, Q_B = Σ_B q, and
     dM_{r+1} = dM_r - dG_r. ∂L/∂z_i = Σ_r V_{i,r} ∂a_{i,r}/∂z, where V_{i,r} sums, over the nodes at
     or below one of rank r at depth i, the product of the other factors. As in `expected_length`,
-    early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is
-    V ã_0 ∂log β; after the share `until` of the run, V is exact.
+    early in a run V is computed from ã_r = (1 - s) a_r + s [r = 0], and rank 0's part is V ã_0 ∂log
+    β; after the share `until` of the run, V is exact.
     """
     smooth *= _left(inputs, until)
     levels, K = Static(paths).levels, inputs.log_p.shape[1]
@@ -237,8 +237,8 @@ def expected_tree(
 
 def smooth_l1(inputs: LossInputs, beta: float = 1.0) -> Tensor:
     """Smooth L1 between the draft's hidden state and the target's final one, averaged over the
-    width D as in EAGLE-1's code: with d their difference and b = `beta`, d²/2b where |d| < b, else
-    |d| - b/2. Its gradient is d/(bD) or sign(d)/D. Raises UserError if the widths differ."""
+    width D as in EAGLE-1's code. With d their difference and b = `beta`, it is d²/2b where |d| < b,
+    else |d| - b/2. Its gradient is d/(bD) or sign(d)/D. Raises UserError if the widths differ."""
     hidden, target_hidden = inputs.hidden, inputs.target_hidden
     if hidden.shape != target_hidden.shape:
         raise UserError(
@@ -253,13 +253,13 @@ def smooth_l1(inputs: LossInputs, beta: float = 1.0) -> Tensor:
 
 
 def on_policy(inputs: LossInputs, decay: float = 0.8) -> Tensor:
-    """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token;
-    from the first rejected token onwards, reverse KL · `decay`^k at depth k of the speculation
-    step. On plain text, where there are no steps, it is `kl`.
+    """Draft-OPD (arXiv 2605.29343): forward KL where the target accepted the draft's token; from
+    the first rejected token on, reverse KL · `decay`^k at depth k of the speculation step. On plain
+    text, which has no steps, it equals `kl`.
 
-    Their code (verl/trainer/distillation/losses.py) estimates both from the drafted token alone and
-    divides by the sum of these weights; here they are exact, and divided by the number of
-    speculation steps.
+    The authors' code (verl/trainer/distillation/losses.py) estimates both divergences from the
+    drafted token alone and divides by the sum of these weights. Here they are exact, and divided by
+    the number of speculation steps.
     """
     if inputs.accepted is None:
         return kl(inputs)
@@ -269,10 +269,10 @@ def on_policy(inputs: LossInputs, decay: float = 0.8) -> Tensor:
 
 
 def confidence(inputs: LossInputs) -> Tensor:
-    """Binary cross-entropy of the family's own estimate c of its acceptance against β, as DSpark
-    trains it: -β log c - (1 - β) log(1 - c), with no gradient through β, which is the β of serving
-    (`LossInputs.as_served`). With c = σ(x), ∂/∂x = c - β. Raises UserError for a family that makes
-    no such estimate."""
+    """Binary cross-entropy of the drafter's own estimate c of acceptance against β, as in DSpark:
+    -β log c - (1 - β) log(1 - c), without a gradient through β, which is the β of serving
+    (`LossInputs.as_served`). With c = σ(x), ∂/∂x = c - β. Raises UserError for a drafter without
+    such an estimate."""
     if inputs.confidence is None:
         raise UserError(
             "loss.terms.confidence trains a family's own estimate of its acceptance, and this "
@@ -304,22 +304,22 @@ OF_TREES = ("expected_tree",)  # terms that read the paths of a tree
 
 
 def _left(inputs: LossInputs, until: float) -> float:
-    """The share of smoothing that is left: 1 at a run's start, falling to 0 when the share `until`
-    of it is done; 1 throughout if `until` is 0."""
+    """The remaining fraction of smoothing: 1 at a run's start, falling to 0 at the fraction `until`
+    of the run; constant 1 if `until` is 0."""
     return max(0.0, 1 - inputs.progress / until) if until > 0 else 1.0
 
 
 def _tokens_after(chance_NK: Tensor, inputs: LossInputs) -> Tensor:
-    """Σ_{k>=i} (w_k / w_i) Π_{j<=k} c_j [N, K] over valid depths k, with the chance c of a depth.
-    The weights w of the depths are equal, unless some are dropped at random (P-EAGLE): as the loss
-    at depth i is multiplied by w_i, its expectation is then that without dropping."""
+    """Σ_{k>=i} (w_k / w_i) Π_{j<=k} c_j [N, K] over valid depths k, for probabilities c. The
+    weights w of the depths are equal unless some depths are dropped at random (P-EAGLE). The loss
+    at depth i is multiplied by w_i later, so its expectation is that without dropping."""
     share_NK = _shares(inputs)
     after_NK = (chance_NK.cumprod(-1) * share_NK).flip(-1).cumsum(-1).flip(-1)
     return after_NK / share_NK.masked_fill(share_NK == 0, 1)
 
 
 def _shares(inputs: LossInputs) -> Tensor:
-    """How much each depth counts relative to the others of its anchor [N, K]; 0 if not valid."""
+    """The relative weight of each depth of an anchor [N, K]; 0 if not valid."""
     return (
         inputs.valid.to(inputs.log_q.dtype)
         if inputs.weight is None
@@ -328,7 +328,7 @@ def _shares(inputs: LossInputs) -> Tensor:
 
 
 def _floor(log_x: Tensor) -> Tensor:
-    """Replace log 0 by a finite number; other values stay and keep their gradient."""
+    """Replace log 0 by a finite number; other values keep their value and gradient."""
     return log_x.masked_fill(log_x.isneginf(), LOG_FLOOR)
 
 
