@@ -1,12 +1,12 @@
 """A KV cache in slots, which keeps the accepted tokens of chains, trees and ragged batches.
 
-Each row holds its committed tokens in its first slots. A pass writes after them, into scratch
-slots that `commit` then commits (all, some, or one path of a tree) or `drop` forgets. Nothing is
-copied except an accepted path whose slots are not consecutive.
+The committed tokens of each row are in its first slots. A forward pass writes after them into
+scratch slots. `commit` then keeps these slots (all, some, or one path of a tree), and `drop`
+discards them. Nothing is copied except an accepted path whose slots are not consecutive.
 
-Each layer has buffers of its own (`SlotLayer`). A pass that knows the shape of all layers has them
-in one tensor, the *stack*: the views of all layers are then made by one call each (`updates`), and
-a path is moved in all layers at once.
+Each layer has its own buffers (`SlotLayer`). A pass that knows the shape of all layers keeps them
+in one tensor, the *stack*: one call makes the views of all layers (`updates`), and a path is moved
+in all layers at once.
 """
 
 import inspect
@@ -44,14 +44,16 @@ Update = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Place(NamedTuple):
-    """The place of a pass: the positions of its tokens, and the slots that each token may see."""
+    """Where a forward pass writes and reads: the positions of its tokens, and the slots that each
+    token attends to."""
 
     position_BT: Tensor
     mask_BTP: Tensor | None = None  # None: plain causal attention is right
     slot_position_BP: Tensor | None = None  # positions of the slots; None: the slots' numbers
 
     def seen(self, shown: int) -> Tensor:
-        """Which of the `shown` slots each token sees [B, T, P], also where the mask is None."""
+        """A mask [B, T, P] of the first `shown` slots that each token attends to, also if the pass
+        needs no mask."""
         if self.mask_BTP is not None:
             return self.mask_BTP
         slot_P = torch.arange(shown, device=self.position_BT.device)
@@ -59,7 +61,7 @@ class Place(NamedTuple):
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values [B, H, P, D] of one layer, written where the cache says."""
+    """Keys and values [B, H, P, D] of one layer, written to slots that the cache assigns."""
 
     is_sliding = False
     is_compileable = False  # if True, transformers would make its own masks
@@ -82,15 +84,15 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def reserve(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make all slots of the cache, for states shaped like these; unwritten slots stay 0."""
+        """Allocate all slots of the cache, for states with these shapes; unwritten slots are 0."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.keys.shape[2] < self.cache.capacity:
             self.hold(*map(self._with_room, (self.keys, self.values)))
 
     def hold(self, keys: Tensor, values: Tensor) -> None:
-        """Keep these buffers. In a cache of fixed size on a GPU they are marked as staying where
-        they are: otherwise no CUDA graph would be made of a pass that writes to them."""
+        """Use these buffers. In a cache of fixed size on a GPU they are marked as having a static
+        address; otherwise torch would make no CUDA graph of a pass that writes to them."""
         self.keys, self.values, self.is_initialized = keys, values, True
         self.cache.stack = None  # `SlotCache._hold_stack` sets it again
         on_gpu = self.cache.fixed and keys.device.type != "cpu"
@@ -110,7 +112,7 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[:, :, : cache.shown], self.values[:, :, : cache.shown]
 
     def _update_part(self, part: Tensor, *states: Tensor) -> tuple[Tensor, Tensor]:
-        """`update` where only a part of the rows is read: the others keep what they have."""
+        """`update` for a part of the rows; the other rows are unchanged."""
         rows, slots, shown = len(self.cache.lengths), self.cache.slots, self.cache.shown
         if not self.is_initialized:
             keys, values = (x[:1, :, :0].expand(rows, -1, -1, -1) for x in states)
@@ -122,15 +124,15 @@ class SlotLayer(CacheLayerMixin):
         return self.keys[part, :, :shown], self.values[part, :, :shown]
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Write the keys [B, T, D] of an indexer, which come before the layer's own; returns those
-        of all slots."""
+        """Write the keys [B, T, D] of an indexer, which come before the layer's own keys. Returns
+        those of all slots."""
         states = indexer_key_states[:, None]
         self.index = self._with_room(states[:, :, :0] if self.index is None else self.index)
         self._write(self.index, states)
         return self.index[:, 0, : self.cache.shown]
 
     def _with_room(self, buffer: Tensor) -> Tensor:
-        """The buffer, with as many slots as the cache; unwritten slots are 0."""
+        """The buffer, enlarged to the cache's number of slots; unwritten slots are 0."""
         missing = self.cache.capacity - buffer.shape[2]
         return pad(buffer, (0, 0, 0, missing)) if missing > 0 else buffer
 
@@ -156,7 +158,7 @@ class SlotLayer(CacheLayerMixin):
             buffer[rows_B1.to(buffer.device), :, where] = states.transpose(1, 2)
 
     def buffers(self) -> list[Tensor]:
-        """All that is kept in slots; some layers read another layer's keys and values."""
+        """All buffers with slots; some layers read another layer's keys and values."""
         written = [self.keys, self.values] if self.is_initialized else []
         return written if self.index is None else [*written, self.index]
 
@@ -171,7 +173,8 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """See the module. `capacity` fixes the number of slots, for compiled passes."""
+    """A KV cache in slots; see the module. `capacity` fixes the number of slots, for compiled
+    passes."""
 
     counts_positions = False  # see `TokensBefore`
 
@@ -197,19 +200,19 @@ class SlotCache(Cache):
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
-        """All layers, also copies that a model with loops has added for its later passes."""
+        """All layers, including copies that a model with loops adds for its later iterations."""
         return self.layers  # type: ignore[return-value]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that its keys and values take now."""
+        """The current size of keys and values in bytes."""
         in_slots = sum(x.nbytes for layer in self.slot_layers for x in layer.buffers())
         return in_slots + self.states.nbytes
 
     def place(self, ids_BT: Tensor, parents_BT: Tensor | None = None) -> Place:
-        """Make room in all layers for a pass over these tokens, and return its place. `parents_BT`
-        holds the scratch slot that each token follows, -1 for the last committed slot; None
-        continues the last scratch slot as a chain."""
+        """Reserve scratch slots in all layers for a forward pass over these tokens, and return its
+        place. `parents_BT` holds the scratch slot of each token's parent, -1 for the last committed
+        slot; None continues the last scratch slot as a chain."""
         place = self._place(ids_BT, parents_BT)
         if self.counts_positions:
             step_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
@@ -259,9 +262,9 @@ class SlotCache(Cache):
         return Place(length_B1 + depth_BP[:, start:], mask_BTP, slot_position_BP)
 
     def alike(self, ids_BT: Tensor) -> Iterator[Tensor]:
-        """The rows of equal length, group by group, each as if the cache held no others. So a model
-        that makes its own masks and positions, for rows of one length, reads each group rightly.
-        The pass has been placed, as a chain."""
+        """Yield the rows group by group, each group of equal length, as if the cache held no other
+        rows. A model that makes its own masks and positions for rows of one length then reads each
+        group correctly. The pass must have been placed, as a chain."""
         T, by_length = ids_BT.shape[1], dict[int, list[int]]()
         for b, n in enumerate(self.lengths):
             by_length.setdefault(n, []).append(b)
@@ -276,8 +279,8 @@ class SlotCache(Cache):
             self.part = None
 
     def reserve(self, slots: int) -> None:
-        """Make at least this many slots: in the stack now, in other layers when they are next
-        written."""
+        """Allocate at least this many slots: in the stack now, in other layers at their next
+        write."""
         if slots > self.capacity:
             assert not self.fixed, f"a cache of {self.capacity} slots was asked for {slots}"
             self.capacity = max(256, 2 * slots)
@@ -286,10 +289,10 @@ class SlotCache(Cache):
                 self._hold_stack(pad(self.stack, (0, 0, 0, missing)))
 
     def updates(self, layers: int, heads: int, head_dim: int, x: Tensor) -> list[Update]:
-        """How the pass that was placed writes each of the first `layers` layers, which have so many
-        key heads of this width, in the dtype of x. All views are made here, a few for all layers
-        together: made layer by layer, they would take as long as some of a small pass's products.
-        A cache of fixed size keeps a buffer for each layer, as a compiled pass takes them."""
+        """The functions with which the placed pass writes each of the first `layers` layers, which
+        have `heads` key heads of width `head_dim`, in the dtype of x. A few calls make the views of
+        all layers: made layer by layer, they would take as long as some of a small pass's products.
+        A cache of fixed size keeps a buffer for each layer, as compiled passes require."""
         stack = self.stack
         if self.fixed:
             return [partial(_updated, layer) for layer in self.slot_layers[:layers]]
@@ -307,7 +310,7 @@ class SlotCache(Cache):
         ]
 
     def _stacked(self, empty: Tensor) -> Tensor:
-        """What the layers hold, in a stack of the shape of this one without slots."""
+        """The content of the layers, copied to a stack shaped like `empty`, which has no slots."""
         stack = pad(empty, (0, 0, 0, self.capacity))
         for both, layer in zip(stack, self.slot_layers, strict=False):
             if layer.is_initialized:
@@ -317,7 +320,7 @@ class SlotCache(Cache):
         return stack
 
     def _hold_stack(self, stack: Tensor) -> None:
-        """Let the first layers' keys and values be views of this stack."""
+        """Make the first layers' keys and values views of this stack."""
         for both, layer in zip(stack, self.slot_layers, strict=False):
             layer.hold(*both)
         self.stack = stack
@@ -329,7 +332,8 @@ class SlotCache(Cache):
     def _follow(
         self, B: int, T: int, device: torch.device, parents_BT: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Depths of all scratch tokens [B, P], and which of them the T new ones see [B, T, P]."""
+        """Depths of all scratch tokens [B, P], and a mask [B, T, P] of those that the T new ones
+        attend to."""
         num_scratch, start = self.scratch, self.scratch - T
         slot_P = torch.arange(num_scratch, device=device)
         before_PP = (slot_P <= slot_P[:, None]).expand(B, -1, -1)
@@ -349,12 +353,12 @@ class SlotCache(Cache):
         return sees.sum(-1).long() - 1, sees[:, start:] > 0
 
     def known(self) -> list[int]:
-        """How many tokens of each row's text are committed."""
+        """The number of committed tokens of each row."""
         return self.lengths
 
     def commit(self, counts: Sequence[int], path_BK: Tensor | None = None) -> None:
         """Commit the first `counts[b]` scratch slots of each row, or those that `path_BK` lists
-        first, and forget the rest."""
+        first, and discard the rest."""
         if path_BK is not None:
             ordered = torch.arange(path_BK.shape[1], device=path_BK.device)
             if not torch.equal(path_BK, ordered.expand_as(path_BK)):
@@ -371,12 +375,12 @@ class SlotCache(Cache):
         self.drop()
 
     def drop(self) -> None:
-        """Forget all uncommitted slots."""
+        """Discard all uncommitted slots."""
         self.scratch, self._sees_BPP = 0, None
         self.states.drop()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these rows of the batch."""
         known = self.lengths if len(self.lengths) > max(rows) else [0] * (max(rows) + 1)
         self.lengths = [known[b] for b in rows]  # a cache may not have been written yet
         if (stack := self.stack) is not None:
@@ -390,8 +394,8 @@ class SlotCache(Cache):
         self.states.select(rows)
 
     def replace(self, rows: Sequence[int], other: "SlotCache") -> None:
-        """Give these rows of the batch to the texts of another cache of the same model, in order.
-        What the rows held before is not seen any more. Neither cache has uncommitted slots."""
+        """Assign these rows to the texts of `other`, a cache of the same model, in order. Their
+        former content is no longer visible. Neither cache may have uncommitted slots."""
         assert not self.scratch and not other.scratch
         slots = max(other.lengths)
         self.reserve(slots)
@@ -442,7 +446,7 @@ class SlotCache(Cache):
 def _copied(
     written: Tensor, keys: Tensor, values: Tensor, states_BT2HD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """An `Update` where all rows write the same slots."""
+    """An `Update` for rows that all write the same slots."""
     written.copy_(states_BT2HD)
     return keys, values
 
@@ -450,19 +454,19 @@ def _copied(
 def _scattered(
     both: Tensor, index: Any, keys: Tensor, values: Tensor, states_BT2HD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """An `Update` where each row writes its own slots."""
+    """An `Update` for rows that each write different slots."""
     both[index] = states_BT2HD
     return keys, values
 
 
 def _updated(layer: SlotLayer, states_BT2HD: Tensor) -> tuple[Tensor, Tensor]:
-    """An `Update` of a layer that has buffers of its own."""
+    """An `Update` of a layer with its own buffers."""
     return layer.update(*states_BT2HD.permute(2, 0, 3, 1, 4))
 
 
 def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any]:
-    """A place as transformers' decoder models take it: position_ids and a 4-D mask, or a mask for
-    each kind of layer. For layers that see only a sliding window, masks hide the older keys."""
+    """A place in the form that transformers' decoder models take: position_ids and a 4-D mask, or
+    one mask for each kind of layer. For sliding-window layers, the mask hides older keys."""
     position_BT, mask_BTP, slot_position_BP = place
     kinds = layer_kinds(config)
     if keeps_states(config) and not kinds & (ATTENTION | MIXED):
@@ -500,15 +504,16 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
 
 
 def _numbered(slot_position_BP: Tensor | None, mask_BTP: Tensor) -> Tensor:
-    """The positions of the slots, which are the slots' numbers if they are not given."""
+    """The positions of the slots; by default the slots' numbers."""
     if slot_position_BP is None:
         return torch.arange(mask_BTP.shape[2], device=mask_BTP.device)[None]
     return slot_position_BP
 
 
 def cache_argument(model: Any) -> str:
-    """The keyword by which a transformers model takes its cache: `cache` since version 5.24, which
-    warns of the older `past_key_values`. A wrapper that passes all on takes what its parts do."""
+    """The keyword for the cache of a transformers model: `cache` since version 5.24, which warns of
+    the older `past_key_values`. A wrapper that forwards all arguments takes the keyword of its
+    parts."""
     kinds: Any = (type(module) for module in model.modules())
     taken = map(_cache_argument, kinds)
     return next((name for name in taken if name), "past_key_values")
@@ -526,13 +531,12 @@ def layer_kinds(config: Any) -> set[str]:
 
 
 def keeps_states(config: Any) -> bool:
-    """Whether a model has layers with a state that cannot be rolled back, so that it can read
-    chains, but not trees."""
+    """Whether a model has layers with recurrent state, so that it supports chains but not trees."""
     return bool(layer_kinds(config) & STATES)
 
 
 def cacheable(config: Any) -> bool:
-    """Whether a `SlotCache` keeps all that the model's kinds of layers keep."""
+    """Whether a `SlotCache` supports all kinds of layers of the model."""
     return not _strange(config)
 
 
@@ -541,13 +545,14 @@ def _strange(config: Any) -> list[str]:
 
 
 def masks_by_slots(config: Any) -> bool:
-    """Whether a model's windows hide keys by their slots, not by the masks that it is given: then
-    a wrong mask shows only in texts that are longer than a window (GPT-Neo)."""
+    """Whether a model's sliding windows hide keys by slot, not by the given mask (GPT-Neo). A wrong
+    mask then shows only in texts that are longer than a window."""
     return "local" in (getattr(config, "attention_layers", None) or ())
 
 
 def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
-    """An empty cache for a decoder model. Raises UserError if it cannot serve its layers."""
+    """An empty cache for a decoder model. Raises UserError if it does not support the model's
+    layers."""
     if strange := _strange(config):
         raise UserError(
             f"target: {config.model_type} has {strange[0]} layers, which keep more "
@@ -562,13 +567,13 @@ def new_cache(config: Any, capacity: int | None = None) -> SlotCache:
 
 
 def counts_positions(config: Any) -> bool:
-    """Whether layers ask the cache for their tokens' positions (see `TokensBefore`)."""
+    """Whether layers derive their tokens' positions from the cache (see `TokensBefore`)."""
     return bool(getattr(config, "attn_temperature_tuning", None))
 
 
 @cache
 def _lightning() -> type[SlotCache]:
-    """The cache of MiniMax-01, which takes no other class than its own."""
+    """The cache class of MiniMax-01, which accepts only its own class."""
     from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
     class LightningCache(SlotCache, MiniMaxCache):

@@ -1,7 +1,7 @@
-"""A device: its free memory, and work that it does after the host has asked for it.
+"""A device: its free memory, and its asynchronous work.
 
-A GPU computes while the host goes on. When the host looks at a result, it waits until the GPU has
-done all earlier work, and the GPU then waits for the host.
+A GPU computes while the host continues. If the host reads a result, it waits until the GPU has done
+all earlier work, and the GPU then waits for the host.
 """
 
 import gc
@@ -19,35 +19,34 @@ GROUP_ELSEWHERE = 1 << 28
 
 
 def is_awaited(x: Tensor) -> bool:
-    """Whether the host waits for a device when it looks at the values of `x`."""
+    """Whether the host must wait for a device to read the values of `x`."""
     return x.device.type != "cpu"
 
 
 def perhaps_any(mask: Tensor) -> bool:
-    """Whether anything in a mask is set, if that is known without waiting, which it is on the CPU;
-    else True. For rare cases whose treatment leaves all other cases as they are."""
+    """Whether anything in a mask is set, if that is known without waiting (on the CPU); else True.
+    For rare cases whose treatment does not change the other cases."""
     return is_awaited(mask) or bool(mask.any())
 
 
 def row_groups(rows: int, size: int, device: torch.device) -> list[slice]:
-    """The rows of a batch in groups, for work on `size` numbers for each row that no row shares.
-    Steps over few numbers find them in a CPU's cache; a GPU works faster the more rows there are,
-    and a group has a limit only because of its memory."""
+    """The rows of a batch in groups, for work on `size` numbers for each row. On a CPU, small
+    groups stay in its cache; a GPU is faster with more rows, and only its memory limits a group."""
     most = max(1, GROUP.get(device.type, GROUP_ELSEWHERE) // max(1, size))
     return [slice(first, first + most) for first in range(0, rows, most)]
 
 
 def finish(device: torch.device) -> None:
-    """Wait until a device has done all that it was asked for."""
+    """Wait until a device has done all its work."""
     if device.type != "cpu":
         module: Any = torch.get_device_module(device)
         module.synchronize(*([] if device.type == "mps" else [device]))
 
 
 class Stopwatch:
-    """Seconds between marks on a device's own timeline; nothing waits until they are read. On a
-    GPU the marks are events, which it passes when it has done all earlier work; the host's clock
-    would count that work where the host next waits."""
+    """Seconds between marks on a device's own timeline, without waiting until they are read. On a
+    GPU the marks are events, which the GPU reaches after all earlier work; the host's clock would
+    add that work to the next point where the host waits."""
 
     def __init__(self, device: torch.device) -> None:
         event = getattr(torch.get_device_module(device), "Event", None)
@@ -61,7 +60,7 @@ class Stopwatch:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """The time between two marks; waits until the device has passed the second."""
+        """The time between two marks. Waits until the device has reached the second."""
         if self._event is None:
             own: float = end - start
             return own
@@ -71,8 +70,8 @@ class Stopwatch:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """The bytes that a program can still allocate on a device, including caches that torch would
-    reuse; None where this cannot be asked (a Mac's GPU)."""
+    """The bytes that a program can still allocate on a device, including memory that torch caches;
+    None if the device cannot report it (a Mac's GPU)."""
     if device.type == "cpu":
         free = psutil.virtual_memory().available
         limit = _left_in_container()
@@ -87,14 +86,15 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def release() -> None:
-    """Give back what torch has kept of memory that nothing uses any more."""
+    """Return memory that torch caches and nothing uses."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def _left_in_container() -> int | None:
-    """What a container's limit leaves, cached files counted as free; None without a limit."""
+    """The bytes left under a container's memory limit, with cached files counted as free; None
+    without a limit."""
     try:
         most = (CGROUP / "memory.max").read_text(encoding="utf-8").strip()
         if not most.isdecimal():  # "max": no limit

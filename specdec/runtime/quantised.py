@@ -1,8 +1,8 @@
-"""Weights that a checkpoint stores quantised, as the plain numbers that the model computes with.
+"""Quantised weights of a checkpoint as the plain numbers that the model computes with.
 
-Every library stores them in its own way: as integers with scales beside them, packed into other
-shapes, or in tensors of a class of its own. They are read through the layers themselves: a linear
-layer applied to the rows of an identity matrix gives its weight, whatever it is stored as.
+Each library stores them differently: as integers with scales, packed into other shapes, or in
+tensors of its own class. They are read through the layers themselves: a linear layer applied to the
+identity matrix gives its weight, in whatever form it is stored.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from specdec.errors import UserError, first_line, require
 
 
 class QuantisationKind(NamedTuple):
-    """A quantisation method as transformers reads it from a checkpoint: the `packages` that it
-    needs, as they are installed and as they are imported; whether a CPU computes with plain
-    numbers instead; and the bits of a weight where the config does not say."""
+    """A quantisation method that transformers reads from a checkpoint: the `packages` that it needs
+    (names for installing and for importing), whether a CPU computes with plain numbers in its
+    place, and the bits of a weight if the config does not have them."""
 
     packages: dict[str, str] = {}
     dense_on_cpu: bool = False
@@ -44,7 +44,8 @@ AT_ONCE = 1024  # rows of the identity that a layer multiplies at a time
 
 
 def method(config: Any) -> str | None:
-    """The name of a model's quantisation, such as "fp8", from its config; None if it is plain."""
+    """The name of a model's quantisation method, such as "fp8", from its config; None if it is not
+    quantised."""
     theirs = getattr(config, "quantization_config", None)
     if theirs is None:
         return None
@@ -53,8 +54,8 @@ def method(config: Any) -> str | None:
 
 
 def itemsize(config: Any, dtype: torch.dtype, on_cpu: bool) -> float:
-    """About how many bytes a weight of a model's quantised layers takes in memory, from its config:
-    those of the dtype if it is stored as a plain number, or becomes one on a CPU."""
+    """The approximate bytes of a weight of a model's quantised layers in memory, from its config:
+    those of the dtype if it is stored as a plain number, or dequantised on a CPU."""
     name, theirs = method(config), getattr(config, "quantization_config", {})
     kind = KINDS.get(name or "", QuantisationKind(bits=4 if "mxfp4" in (name or "") else 8))
     if name is None or (on_cpu and kind.dense_on_cpu):
@@ -65,7 +66,7 @@ def itemsize(config: Any, dtype: torch.dtype, on_cpu: bool) -> float:
 
 
 def lacking(name: str | None) -> list[str]:
-    """The packages that a method of quantisation needs and that are not installed here."""
+    """The packages that a quantisation method needs and that are not installed."""
     packages = KINDS.get(name or "", QuantisationKind()).packages
     return [package for package, module in packages.items() if find_spec(module) is None]
 
@@ -82,9 +83,9 @@ def require_packages(path: str, config: Any) -> None:
 
 @torch.no_grad()
 def unpack_weights(model: Any, config: Any, path: str, dtype: str) -> None:
-    """Run the whole model once: some libraries unpack weights in its first pass, but not if only a
-    part of the model runs. Raises UserError if the layers of a library compute in no other type
-    than that in which they were quantised, which is the dtype in `config`, that of the files."""
+    """Run the whole model once: some libraries unpack weights in the first forward pass, but not if
+    only a part of the model runs. Raises UserError if a library's layers compute only in the dtype
+    of the files, given in `config`."""
     ids_BT = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     decoder = {"decoder_input_ids": ids_BT} if model.config.is_encoder_decoder else {}
     own = str(getattr(config.get_text_config(decoder=True), "dtype", None)).split(".")[-1]
@@ -100,18 +101,19 @@ def unpack_weights(model: Any, config: Any, path: str, dtype: str) -> None:
 
 
 def without_method(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config, for a model with plain weights."""
+    """A config's keys without its quantisation, for a model with plain weights."""
     return {key: x for key, x in config.items() if key != "quantization_config"}
 
 
 def plain(x: Tensor) -> bool:
-    """Whether a tensor holds its own values as floating-point numbers of 16 bits or more."""
+    """Whether a tensor's values are stored directly, as floating-point numbers of 16 bits or
+    more."""
     inner = x.data if isinstance(x, nn.Parameter) else x
     return type(inner) is Tensor and x.is_floating_point() and x.itemsize >= 2
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a linear layer does no more than multiply by its weight and add its bias."""
+    """Whether a linear layer only multiplies by its weight and adds its bias."""
     return (
         type(layer) is nn.Linear
         and "forward" not in vars(layer)  # some libraries replace the method of one layer
@@ -126,9 +128,10 @@ def is_plain(layer: nn.Module) -> bool:
 def plain_state(
     module: nn.Module, dtype: torch.dtype, without: str | None = None
 ) -> dict[str, Tensor]:
-    """The state dict of a module with the weights of its quantised linear layers as plain numbers
-    in `dtype`, and without what their libraries keep beside them. The part at the path `without` is
-    left out. Raises UserError for a part that is neither plain nor a linear layer."""
+    """The state dict of a module with the weights of its quantised linear layers as plain
+    numbers in `dtype`, and without the additional tensors of their libraries. The submodule at
+    the path `without` is skipped. Raises UserError for a submodule that is neither plain nor a
+    linear layer."""
     state: dict[str, Tensor] = {}
     done = [] if without is None else [without]  # paths of parts that are not looked into
     for path, part in module.named_modules(remove_duplicate=False):
@@ -156,7 +159,7 @@ def plain_state(
 
 
 def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
-    """A plain linear layer that multiplies as a quantised one does."""
+    """A plain linear layer that is equivalent to a quantised one."""
     state = plain_state(layer, dtype)
     out, width = state["weight"].shape
     linear = nn.Linear(width, out, bias="bias" in state, device="meta")
@@ -165,7 +168,7 @@ def dense_linear(layer: Any, dtype: torch.dtype) -> nn.Linear:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether a module says that it is a linear layer, of any library."""
+    """Whether a module is a linear layer of any library."""
     return isinstance(getattr(module, "in_features", None), int) and isinstance(
         getattr(module, "out_features", None), int
     )
@@ -180,9 +183,9 @@ def holds_weight(layer: Any) -> bool:
 
 @torch.no_grad()
 def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
-    """The matrix [out, in] by which a linear layer multiplies, from its outputs for all unit
-    vectors. They are computed without its bias: a large bias leaves none of a weight's digits in
-    the sum. Raises UserError for a layer whose bias cannot be taken out."""
+    """The matrix [out, in] of a linear layer, from its outputs for all unit vectors. They are
+    computed without its bias, since a large bias would hide the weight's digits in the sum. Raises
+    UserError for a layer whose bias cannot be removed."""
     device = next(x.device for x in [*layer.parameters(), *layer.buffers()])
     unit = partial(torch.zeros, dtype=dtype, device=device)
     columns = []
@@ -203,7 +206,7 @@ def product_of(layer: Any, dtype: torch.dtype) -> Tensor:
 
 @contextmanager
 def bias_zeroed(layer: Any) -> Iterator[None]:
-    """A block in which a bias of zeros takes the place of the layer's own."""
+    """A block in which the layer's bias is 0."""
     bias = getattr(layer, "bias", None)
     if not isinstance(bias, Tensor):
         yield

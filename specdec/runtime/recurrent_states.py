@@ -1,11 +1,11 @@
-"""RecurrentStates that cannot be rolled back: those of recurrent and convolutional layers.
+"""Recurrent and convolutional states, which cannot be rolled back.
 
-A pass moves such a state over every token that it reads, the rejected ones too. So the states from
-before the pass are kept until the caller says how many of its tokens each row keeps (`settle`).
-A row that keeps them all takes the moved states. For any other row, the modules that hold states
-are run once more, from the kept states, over what they read of the tokens that the row keeps. Rows
-that keep equally many are run together, so no padding passes through a state. The other parts of
-the model are not run again: nothing that they computed for a kept token has changed.
+A forward pass updates such a state with every token that it reads, including rejected ones.
+Therefore the states from before the pass are kept until the caller says how many tokens each row
+keeps (`settle`). A row that keeps all of them takes the updated states. For other rows, the modules
+with states run once more, from the kept states, over their inputs for the tokens that the row
+keeps. Rows that keep equally many tokens run together, so no padding passes through a state. The
+other modules do not run again: their outputs for a kept token have not changed.
 """
 
 import math
@@ -25,7 +25,7 @@ Key = tuple[str, int, int]
 
 
 class RecurrentStates:
-    """The states of a cache's rows, by layer; it stays empty for a model of attention alone."""
+    """The states of a cache's rows, by layer; empty for a model with attention only."""
 
     def __init__(self) -> None:
         self._kept: dict[Key, Tensor] = {}  # after the committed tokens
@@ -42,7 +42,7 @@ class RecurrentStates:
         return sum(x.nbytes for x in self._kept.values())
 
     def current(self, key: Key) -> Tensor | None:
-        """A state, which the model may write to; None if the rows have not read anything yet."""
+        """A state, which the model may write to; None before the rows have read anything."""
         if self.touched is not None:
             self.touched()
         if key not in self._moved and key in self._kept:
@@ -51,8 +51,8 @@ class RecurrentStates:
         return self._moved.get(key)
 
     def move_conv(self, key: Key, x_BCT: Tensor, size: int | None) -> Tensor:
-        """Append inputs of a convolution, and keep the last `size` of them (None: as many as there
-        are). Returns all that the new outputs depend on, as transformers' cache does."""
+        """Append inputs of a convolution, and keep the last `size` of them (None: all). Returns
+        everything that the new outputs depend on, like transformers' cache."""
         state, size = self.current(key), x_BCT.shape[-1] if size is None else size
         if state is not None:
             size, x_BCT = state.shape[-1], torch.cat([state, x_BCT], -1)
@@ -69,12 +69,12 @@ class RecurrentStates:
         return state
 
     def begun(self, module: nn.Module) -> bool:
-        """Whether a module goes on from a state."""
+        """Whether a module continues from a state."""
         return bool(self._kept) or (self._rows is None and module in self.ran)
 
     def heard(self, module: nn.Module, arguments: Any) -> None:
-        """Note what a module with states is called with; a further pass since the last commit goes
-        on where the one before it ended."""
+        """Record the arguments of a call to a module with states. A further pass since the last
+        commit continues where the one before it ended."""
         if self._rows is None:
             before = self._read.get(module)
             self._read[module] = arguments if before is None else _joined(before, arguments)
@@ -101,34 +101,34 @@ class RecurrentStates:
         self._rows, self._kept = None, self._kept if not after else self._kept | after
 
     def _cut(self, x: Tensor, rows: int, count: int) -> Tensor:
-        """The first `count` tokens of the rows at hand, from a tensor [rows, T, …] or [1, T, …]."""
+        """The first `count` tokens of the current rows, from a tensor [rows, T, …] or [1, T, …]."""
         assert self._rows is not None
         return (x if len(x) != rows else x[self._rows.to(x.device)])[:, :count]
 
     def _before(self, key: Key, x: Tensor) -> Tensor:
-        """The kept states of the rows at hand: zeros before the first token."""
+        """The kept states of the current rows: zeros before the first token."""
         kept, rows = self._kept.get(key), self._rows
         assert rows is not None
         return torch.zeros_like(x[rows]) if kept is None else kept[rows]
 
     def drop(self) -> None:
-        """Forget what was read since the last commit."""
+        """Discard the tokens read since the last commit."""
         self._moved, self._read, self.ran = {}, {}, set()
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows of the batch only."""
+        """Keep only these rows of the batch."""
         self._kept = {key: x[torch.tensor(rows, device=x.device)] for key, x in self._kept.items()}
 
     def replace(self, rows: Sequence[int], other: "RecurrentStates") -> None:
-        """Give these rows of the batch the committed states of the rows of `other`, in order."""
+        """Give these rows the committed states of the rows of `other`, in order."""
         for key, x in self._kept.items():
             x[torch.tensor(rows, device=x.device)] = other._kept[key]
 
 
 def holders(model: Any, states: RecurrentStates, run: Callable[[], object]) -> list[Any]:
-    """The modules of a model that ask for states when it is `run` over a cache with these: the
-    innermost ones, but none that is inside another. They then tell every such cache what they are
-    called with."""
+    """The modules of a model that use states when it is `run` over a cache with these states: the
+    innermost ones, but none that is inside another. From then on they report the arguments of each
+    call to the cache."""
     calls, asking = list[nn.Module](), dict[Any, None]()
     states.touched = lambda: asking.setdefault(calls[-1]) if calls else None
     with _watching(model, calls):
@@ -146,9 +146,9 @@ def holders(model: Any, states: RecurrentStates, run: Callable[[], object]) -> l
 
 
 def bring_in(model: Any, run: Callable[[int], object]) -> None:
-    """Have states that modules keep as attributes of their own be kept in a cache. `run(B)` has the
-    model read B rows over a new cache. An attribute is such a state if the pass makes it a tensor
-    [B, …]. It is moved by the innermost module around it that is called with the cache."""
+    """Move states that modules keep as attributes into the cache. `run(B)` makes the model read B
+    rows over a new cache. An attribute is such a state if the pass sets it to a tensor [B, …]. Its
+    owner is the innermost module around it that is called with the cache."""
     before = {module: dict(vars(module)) for module in model.modules()}
     called = list[Any]()
 
@@ -178,7 +178,8 @@ def bring_in(model: Any, run: Callable[[int], object]) -> None:
 def _brought_in(
     module: Any, number: int, held: Sequence[tuple[nn.Module, str]], *args: Any, **kwargs: Any
 ) -> Any:
-    """Lend a module the states that it keeps as attributes of its parts, and take them back."""
+    """Call a module with the states from the cache set as attributes of its parts, and store the
+    updated states."""
     states = next(_states_in(args, kwargs), None)
     if states is None:
         return type(module).forward(module, *args, **kwargs)
@@ -193,15 +194,15 @@ def _brought_in(
 
 
 def bounds_steps(module: Any) -> bool:
-    """Whether a module's own steps of one token are not those of its pass over several: Mamba 2's
-    are bounded (`time_step_limit`) only over several."""
+    """Whether a module's steps of one token differ from its pass over several tokens: Mamba 2
+    bounds the time step (`time_step_limit`) only in the latter."""
     least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
     return least > 0 or most < math.inf
 
 
 def _unbounded(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Go on from a state as steps of one token would, and as transformers' `generate` does. The
-    beginning of a text is read with the bounds, as `generate` reads a prompt."""
+    """Continue from a state with the numerics of one-token steps, as transformers' `generate` does.
+    The beginning of a text is read with the bounds, as `generate` reads a prompt."""
     states = next(_states_in(args, kwargs), None)
     begun = states is not None and states.begun(module)
     limit = (0.0, math.inf) if begun else module.time_step_limit
@@ -214,14 +215,14 @@ def _unbounded(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def note_arguments(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A hook before a module's call, which tells the states of the cache that it is called with."""
+    """A hook before a module's call, which reports the arguments to the states of its cache."""
     for states in _states_in(args, kwargs):
         states.heard(module, (args, kwargs))
 
 
 @contextmanager
 def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
-    """Keep the modules that are running at the time in `calls`, the innermost last."""
+    """Keep the modules that are currently running in `calls`, the innermost last."""
     hooks = []
 
     def ended(*_: Any) -> None:
@@ -238,8 +239,8 @@ def _watching(model: nn.Module, calls: list[nn.Module]) -> Iterator[None]:
 
 
 def in_steps(module: Any) -> None:
-    """Have a module with states read one token at a time, except at the beginning of a text: some
-    (Mamba's first version) go on from a state by one token only, and forget it before several."""
+    """Make a module with states read one token at a time, except at the beginning of a text: some
+    modules (Mamba 1) forget their state before a pass over several tokens."""
     replace_forward(module, partial(_stepwise, module, own_forward(module)))
 
 
@@ -261,14 +262,15 @@ def _stepwise(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def _states_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[RecurrentStates]:
-    """The states of the caches among the arguments of a call."""
+    """The states of the caches among a call's arguments."""
     for x in (*args, *kwargs.values()):
         if isinstance(states := getattr(x, "states", None), RecurrentStates):
             yield states
 
 
 def _changed(x: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
-    """Arguments of a module with each tensor [B, T, …] or [1, T, …] of so many `tokens` changed."""
+    """A module's arguments with `change` applied to each tensor [B, T, …] or [1, T, …] of `tokens`
+    tokens."""
     if isinstance(x, Tensor):
         return change(x) if x.dim() >= 2 and x.shape[1] == tokens else x
     if isinstance(x, tuple | list):
@@ -279,7 +281,8 @@ def _changed(x: Any, tokens: int, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _joined(first: Any, then: Any) -> Any:
-    """Arguments or results of a module over some tokens and those that follow them."""
+    """Arguments or results of a module over some tokens, concatenated with those over the next
+    ones."""
     if isinstance(first, Tensor):
         alike = first.shape[:1] + first.shape[2:] == then.shape[:1] + then.shape[2:]
         return torch.cat([first, then], 1) if first.dim() >= 2 and alike else then

@@ -1,13 +1,12 @@
 """Caches for models that keep more than keys, values and recurrent states: replay and recompute.
 
-What such a model keeps of a sequence (a cache of its own class, RWKV's list of tensors) cannot be
-rolled back. A `ReplayCache` holds it as it was at the start of a speculation step. A row whose
-tokens are all accepted takes the new state. For any other row, the next forward pass begins with
-the accepted tokens again (replay). They get a forward pass of their own only once there are many of
-them. Rows that have read equally many tokens share a pass, so nothing is padded; where a model
-would mix rows up, each row has its own pass.
+The memory of such a model (a cache of its own class, RWKV's list of tensors) cannot be rolled back.
+A `ReplayCache` holds it as it was at the start of a speculation step. A row whose tokens are all
+accepted takes the new memory. For any other row, the next forward pass first reads the accepted
+tokens again (replay). Only many of them get a forward pass of their own. Rows with equally many
+tokens share a pass, so nothing is padded; if a model would mix rows up, each row has its own pass.
 
-A `RecomputeCache` keeps the tokens alone, for models without any usable cache: every forward pass
+A `RecomputeCache` keeps the tokens only, for models without any usable cache: every forward pass
 reads the complete sequence.
 """
 
@@ -35,15 +34,15 @@ PassStates = tuple[Tensor | None, Tensor]
 
 
 class ReplayMemory(NamedTuple):
-    """What a model keeps of a text: the keyword that takes it, and the dimension of each of its
-    tensors that numbers the rows (None: it is the same for all)."""
+    """The form of a model's memory: the keyword that takes it, and the batch dimension of each of
+    its tensors (None: the tensor is the same for all rows)."""
 
     argument: str
     rows: dict[Path, int | None]
 
     @classmethod
     def learn(cls, argument: str, kept: Callable[[int], Any]) -> "ReplayMemory":
-        """The memory of a model that has `kept(B)` of B rows of a text."""
+        """The memory format of a model; `kept(B)` is its memory after reading B rows of a text."""
         rows = dict[Path, int | None]()
 
         def note(path: Path, tensors: Sequence[Tensor]) -> Tensor:
@@ -55,8 +54,8 @@ class ReplayMemory(NamedTuple):
         return cls(argument, rows)
 
     def joined(self, each: Sequence[Any]) -> Any:
-        """One memory of several rows. The model may write to it, and the rows' own stay as they
-        are."""
+        """One memory for several rows. The model may write to it; the rows' own memories are
+        unchanged."""
 
         def join(path: Path, tensors: Sequence[Tensor]) -> Tensor:
             dim = self._dim(path, tensors[0], 1)
@@ -65,7 +64,7 @@ class ReplayMemory(NamedTuple):
         return _changed(each, join, GROWS if len(each) == 1 else ())
 
     def parted(self, memory: Any, count: int) -> list[Any]:
-        """The memory of each of its `count` rows."""
+        """One memory for each of the `count` rows."""
 
         def part(path: Path, tensors: Sequence[Tensor], row: int) -> Tensor:
             dim = self._dim(path, tensors[0], count)
@@ -76,15 +75,15 @@ class ReplayMemory(NamedTuple):
         return [_changed([memory], partial(part, row=b)) for b in range(count)]
 
     def _dim(self, path: Path, x: Tensor, count: int) -> int | None:
-        """The dimension that numbers the `count` rows. Where a tensor has come later, as a layer
-        that compresses long texts makes some, it is the first one."""
+        """The batch dimension of a tensor with `count` rows. For a tensor that appears later, as in
+        layers that compress long texts, it is the first dimension."""
         dim = self.rows.get(path, 0)
         return dim if dim is not None and x.dim() > dim and x.shape[dim] == count else None
 
 
 class RecomputeCache(SlotCache):
-    """The tokens of each row. Every pass reads the complete sequence, which costs more the longer
-    it is, but nothing is kept that a rejected token could have changed."""
+    """The tokens of each row. Every forward pass reads the complete sequence, which costs more the
+    longer it is, but there is no state that a rejected token could change."""
 
     def __init__(self) -> None:
         super().__init__(0, chains_only=True)
@@ -103,8 +102,8 @@ class RecomputeCache(SlotCache):
         return place
 
     def sequences(self) -> tuple[Tensor, Tensor]:
-        """The rows' sequences as far as they are known [B, P], padded at their ends, and the places
-        [B, T] in them of the tokens of the last pass."""
+        """The rows' known sequences [B, P], padded at their ends, and the positions [B, T] of the
+        last pass's tokens in them."""
         scratch_BP = torch.cat(self._scratch, 1)
         rows = [torch.cat(x) for x in zip(self._committed, scratch_BP, strict=True)]
         end_B1 = torch.tensor([[len(row)] for row in rows], device=scratch_BP.device)
@@ -133,7 +132,7 @@ class RecomputeCache(SlotCache):
 
 
 class ReplayCache(RecomputeCache):
-    """The tokens of each row, and what a model has kept of the first of them."""
+    """The tokens of each row, and the model's memory of the first of them."""
 
     def __init__(self, memory: ReplayMemory, together: bool = True) -> None:
         super().__init__()
@@ -164,9 +163,9 @@ class ReplayCache(RecomputeCache):
         return place
 
     def replayed(self, run: Callable[[Tensor, Any, int], tuple[PassStates, Any]]) -> PassStates:
-        """The states of the tokens of the pass that has been placed. `run` has the model read
-        tokens [N, T] after a memory of so many, None at the beginning of a text, and returns their
-        states and what it has kept then."""
+        """The states of the tokens of the placed pass. `run` makes the model read tokens [N, T]
+        after a memory of a number of tokens (None at the beginning of a text), and returns their
+        states and the new memory."""
         scratch_BP, T = torch.cat(self._scratch, 1), self._scratch[-1].shape[1]
         layers, final, order = list[Tensor | None](), list[Tensor](), list[int]()
         for rows in self._groups():
@@ -186,14 +185,14 @@ class ReplayCache(RecomputeCache):
         return torch.cat(seen)[order_B] if seen else None, torch.cat(final)[order_B]
 
     def _groups(self) -> Iterator[list[int]]:
-        """The rows that can be read together."""
+        """Groups of rows that can be read together."""
         alike: dict[tuple[int, ...], list[int]] = {}
         for b, of_row in enumerate(zip(self._read, self.lengths, strict=True)):
             alike.setdefault(of_row if self._together else (b,), []).append(b)
         yield from alike.values()
 
     def _again(self, rows: Sequence[int]) -> Tensor:
-        """The accepted tokens of these rows that their memories do not hold [N, T]."""
+        """The accepted tokens of these rows that are not in their memories [N, T]."""
         return torch.stack([self._committed[b][self._read[b] :] for b in rows])
 
     def _joined(self, rows: Sequence[int]) -> Any:
@@ -230,9 +229,9 @@ def _changed(
     path: Path = (),
     seen: dict[int, Any] | None = None,
 ) -> Any:
-    """A copy of the first of several alike memories. Each tensor is replaced by what `change` makes
+    """A copy of the first of several memories of the same form. Each tensor is replaced by `change`
     of the tensors at that place in all of them. Objects of the classes `leave` are copied with the
-    same tensors. A tensor that occurs twice stays one."""
+    same tensors. A tensor that occurs twice remains one tensor."""
     first, seen = each[0], {} if seen is None else seen
     if id(first) in seen:
         return seen[id(first)]
@@ -261,7 +260,7 @@ def _changed(
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:
-    """What an object holds, by place, key or attribute; None if it is no container."""
+    """The content of an object by place, key or attribute; None if it is no container."""
     if isinstance(x, list | tuple):
         return dict(enumerate(x))
     if isinstance(x, dict):

@@ -1,5 +1,5 @@
-"""A model with an adapter of peft, as a checkpoint of its own: made once, and then a target like
-any other. Its parts can be loaded alone, caches know it by its own fingerprint, and engines serve
+"""A model with a peft adapter, merged once into a checkpoint of its own, which is then an
+ordinary target: its parts can be loaded alone, caches use its own fingerprint, and engines serve
 its folder."""
 
 import copy
@@ -29,9 +29,9 @@ CONFIG, WEIGHTS, TOKENIZER = (
 
 def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
     """The folder under `target.cache` with the model at `base` and the adapter `cfg.adapter` merged
-    into its weights, in the dtype in which these are stored. Its tokenizer is the adapter's, if
-    that has one. The name ends in a hash of the adapter and of where the model is. Raises UserError
-    if there is no adapter, if it is not for this model, or if the model is quantised."""
+    into its weights, in the dtype of the files. Its tokenizer is the adapter's, if that has one.
+    The folder's name ends in a hash of the adapter and of the base's location. Raises UserError if
+    there is no adapter, if it belongs to another model, or if the model is quantised."""
     adapter = Path(cfg.adapter or "")
     for name in (CONFIG, WEIGHTS):
         require(
@@ -61,15 +61,15 @@ def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
 
 
 def tokenizer_source(cfg: TargetConfig, base: str) -> str:
-    """Where the tokenizer and the chat template of a target come from: the adapter's folder, if
-    they are there, else the model."""
+    """The source of a target's tokenizer and chat template: the adapter's folder if it has them,
+    else the model."""
     own = cfg.adapter is not None and (Path(cfg.adapter) / TOKENIZER).is_file()
     return str(cfg.adapter) if own else base
 
 
 def states_of(folder: Path) -> list[list[Any]]:
-    """Names, sizes and times of a folder's files, which change when the model does. Empty for
-    a model of the hub, whose revision says which it is."""
+    """Names, sizes and times of a folder's files, which change with the model. Empty for a hub
+    model, which its revision identifies."""
     if not folder.is_dir():
         return []
     files = sorted(path for path in folder.iterdir() if path.is_file())
@@ -88,8 +88,8 @@ def _settings(adapter: Path) -> dict[str, Any]:
 
 
 def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path, tied: bool) -> None:
-    """Write the merged model and its tokenizer to a folder. `tied`: what the adapter does to one of
-    embedding and head holds for the other one, if the model has one matrix for both."""
+    """Write the merged model and its tokenizer to a folder. `tied`: if the model shares one matrix
+    between embedding and head, a change by the adapter holds for both."""
     from peft import PeftModel, get_peft_model_state_dict  # as slow to import as transformers
 
     options: Any = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
@@ -136,8 +136,8 @@ def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path, tied: bool
 
 
 def _untie_if_adapted(model: Any, stored: Collection[str]) -> None:
-    """Give the head weights of its own if it has the embedding's, and the adapter changes one of
-    the two: peft applies it to that one alone."""
+    """Separate the head's weights from the embedding's if the adapter changes one of the two: peft
+    changes only that one."""
     first, last = model.get_input_embeddings(), model.get_output_embeddings()
     if last is None or first.weight is not last.weight:
         return

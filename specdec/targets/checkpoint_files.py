@@ -1,11 +1,11 @@
-"""The safetensors files of a checkpoint: tensors by name, the hash of all, and the layers that stay
-on disk.
+"""The safetensors files of a checkpoint: tensors by name, a hash of all of them, and layers that
+stay on disk.
 
-A layer's weights are read by name when a draft starts from them. The hash of all weights is noted
-in the cache of targets when they are first read, and holds while the files are unchanged.
-transformers renames many tensors when it loads a model, and puts some together: the experts of a
-layer, which most checkpoints store one by one, become one tensor. Here it is done for a part of the
-model at a time, so that a checkpoint can be read without holding the model.
+A layer's weights are read by name when a draft is initialised from them. The hash of all weights is
+stored in the cache of targets when they are first read, and is valid while the files are unchanged.
+transformers renames many tensors when it loads a model and merges some: the experts of a layer,
+which most checkpoints store separately, become one tensor. This module does the same for a part of
+the model at a time, so a checkpoint can be read without holding the model.
 """
 
 import copy
@@ -51,8 +51,8 @@ HASH = re.compile("[0-9a-f]{32}")
 def file_of_model(
     path: str, name: str, revision: str | None = None, downloads: bool = True
 ) -> str | None:
-    """Where a file of a folder or a hub model lies, after a download if need be; None if there is
-    no such file, or no connection."""
+    """The path of a file of a folder or a hub model, downloaded if necessary; None if there is no
+    such file, or no connection."""
     kinds = ("missing_entries", "connection_errors")
     quiet: Any = {f"_raise_exceptions_for_{kind}": False for kind in kinds}
     return cached_file(path, name, revision=revision, local_files_only=not downloads, **quiet)
@@ -60,9 +60,9 @@ def file_of_model(
 
 @dataclass(frozen=True)
 class SafetensorsFiles:
-    """The safetensors files of a checkpoint: `files` maps a tensor's name to the file that holds
-    it, and `kinds` to the type that it is stored as. `notes` is a folder for their hashes, and
-    `computed` has the `computing_keys` of the config."""
+    """The safetensors files of a checkpoint: `files` maps a tensor's name to its file, and `kinds`
+    to its stored type. `notes` is a folder for their hashes, and `computed` has the
+    `computing_keys` of the config."""
 
     files: dict[str, Path]
     kinds: dict[str, str]
@@ -73,8 +73,8 @@ class SafetensorsFiles:
     def find(
         cls, path: str, revision: str | None, cache: Path, config: Any
     ) -> "SafetensorsFiles | None":
-        """The weights of a folder or a hub model; None if it has none in safetensors. Raises
-        UserError naming the file that is missing or damaged."""
+        """The weights of a folder or a hub model; None if it has no safetensors. Raises UserError
+        naming a file that is missing or damaged."""
 
         def file_of(name: str) -> str | None:
             return file_of_model(path, name, revision)
@@ -99,8 +99,8 @@ class SafetensorsFiles:
 
     @property
     def note(self) -> Path:
-        """The file for the hash of the weights. Its name says which files they are in, and changes
-        when one of these does: a change sets the time `ctime`, which no program can set back."""
+        """The file with the hash of the weights. Its name identifies the weights' files, and
+        changes with them: a change sets the time `ctime`, which no program can reset."""
         states = []
         for file in sorted({shard.resolve() for shard in self.files.values()}):
             at = file.stat()
@@ -110,19 +110,19 @@ class SafetensorsFiles:
 
     @property
     def kind(self) -> str | None:
-        """The type that most tensors are stored as, of those in SIGNIFICANT."""
+        """The type in SIGNIFICANT as which most tensors are stored."""
         counts = Counter(kind for kind in self.kinds.values() if kind in SIGNIFICANT)
         return counts.most_common(1)[0][0] if counts else None
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor of the files."""
+        """A tensor by its name in the files."""
         with safe_open(self.files[name], framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
 
     def fingerprint(self) -> str:
-        """What identifies the target (see fingerprint.py). The weights are read once, and their
-        hash is noted for as long as the files stay as they are."""
+        """The fingerprint of the target (see fingerprint.py). The weights are read once, and their
+        hash is kept while the files are unchanged."""
         note = self.note
         if (weights := _noted(note)) is None:
             weights = digest_of_weights((name, self.tensor(name)) for name in sorted(self.files))
@@ -147,7 +147,7 @@ class SafetensorsFiles:
 
 
 def _noted(note: Path) -> str | None:
-    """The hash in a note, if there is one that is as it was written."""
+    """The hash in a note; None if there is none or it is damaged."""
     try:
         weights, *sums = note.read_bytes().decode().split() if note.is_file() else ("",)
     except OSError:  # unreadable is not damaged: the weights are read again
@@ -187,10 +187,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 @dataclass
 class StoredLayers:
-    """The layers of a target that stay in its checkpoint's files, from which they are read one at a
-    time. `config` is that of the complete model, `empty` makes it on the meta device, by which the
-    files are read, and `whole` loads the target, in order to read layers that are stored in another
-    way."""
+    """The layers of a target that stay in its checkpoint's files and are read one at a time.
+    `config` is that of the complete model; `empty` makes it on the meta device, as a map of the
+    files; `whole` loads the target, for layers that are stored in another form."""
 
     files: SafetensorsFiles
     config: Any
@@ -198,8 +197,8 @@ class StoredLayers:
     whole: Callable[[], Any]
 
     def weights(self, layer: str) -> dict[str, Tensor]:
-        """The weights of the layer of this name in the model, by their names within it, as the
-        model has them: none if the files do not hold all of them as plain numbers."""
+        """The weights of the layer with this name in the model, by their names within the layer.
+        Empty if the files do not hold all of them as plain numbers."""
         prefix = f"{layer}."
         renamed = get_checkpoint_conversion_mapping(
             self.config.get_text_config(decoder=True).model_type
@@ -220,22 +219,22 @@ class StoredLayers:
 
     @cached_property
     def _named(self) -> tuple[nn.Module, list["ConvertedTensors"]]:
-        """The empty model, and how the tensors of the files become its own."""
+        """The empty model, and the conversions from the files' tensors to its own."""
         model = self.empty()
         return model, converted_tensors(model, self.files.files)
 
 
 @dataclass
 class ConvertedTensors:
-    """Tensors of the files that become one or more tensors of the model; `converter` is None where
-    one tensor is only renamed. `sources` are their names and the patterns that these match."""
+    """Tensors of the files that become one or more tensors of the model; `converter` is None if one
+    tensor is only renamed. `sources` are their names and the patterns that these match."""
 
     name: str
     converter: Any
     sources: list[tuple[str, Any]]
 
     def tensors(self, model: nn.Module, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name; `read` gives a tensor of the files."""
+        """The model's tensors by name; `read` returns a tensor of the files."""
         if self.converter is None:
             return {self.name: read(self.sources[0][0])}
         conversion: Any = copy.deepcopy(self.converter)  # it keeps what it collects
@@ -246,9 +245,9 @@ class ConvertedTensors:
 
 
 def converted_tensors(model: Any, names: Iterable[str]) -> list[ConvertedTensors]:
-    """How the tensors of these names in a checkpoint's files become tensors of `model`, which may
-    be on the meta device. What transformers would not load, such as modules for multi-token
-    prediction, is left out."""
+    """The conversions from tensors with these names in a checkpoint's files to tensors of `model`,
+    which may be on the meta device. Tensors that transformers would not load, such as modules for
+    multi-token prediction, are skipped."""
     state = dict[str, Tensor](model.state_dict())
     transforms = get_model_conversion_mapping(model)
     renamings = [x for x in transforms if isinstance(x, WeightRenaming)]

@@ -1,10 +1,11 @@
-"""What identifies a target: all that changes a logit, its weights and its config.
+"""The fingerprint of a target: a hash of everything that changes a logit, in its weights and its
+config.
 
-The fingerprint is that of the checkpoint, however it is loaded. Weights are hashed as the files
-hold them: under the files' names, which no update of a library changes, and by their values,
-whatever floating-point type these are stored in. Of the config count the keys that change what is
-computed. What a class of transformers derives or takes by default is left out: a newer version may
-have more such keys. The code of a model that comes with its checkpoint counts as well.
+It identifies the checkpoint, however it is loaded. Weights are hashed by the names in the files,
+which no library update changes, and by value, independent of the floating-point type in the files.
+Only config keys that change the computation count, without values that a class of transformers
+derives or takes by default: a newer version may have more of those. Code that comes with the
+checkpoint counts too.
 """
 
 import hashlib
@@ -38,8 +39,8 @@ _described_configs: dict[tuple[type, str], str] = {}  # the `computing_keys` of 
 
 
 def digest_of(x: Tensor) -> str:
-    """A hash of a tensor's shape and values. The type counts only as far as the values need it:
-    bfloat16 or float16 stored as float32 is the same."""
+    """A hash of a tensor's shape and values, independent of a wider type: bfloat16 or float16
+    stored as float32 has the same hash."""
     flat = x.detach().reshape(-1)
     kept = _type_needed(flat)
     digest = xxh3_128(json.dumps([str(kept), list(x.shape)]).encode())
@@ -50,8 +51,8 @@ def digest_of(x: Tensor) -> str:
 
 
 def _type_needed(flat: Tensor) -> torch.dtype:
-    """The first of bfloat16, float32 and float64 that holds these numbers bit for bit; the type of
-    other numbers."""
+    """The first of bfloat16, float32 and float64 that represents these numbers exactly; for other
+    types, their own."""
 
     def all_parts(same: Any) -> bool:
         return all(same(some) for some in flat.split(AT_ONCE))
@@ -68,13 +69,13 @@ def _type_needed(flat: Tensor) -> torch.dtype:
 
 
 def digest_of_weights(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A hash of named tensors, which are read one at a time, in whatever order."""
+    """A hash of named tensors, independent of their order; they are read one at a time."""
     digests = sorted((name, digest_of(x)) for name, x in tensors)
     return hashlib.blake2b(json.dumps(digests).encode(), digest_size=16).hexdigest()
 
 
 def untied(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a file would hold: of those that share their memory, only the first."""
+    """The tensors that a file would hold: of tensors that share memory, only the first."""
     held = list(tensors)  # while a tensor lives, no other can take its place in memory
     known = set[Any]()
     for name, x in held:
@@ -90,8 +91,8 @@ def fingerprint_of(weights: str, computed: str) -> str:
 
 
 def computing_keys(config: Any) -> str:
-    """The keys of a config that change what its model computes, as one text. It is the same for a
-    config that was saved again, and the same if a key is given its default value."""
+    """The keys of a config that change its model's computation, as one text. Saving a config again,
+    or giving a key its default value, does not change it."""
     of = type(config), json.dumps(_plain(config.to_dict()), sort_keys=True)
     if of not in _described_configs:
         verbosity = logging.get_verbosity()
@@ -116,8 +117,8 @@ def _described(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _not_derived(kind: Any, keys: dict[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """The keys without those whose values a config of this kind has anyway. `rest`: its parts,
-    which it is given in any case."""
+    """The keys without those that have their default value in a config of this class. `rest`: its
+    nested parts, which it needs in any case."""
 
     def same(some: Mapping[str, Any]) -> bool:
         try:
@@ -141,7 +142,7 @@ def _not_derived(kind: Any, keys: dict[str, Any], rest: dict[str, Any]) -> dict[
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, with whole numbers written alike whatever their type."""
+    """A value in JSON's types, with whole numbers written alike whatever their type."""
     if isinstance(value, Mapping):
         return {str(k): _plain(x) for k, x in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -154,7 +155,7 @@ def _plain(value: Any) -> Any:
 
 
 def _counts_by_padding(config: Any) -> bool:
-    """Whether the padding token's id changes what a model computes."""
+    """Whether the padding token's id affects the model's computation."""
     if getattr(config, "is_encoder_decoder", False):
         return True
     module = type(config).__module__.replace("configuration_", "modeling_")
@@ -167,7 +168,7 @@ def _counts_by_padding(config: Any) -> bool:
 
 
 def _own_code(config: Any) -> list[str]:
-    """Hashes of the code that a checkpoint brings along, if it runs; none for transformers' own."""
+    """Hashes of the code in a checkpoint, if it runs; empty for transformers' own classes."""
     if not type(config).__module__.startswith("transformers_modules"):
         return []
     folder = Path(str(sys.modules[type(config).__module__].__file__)).parent
@@ -175,7 +176,7 @@ def _own_code(config: Any) -> list[str]:
 
 
 def in_files(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of PyTorch's own files, in which pickled objects are not run."""
+    """The tensors of PyTorch's own files, read without running pickled code."""
     for file in files:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         yield from ((name, x) for name, x in state.items() if isinstance(x, Tensor))

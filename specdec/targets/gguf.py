@@ -19,8 +19,8 @@ CHECKSUMS = "checksums.json"
 
 
 def model_path(path: str, cache: Path) -> str:
-    """The folder or hub name that transformers loads; a GGUF file is made dense once. Raises
-    UserError where there is no such file or package."""
+    """The folder or hub name that transformers loads; a GGUF file is converted once. Raises
+    UserError if there is no such file or package."""
     require(bool(path), "target.path is missing: give a hub name, a folder or a .gguf file")
     if path.startswith("package:"):
         path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
@@ -28,9 +28,9 @@ def model_path(path: str, cache: Path) -> str:
 
 
 def dense_folder(gguf: Path, cache: Path) -> Path:
-    """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template; its
-    name ends in a hash of the GGUF file, and it is `made_once`. Raises UserError if the file is
-    missing, is not a GGUF file, is cut off, or holds a model that transformers cannot read."""
+    """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template. Its
+    name ends in a hash of the GGUF file; see `made_once`. Raises UserError if the file is missing,
+    not a GGUF file, or incomplete, or if transformers cannot read its model."""
     require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
         begins = file.read(4)
@@ -41,9 +41,9 @@ def dense_folder(gguf: Path, cache: Path) -> Path:
 
 
 def made_once(folder: Path, name: str, source: str, make: Callable[[Path], None]) -> Path:
-    """The folder, which `make` fills with a checkpoint from a source of this name and hash, unless
-    that was done before. It is built in a temporary folder and moved here when complete; an
-    existing folder that is damaged is built again."""
+    """The folder, filled by `make` with a checkpoint from a source of this name and hash, unless it
+    is complete already. It is built in a temporary folder and then moved; a damaged folder is built
+    again."""
     if folder.exists():
         if (damage := _damage(folder, source)) is None:
             return folder
@@ -94,8 +94,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 
 def _damage(folder: Path, source: str) -> str | None:
-    """What is damaged in the folder that a file with this hash was converted to; None if nothing
-    is. Raises Unreadable for a file that cannot be read, which says nothing of its contents."""
+    """A description of the damage to a folder that was converted from a file with this hash; None
+    if it is intact. Raises Unreadable for a file that cannot be read, whose content is unknown."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         if sums["source"]["sha256"] != source:

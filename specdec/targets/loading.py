@@ -1,8 +1,7 @@
-"""Loading the target that a configuration names: all of it, its parts alone, or each while a job
-needs it.
+"""Loads the target of a configuration: all of it, its parts alone, or each while a job needs it.
 
-Of which kind a target is, its config decides (`kind_of`): a package adds a kind as an entry point
-`draftsmith.targets`, a subclass of `Target` that says which configs it `loads`.
+The model's config decides the class of the target (`kind_of`). A package adds a class with an entry
+point `draftsmith.targets`: a subclass of `Target` whose `loads` recognises its configs.
 """
 
 import copy
@@ -44,7 +43,7 @@ from specdec.targets.transformers_model import empty_model, opened, without_warn
 
 
 def _require_kind(name: str, kind: Any) -> None:
-    """Raise UserError for what is no kind of target."""
+    """Raise UserError for a value that is no class of target."""
     fits = isinstance(kind, type) and issubclass(kind, Target)
     require(fits, f"{kind!r} is no subclass of specdec.targets.target.Target")
 
@@ -80,17 +79,17 @@ def load_target(cfg: TargetConfig) -> Target:
 
 
 def kind_of(config: Any) -> type[Target]:
-    """The kind of target of a model with this config: that of the lab or of another package which
-    loads it, else a causal LM."""
+    """The class of target for a model with this config: one of the lab or of another package that
+    loads it, else `Target`, a causal LM."""
     TARGETS.add_installed()
     return next((kind for kind in TARGETS.values() if kind.loads(config)), Target)
 
 
 def load_parts(cfg: TargetConfig) -> TargetParts | None:
     """The parts of the target that `cfg` names, without its layers. None if the parts cannot be
-    loaded alone: for a kind that is not `separable`, a model that cannot be made without layers, a
-    checkpoint that is not in safetensors, or one whose weights have not been read yet (see
-    `TargetLoader`). Raises UserError for a damaged checkpoint."""
+    loaded alone: the class is not `separable`, the model cannot be made without layers, or the
+    checkpoint is not in safetensors or was never hashed (see `TargetLoader`). Raises UserError for
+    a damaged checkpoint."""
     cfg, path, config, tokenizer, weights = opened(cfg)
     kind = kind_of(config)
     if not kind.separable or not weights or not weights.is_noted:
@@ -128,16 +127,17 @@ def _in_one_piece(cfg: TargetConfig) -> TargetParts:
 
 
 class TargetLoader:
-    """The owner of a job's target: only what the job needs at the time is in memory.
+    """The owner of a job's target. It keeps only the currently needed parts in memory.
 
     | in memory | from | until |
     | --- | --- | --- |
     | the parts around the layers | the first use of `parts` | the end of the job |
     | the layers as well | `whole()` | `release()` |
 
-    A checkpoint that has never been hashed is loaded whole at first, and so is one whose parts
-    cannot be loaded alone, which `release` keeps. With `alone`, the files are hashed instead, so
-    that the parts are loaded without ever loading the layers, where the checkpoint allows it."""
+    A checkpoint that was never hashed is at first loaded completely. So is one whose parts cannot
+    be loaded alone, and `release` does not free it. With `alone`, the files are hashed in place of
+    loading the layers, if the checkpoint allows it.
+    """
 
     def __init__(self, cfg: TargetConfig, alone: bool = False) -> None:
         self.cfg = cfg
@@ -165,14 +165,14 @@ class TargetLoader:
 
     @property
     def parts(self) -> TargetParts:
-        """The parts, available at any time; the whole target if it is loaded in one piece."""
+        """The parts, available at any time; the complete target if it is loaded in one piece."""
         if self.team is not None and self._stored is not None:
             return self._stored
         return self._whole or self._stored or self.whole()
 
     def whole(self) -> Target:
         """The target with its layers, or with this process's part of them, which all processes load
-        at the same time. Raises UserError if its weights changed in the meantime."""
+        at the same time. Raises UserError if its weights have changed in the meantime."""
         if self._whole is None:
             if self.team is not None:
                 self.team.tell(LOAD)
@@ -189,8 +189,8 @@ class TargetLoader:
         return self._whole
 
     def to_compare(self) -> Target:
-        """The whole target for a few forward passes, with which what an engine gave is compared.
-        Where it does not fit into the free memory, the layers that do not are read from disk."""
+        """The complete target for a few forward passes, to check the output of an engine. Layers
+        that do not fit into the free memory are read from disk."""
         spread = self._whole is None and self.team is None and self.cfg.device_map is None
         if spread and self._stored is not None and self._stored.weights is not None:
             files = {*self._stored.weights.files.values()}
@@ -205,14 +205,15 @@ class TargetLoader:
         return self.whole()
 
     def render_prompts_with(self, rendering: PromptRendering) -> None:
-        """See `TargetParts.render_prompts_with`: for what is loaded now, and what will be."""
+        """Call `TargetParts.render_prompts_with` on everything loaded now and later."""
         self.rendering = rendering
         for loaded in (self._stored, self._whole):
             if loaded is not None:
                 loaded.render_prompts_with(rendering)
 
     def release(self) -> None:
-        """Free the layers' memory, if the parts can be loaded alone and nothing else uses it."""
+        """Free the layers' memory, if the parts can be loaded alone and nothing else uses the
+        layers."""
         if self._stored is None and (stored := load_parts(self.cfg)) is not None:
             stored.render_prompts_with(self.rendering)
             self._stored = stored
@@ -229,8 +230,8 @@ class TargetLoader:
 
 def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
     """The first line that a program prints after loading `target` from `cfg`: the model, its dtype
-    and the `reason` for it (for auto, this machine's), whether weights are packed, and a
-    warning if nothing ends a response."""
+    and the `reason` for it (for auto, this machine's), whether weights are packed, and a warning if
+    no token ends a response."""
     dtype = str(target.dtype).removeprefix("torch.")
     reasons = [native_dtype(str(target.device)).reason if cfg.dtype == "auto" else reason]
     stored = target.weights.kind if target.weights and not target.quantisation else None

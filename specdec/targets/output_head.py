@@ -1,8 +1,8 @@
-"""What a model does between its last hidden state and its logits.
+"""The modules between a model's last hidden state and its logits.
 
-Most models multiply by one matrix. Some scale or cap the product. BERT and its relatives transform
-the state first: that is then a part of what comes before the head, as a final norm is, and the head
-stays linear.
+Most models multiply by one matrix. Some scale or cap the product. BERT-like models transform the
+state first: this transform counts as a part before the head, like a final norm, and the head is
+linear.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ from specdec.runtime.quantised import bias_zeroed
 
 
 def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
-    """A model's scaling of its head's output: Gemma's soft cap, Cohere's factor or Granite's
-    divisor; most models have none."""
+    """The scaling of a model's head output: Gemma's soft cap, Cohere's factor or Granite's divisor;
+    most models have none."""
     if cap := soft_cap(config):
         return lambda z: cap * torch.tanh(z / cap)
     if factor := getattr(config, "logit_scale", None):
@@ -28,7 +28,7 @@ def head_scaling(config: Any) -> Callable[[Tensor], Tensor]:
 
 
 def soft_cap(config: Any) -> float | None:
-    """The most that a model's logits can be, if it caps them."""
+    """The upper limit of a model's logits, if it caps them."""
     keys = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     return next((float(x) for key in keys if (x := getattr(config, key, None))), None)
 
@@ -40,7 +40,7 @@ def head_factor(config: Any) -> float:
 
 
 def _divisor(config: Any) -> float | None:
-    """What a model divides its logits by (Granite), or the states before them (Inkling)."""
+    """The divisor of a model's logits (Granite), or of the states before them (Inkling)."""
     keys = ("logits_scaling", "logits_mup_width_multiplier")
     return next((x for key in keys if (x := getattr(config, key, None))), None)
 
@@ -56,8 +56,8 @@ def head_without_padding(head: nn.Linear, rows: int) -> nn.Linear:
 
 @torch.no_grad()
 def transform_of(model: Any, body: Any, head: nn.Module) -> nn.Module | None:
-    """The modules that a model calls between its `body` and its linear `head`, as one module that
-    maps [..., D] to [..., D]; None if it calls none. They share their weights with the model."""
+    """The modules that a model calls between its `body` and its linear `head`, as one module [...,
+    D] -> [..., D]; None if there are none. They share their weights with the model."""
     called = list[nn.Module]()
     device = model.get_input_embeddings().weight.device
     with _noting(model, body, head, called):
@@ -67,7 +67,7 @@ def transform_of(model: Any, body: Any, head: nn.Module) -> nn.Module | None:
 
 
 def without(module: nn.Module, head: nn.Module) -> nn.Module:
-    """A twin of a module, with the same weights, that leaves out the `head` inside it."""
+    """A copy of a module that shares its weights but skips the `head` inside it."""
     path = next((name for name, part in module.named_modules() if part is head), None)
     same: nn.Module = twin(module)
     if path is not None:
@@ -76,8 +76,8 @@ def without(module: nn.Module, head: nn.Module) -> nn.Module:
 
 
 def flat(head: Any) -> nn.Linear:
-    """A head that multiplies by its weights in a way of its own, such as with a factor for each
-    token, as a plain linear layer: its logits of the D unit vectors are the layer's weights."""
+    """A plain linear layer equivalent to a head with a product of its own, such as one with a
+    factor for each token. Its weights are the head's logits of the D unit vectors."""
     D = head.weight.shape[1]
     with torch.no_grad():
         bias_V = head(head.weight.new_zeros(1, D))[0]
@@ -93,7 +93,7 @@ def flat(head: Any) -> nn.Linear:
 
 @contextmanager
 def _noting(model: Any, body: Any, head: nn.Module, called: list[nn.Module]) -> Iterator[None]:
-    """Note the outermost modules that are called after the body has ended, as far as the head."""
+    """Record the outermost modules that are called after the body has ended, up to the head."""
     inside, ended = list[nn.Module](), list[bool]()
 
     def entered(module: nn.Module, _: Any) -> None:

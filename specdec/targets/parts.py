@@ -1,8 +1,8 @@
 """The parts of a target that are read without running it: config, tokenizer, embedding, head.
 
 `TargetParts` alone leaves the layers in the checkpoint's files (checkpoint_files.py), or has sizes
-and no weights, for a plan. `Target` (target.py) has the layers in memory and runs them. Which of
-the two a job holds at what time, its `TargetLoader` decides (loading.py).
+but no weights, for a plan. `Target` (target.py) has the layers in memory and runs them. A job's
+`TargetLoader` (loading.py) decides which of the two it holds.
 """
 
 import hashlib
@@ -40,8 +40,8 @@ UNBOUNDED = 1 << 30  # stands for the positions of a model that sets no limit
 
 
 def configs_of_layers(config: Any) -> Sequence[Any]:
-    """The config of each layer. In Gemma 4 its sizes differ from the model's, whose config raises
-    if it is asked for them."""
+    """The config of each layer. Gemma 4's layers differ in size, and reading these sizes from the
+    model's config raises an error."""
     various = getattr(config, "is_heterogeneous", False)
     return list(config.per_layer_config) if various else [config] * config.num_hidden_layers
 
@@ -71,10 +71,10 @@ class TargetParts:
         fingerprint: str | None = None,
         stored: StoredLayers | None = None,
     ) -> None:
-        """`quantisation` says how the checkpoint stores the weights, such as "fp8"; None: plain.
-        `fingerprint` is that of the checkpoint; None: of a model that has no files, it is computed
-        here, before a forward pass can change a weight (RWKV rescales its own). `stored` are the
-        layers of a `model` that was made without them."""
+        """`quantisation` is the quantisation method of the checkpoint, such as "fp8"; None: not
+        quantised. `fingerprint` is that of the checkpoint; None: for a model without files, it is
+        computed here, before a forward pass can change a weight (RWKV rescales its own). `stored`
+        are the layers of a `model` that was made without them."""
         self.quantisation = quantisation
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
@@ -134,18 +134,19 @@ class TargetParts:
 
     @property
     def depth(self) -> int:
-        """How many layers a text passes through, in the list of them."""
+        """The number of layers that a text passes through in the list of layers."""
         return depth_of(self.config)
 
     @property
     def norm(self) -> nn.Module | None:
-        """The norm after the last layer, if it has the usual name and stands beside the layers."""
+        """The norm after the last layer, if it has the usual name and the same parent as the
+        layers."""
         around = self.model.get_submodule(self.prefix.rpartition(".")[0])
         return getattr(around, "norm", None)
 
     def normed(self, last: Tensor) -> Tensor:
-        """The final hidden state [..., D] of the stream [..., D] after the last layer. Raises
-        UserError for a model whose final norm does not stand beside its layers."""
+        """The final hidden state [..., D], given the residual stream [..., D] after the last layer.
+        Raises UserError for a model whose final norm has another parent than its layers."""
         around = self.model.get_submodule(self.prefix.rpartition(".")[0])
         norms = [around.get_submodule(n) for n in NORMS if hasattr(around, n)]
         require(
@@ -162,13 +163,13 @@ class TargetParts:
         return None if weight_D is None else self._factor(weight_D)
 
     def _factor(self, weight_D: Tensor) -> Tensor:
-        """The factors of a norm that stores `weight_D`; the sum is rounded in float32, not in the
-        target's dtype."""
+        """The factors of a norm with stored weight `weight_D`. The sum is rounded in float32, not
+        in the target's dtype."""
         return weight_D.float() + 1 if self._stored_less else weight_D
 
     @property
     def _stored_less(self) -> int:
-        """By how much the weights that norms store are less than their factors: 1 or 0."""
+        """The difference between a norm's factors and its stored weights: 1 or 0."""
         if self.norm is None:
             return 0
         # in float32: in 16 bits, 1 is less than a large weight is rounded by
@@ -185,41 +186,41 @@ class TargetParts:
 
     @property
     def positions(self) -> int:
-        """How many positions a text may take in total; see `room`."""
+        """The maximum number of positions of a text; see `room`."""
         return getattr(self.config, "max_position_embeddings", None) or UNBOUNDED
 
     @property
     def reads_trees(self) -> bool:
-        """Whether one pass can read branches: not where a layer keeps a state, which would need a
-        copy of it for each branch."""
+        """Whether one forward pass can read branches. It cannot with recurrent state, of which each
+        branch would need a copy."""
         return not keeps_states(self.config)
 
     @property
     def only_chains(self) -> str:
-        """Why no branches are read, as what follows "the target"."""
+        """The reason why the target reads no branches, as a phrase after "the target"."""
         return "keeps a state in some of its layers, and each branch would need its own"
 
     @property
     def eos(self) -> tuple[int, ...]:
-        """The ids that end a response: those of the model's own generation config and the
-        tokenizer's eos. What closes a response in the chat template ends it only if none of these
-        does so in that template: a response that runs on past its end would be trained on."""
+        """The ids that end a response: those of the model's generation config and the tokenizer's
+        eos. If none of them closes a response in the chat template, the template's own end token is
+        added: otherwise the draft would train on text after the end of a response."""
         ids = dict.fromkeys([*self.declared_eos, *self.turn_ends.beyond(self.declared_eos)])
         return tuple(i for i in ids if i < self.vocab_size)
 
     @property
     def response_end(self) -> int | None:
         """The id of `eos` that the chat template writes after the last response of a chat, or after
-        an earlier one; without such a template, the first of `eos`. None if nothing ends a
+        an earlier one; without such a template, the first of `eos`. None if no token ends a
         response."""
         marks = (self.turn_ends.last, self.turn_ends.earlier)
         return next((mark for mark in marks if mark in self.eos), next(iter(self.eos), None))
 
     @property
     def declared_eos(self) -> tuple[int, ...]:
-        """The ids that end a response as engines know them, which do not look at the chat template:
-        those of the generation config and the tokenizer's eos. A tokenizer's eos that the template
-        writes within a response, after its reasoning, ends none."""
+        """The ids that end a response for engines, which do not read the chat template: those of
+        the generation config and the tokenizer's eos. A tokenizer's eos that the template writes
+        within a response, after its reasoning, is not included."""
         ids, own = self.generation_eos, None
         if self.tokenizer is not None:
             own = self.tokenizer.eos_token_id
@@ -229,7 +230,7 @@ class TargetParts:
 
     @property
     def generation_eos(self) -> tuple[int, ...]:
-        """The ids that the generation config alone gives, or the tokenizer's if it has none."""
+        """The ids in the generation config, or the tokenizer's eos if it has none."""
         ids = getattr(self.model.generation_config, "eos_token_id", None)
         if ids is None and self.tokenizer is not None:
             ids = self.tokenizer.eos_token_id
@@ -237,23 +238,23 @@ class TargetParts:
 
     @property
     def turn_ends(self) -> TurnEnds:
-        """See `specdec.targets.response_end`; worked out once for a chat template."""
+        """The `TurnEnds` of the chat template (`specdec.targets.response_end`), computed once."""
         template = getattr(self.tokenizer, "chat_template", None)
         if self._turn_ends is None or self._turn_ends[0] != template:
             self._turn_ends = template, turn_ends(self.tokenizer)
         return self._turn_ends[1]
 
     def render_prompts_with(self, rendering: PromptRendering) -> None:
-        """Render prompts with these arguments and this chat template from now on: the tokenizer is
-        given the template. Drafts that are written note it."""
+        """Render prompts with these arguments and this chat template from now on. The tokenizer
+        takes the template, and new drafts record it."""
         self.rendering = rendering
         if rendering.chat_template is not None and self.tokenizer is not None:
             self.tokenizer.chat_template = rendering.chat_template
 
     def require_embedded(self, ids: Sequence[int], where: str) -> None:
-        """Raise UserError naming the first of the ids that has no row in the embedding, and its
-        text. A tokenizer may know such ids (Gemma's has one), which only matters in a text that
-        holds them. `where` names the text."""
+        """Raise UserError naming the first of the ids without a row in the embedding, and its text.
+        Some tokenizers have such ids (Gemma's has one), which matter only in a text that contains
+        them. `where` names the text."""
         rows = self.embedding.num_embeddings
         outside = next((int(i) for i in ids if not 0 <= i < rows), None)
         if outside is None:
@@ -270,33 +271,34 @@ class TargetParts:
         )
 
     def placed(self, prompt: Sequence[int]) -> int:
-        """How many of the decoder's positions a prompt takes."""
+        """The number of decoder positions that a prompt takes."""
         return len(prompt)
 
     def room(self, shortest: int) -> int:
-        """How many positions texts may take while the shortest of them takes `shortest`: all that
-        the model has, except with LongRoPE, where texts must not cross the length at which its
-        rotary factors change, since a cache or a batch is read with the factors of one side."""
+        """The number of positions that texts may take while the shortest of them takes `shortest`.
+        This is the model's maximum, except with LongRoPE: a cache or a batch is read with one set
+        of rotary factors, so texts must not cross the length at which they change."""
         ahead = [line for line in longrope_lines(self.config) if shortest <= line]
         return min([self.positions, *ahead])
 
     def before_head(self, state: Tensor) -> Tensor:
-        """The final hidden state [..., D], which the linear head reads, of the body's last one."""
+        """The final hidden state [..., D], the input of the linear head, from the body's last
+        hidden state."""
         final: Tensor = state if self.transform is None else self.transform(state)
         return final
 
     def find_transform(self) -> None:
-        """Have `before_head` call what the model calls between its body and its head."""
+        """Make `before_head` call the modules between the model's body and its head."""
         transform = transform_of(self.model, self.body, self.model.get_output_embeddings())
         self.transform = None if transform is None else transform.requires_grad_(False)
 
     def flatten_head(self) -> None:
-        """Take for the head a plain linear layer that gives the same logits as the model's own."""
+        """Replace the head by a plain linear layer with the same logits."""
         if "forward" in vars(type(self.head)) and type(self.head) is not nn.Linear:
             self.head = flat(self.head)
 
     def leave_scale(self) -> None:
-        """Do not scale logits, even if the config has a factor: Aya Vision does not read it."""
+        """Do not scale logits, even if the config has a factor: Aya Vision ignores it."""
         self._scale, self.head_factor = head_scaling(None), 1.0
 
     def logits(self, final: Tensor) -> Tensor:
@@ -304,15 +306,15 @@ class TargetParts:
         return self._scale(self.head(final))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows [..., D] of the embedding table as it is stored. Some models scale what they read of
-        it (Gemma 3), but engines share the table itself with a draft. Raises UserError as
-        `require_one_width` does."""
+        """Rows [..., D] of the embedding table as stored. Some models scale the rows (Gemma 3),
+        but engines share the table itself with a draft. Raises UserError as `require_one_width`
+        does."""
         self.require_one_width()
         return nn.functional.embedding(ids, self.embedding.weight)
 
     def require_one_width(self) -> None:
-        """Raise UserError if the head reads wider states than an embedding is, as Reformer's does:
-        there, two streams pass through the layers."""
+        """Raise UserError if the head reads wider states than an embedding, as in Reformer, where
+        two streams pass through the layers."""
         width = self.embedding.weight.shape[1]
         require(
             width == self.width,
@@ -322,7 +324,7 @@ class TargetParts:
 
     def own_head(self, vocab_S: Tensor | None = None) -> Tensor:
         """The weights [S, D] with which a draft's own linear head gives the target's logits over
-        part of the vocabulary, as far as these are linear (a soft cap is not)."""
+        part of the vocabulary, up to nonlinear scaling such as a soft cap."""
         rows = self.head.weight if vocab_S is None else self.head.weight[vocab_S]
         return rows * self.head_factor
 
@@ -336,13 +338,13 @@ class TargetParts:
 
     @property
     def prefix(self) -> str:
-        """The beginning of the layers' weight names in the model's state dict."""
+        """The prefix of the layers' weight names in the model's state dict."""
         prefix: str = next(name for name, m in self.model.named_modules() if m is self.layers)
         return prefix
 
     def layer(self, k: int) -> dict[str, Tensor]:
         """The weights of layer k (the last: -1) by their names within the layer, as plain numbers
-        even if they are stored quantised. Raises UserError where they cannot be read so."""
+        even if they are quantised. Raises UserError if they cannot be read this way."""
         if self.stored is None:
             return self._state(self.layers[k])
         name = f"{self.prefix}.{k % self.depth}"
@@ -353,8 +355,8 @@ class TargetParts:
         return {name: x.to(self.device, self.dtype) for name, x in tensors.items()}
 
     def _state(self, module: nn.Module, without: str | None = None) -> dict[str, Tensor]:
-        """The state dict of a part of the model, as plain numbers. Quantised weights at the path
-        `without` are not read."""
+        """The state dict of a submodule, as plain numbers. Quantised weights at the path `without`
+        are skipped."""
         rescales = restore_rescaled_weights(self.model)
         if self.quantisation:
             return plain_state(module, self.dtype, without)
@@ -365,9 +367,9 @@ class TargetParts:
         return {n: x.clone() for n, x in state.items()} if rescales else state
 
     def as_llama(self, k: int) -> dict[str, Tensor]:
-        """The weights of layer k, named as in a Llama layer where it has the same parts. A norm's
-        weight is given as the factor that it multiplies by, even if it is stored as 1 less. Of
-        Gemma's two norms around the MLP, the first is taken."""
+        """The weights of layer k, named as in a Llama layer where it has the same submodules. A
+        norm's weight is its factor, even if it is stored as 1 less. Of Gemma's two norms around the
+        MLP, the first is taken."""
         tensors = dict(self.layer(k))
         if (before_mlp := tensors.get("pre_feedforward_layernorm.weight")) is not None:
             tensors["post_attention_layernorm.weight"] = before_mlp
@@ -397,7 +399,7 @@ class TargetParts:
         return kept
 
     def fingerprint(self) -> str:
-        """What identifies the target; see fingerprint.py."""
+        """A hash that identifies the target; see fingerprint.py."""
         return self._fingerprint
 
     def checksum(self) -> str:
@@ -421,7 +423,7 @@ class TargetParts:
 
 
 def body_of(model: Any) -> Any:
-    """A model without its head. Some (Llama 4) do not say by which name they have it."""
+    """A model without its head. Some models (Llama 4) do not declare its name."""
     base = model.base_model
     if base is not model:
         return base
@@ -430,9 +432,9 @@ def body_of(model: Any) -> Any:
 
 
 def sum_of(name: str, value: Tensor) -> str:
-    """What a tensor adds to the `checksum`. It is rounded to bfloat16, whose bits are read as
-    integers, and two exact sums are taken where the tensor is: over all values and over a sample
-    weighted by place. Weights that are stored quantised are summed as they are stored."""
+    """A tensor's contribution to the `checksum`. The tensor is rounded to bfloat16 and its bits are
+    read as integers; on its device, two exact sums are taken: over all values and over a sample
+    weighted by position. Quantised weights are summed as stored."""
     rounded = value.to(torch.bfloat16) if plain(value) else value
     bits = torch.uint8 if rounded.itemsize == 1 else torch.int16
     whole = (rounded if rounded.dim() else rounded[None]).contiguous().view(bits)
@@ -442,7 +444,7 @@ def sum_of(name: str, value: Tensor) -> str:
 
 
 def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a state dict; those of a class of their own are taken apart."""
+    """The tensors of a state dict; tensor subclasses are split into their plain tensors."""
     for name, value in state.items():
         if not isinstance(value, Tensor):
             continue  # what a library notes beside the weights, such as the name of a layout
@@ -455,8 +457,8 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def longrope_lines(config: Any) -> list[int]:
-    """The lengths beyond which a text has the long rotary factors of LongRoPE, ascending; none for
-    other models. A text of exactly such a length has the short ones."""
+    """The text lengths beyond which LongRoPE uses its long rotary factors, ascending; empty for
+    other models. A text of exactly such a length uses the short ones."""
     rope = getattr(config, "rope_parameters", None) or {}
     of_kinds = [rope, *(x for x in rope.values() if isinstance(x, dict))]
     lines = {
@@ -468,9 +470,9 @@ def longrope_lines(config: Any) -> list[int]:
 
 
 def depth_of(config: Any) -> int:
-    """The length of a model's list of decoder layers. BART's config counts those of its encoder
-    first. LongCat's counts a layer twice, since it holds two attentions, and HRM's counts a layer
-    as often as a text passes it."""
+    """The length of a model's list of decoder layers, for configs that count differently: BART's
+    counts the encoder's layers first, LongCat's counts a layer twice since it holds two attentions,
+    and HRM's counts a layer as often as a text passes it."""
     if decoder := getattr(config, "decoder_layers", None):
         return int(decoder)
     derived = isinstance(getattr(type(config), "num_hidden_layers", None), property)

@@ -1,6 +1,5 @@
-"""What renders a target's prompts beyond its own tokenizer files: arguments for the chat template,
-and a chat template in place of the tokenizer's. A draft keeps it on its card, and a server must be
-given the same."""
+"""Settings for rendering a target's prompts: arguments for the chat template, and a template that
+replaces the tokenizer's. A draft records them, and a server must use the same."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ CHAT_TEMPLATE = "chat_template.jinja"  # the file of an own template, in a run a
 
 @dataclass(frozen=True)
 class PromptRendering:
-    """`arguments` are what a server passes to the chat template by default, by name, as in
+    """`arguments` are a server's default arguments for the chat template, by name, as in
     `chat_template_kwargs`. `chat_template` is the text of a template that replaces the tokenizer's;
     None: the tokenizer's own."""
 
@@ -21,12 +20,11 @@ class PromptRendering:
 
     @property
     def is_default(self) -> bool:
-        """Whether a server that is given nothing renders the same prompts."""
+        """Whether a server without any of these settings renders the same prompts."""
         return not self.arguments and self.chat_template is None
 
     def __str__(self) -> str:
-        """In words, for the opening line of a program and for a report; empty if it is the
-        default."""
+        """A description for a program's first line and for a report; empty if it is the default."""
         words = ["an own chat template (data.chat_template)"] * (self.chat_template is not None)
         if self.arguments:
             words.append(f"the template arguments {arguments_in_words(self.arguments)}")
@@ -37,7 +35,7 @@ DEFAULT_RENDERING = PromptRendering()
 
 
 def arguments_in_words(arguments: Mapping[str, Any]) -> str:
-    """Arguments as NAME=VALUE, with values as in JSON but for plain texts."""
+    """Arguments as NAME=VALUE. Values are written as JSON, except plain strings."""
     values = (
         (name, x if isinstance(x, str) else json.dumps(x, ensure_ascii=False))
         for name, x in sorted(arguments.items())

@@ -1,4 +1,4 @@
-"""Where a response ends, as a tokenizer's chat template writes it."""
+"""The tokens with which a tokenizer's chat template ends a response."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # the names that tem
 
 @dataclass(frozen=True)
 class TurnEnds:
-    """The tokens that a chat template writes after a response. `last` closes the last response of
-    a chat, `earlier` one that another turn follows; None if there is no such token. `within` are
-    the tokens between the reasoning and the text of one response: they close a message (harmony's
-    <|end|>), not the response. `after` is the text after a response if neither `last` nor `earlier`
-    is a token, so that nothing would end a response in that template."""
+    """The tokens that a chat template writes after a response. `last` closes the last response of a
+    chat, `earlier` one before another turn; None if there is no such token. `within` are the tokens
+    between the reasoning and the text of one response: they close a message (harmony's <|end|>),
+    not the response. `after` is the text after a response if neither `last` nor `earlier` is a
+    token, so that no token of the template ends a response."""
 
     last: int | None = None
     earlier: int | None = None
@@ -22,9 +22,9 @@ class TurnEnds:
     after: str | None = None
 
     def beyond(self, declared: Collection[int]) -> tuple[int, ...]:
-        """The tokens that end a response beside those that the model's files declare: none if one
-        of the declared tokens closes a response in the template. Otherwise the generation config
-        knows nothing of the template, and the tokens of the template end responses."""
+        """The tokens that end a response in addition to the declared ones: empty if a declared
+        token closes a response in the template. Otherwise the generation config does not fit the
+        template, and the template's tokens end responses."""
         marks = [mark for mark in (self.last, self.earlier) if mark is not None]
         if {*marks} & {*declared}:
             return ()
@@ -32,8 +32,8 @@ class TurnEnds:
 
 
 def turn_ends(tokenizer: Any) -> TurnEnds:
-    """The tokens that end a response in the tokenizer's chat template. Without a template, or if it
-    renders no conversation of two turns, there are none."""
+    """The tokens that end a response in the tokenizer's chat template. Empty without a template, or
+    if it cannot render a conversation of two turns."""
     if not getattr(tokenizer, "chat_template", None):
         return TurnEnds()
     tokens = {t.content: i for i, t in tokenizer.added_tokens_decoder.items() if t.content}
@@ -55,14 +55,15 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
 
 
 def _after(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
-    """What a template writes after the response; None if it does not write the response."""
+    """The text that a template writes after the response; None if it does not write the
+    response."""
     _, response, tail = (_rendered(tokenizer, messages) or "").rpartition(RESPONSE)
     return tail if response else None
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | None:
-    """What a template writes, given texts or, if it does not write these, lists of parts; None if
-    it rejects the chat."""
+    """A template's rendering of messages with texts or, if it does not support these, with lists of
+    parts; None if it rejects the chat."""
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     for turns in (messages, parts):
         try:
@@ -75,6 +76,6 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str | No
 
 
 def _first(text: str, tokens: Mapping[str, int]) -> int | None:
-    """The token with which a text begins, white space aside."""
+    """The token with which a text begins, after white space."""
     begins = [token for token in tokens if text.lstrip().startswith(token)]
     return tokens[max(begins, key=len)] if begins else None

@@ -1,8 +1,8 @@
-"""Files of transformers 5 in the form that older readers know too.
+"""Files of transformers 5 in a form that older readers support too.
 
 Version 5 keeps rotary parameters in one dict and names a tokenizer's class by its backend. Version
-4, and the tools that are built on it, look elsewhere: they would take a base of 10,000, and know no
-such class. What is written here has both forms, and version 5 must read it as before.
+4 and tools built on it would use a rotary base of 10,000, and do not know such a class. The files
+written here have both forms, and version 5 reads them as before.
 """
 
 import copy
@@ -23,8 +23,8 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 def with_older_rope_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config with its rotary parameters in the form of version 4 as well, in parts of
-    the config too."""
+    """A config's keys with its rotary parameters in the form of version 4 added, also in nested
+    configs."""
     keys = {name: with_older_rope_keys(x) if _is_config(x) else x for name, x in config.items()}
     rope = keys.get("rope_parameters")
     if not isinstance(rope, dict) or not rope:
@@ -51,8 +51,8 @@ def _is_config(value: Any) -> bool:
 
 
 def rewrite_config(folder: Path, tied: bool) -> None:
-    """Give the config that version 5 has saved in a folder both forms, as far as it reads the
-    result as what it was, and say whether the weights are tied."""
+    """Add the form of version 4 to the config that version 5 has saved in a folder, as far as
+    version 5 still reads the same config, and record whether the weights are tied."""
     file = folder / CONFIG
     saved = read_json(file) | {"tie_word_embeddings": tied}
     file.write_text(json.dumps(saved), encoding="utf-8")
@@ -96,8 +96,8 @@ def save_tokenizer(tokenizer: Any, folder: Path) -> None:
 
 def save_model(model: Any, folder: Path, eos: Sequence[int] | None) -> None:
     """Write a model that version 4 reads as well; with `eos`, its generation config ends responses
-    at these ids. Version 5 reads a generation config that contradicts itself (a temperature without
-    sampling), but does not save it, so that it is written apart and as it is."""
+    at these ids. Version 5 reads a contradictory generation config (a temperature without sampling)
+    but does not save it, so it is written separately and unchanged."""
     stops = copy.deepcopy(model.generation_config)
     if eos is not None:
         stops.eos_token_id = list(eos)

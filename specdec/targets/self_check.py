@@ -1,7 +1,8 @@
-"""Self-checks of a target when it is made: a model that would be read wrongly is refused.
+"""Self-checks of a target when it is loaded: a model that this project would run wrongly is
+rejected.
 
-Heads, masks and caches of models differ more than their classes show. If ours did not match the
-model's own, α would be measured against a different p from the one that is served. The targets here
+Heads, masks and caches of models differ more than their classes show. If the results differed from
+the model's own, α would be measured against another p than the one that is served. The targets here
 are those of target.py, which imports this file, or of another kind.
 """
 
@@ -33,7 +34,7 @@ LARGE = 10**9  # weights of a layer; of larger layers, only one of each kind is 
 
 @contextmanager
 def understood(target: TargetParts) -> Iterator[None]:
-    """Turn any error that a model of an unknown kind raises into a UserError."""
+    """Turn any error raised by an unknown model into a UserError."""
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -50,12 +51,11 @@ def _unread(target: TargetParts, error: Exception) -> UserError:
 
 
 def check_causal(target: Any) -> None:
-    """Settle how a causal target reads on from a cache: in the first of its `readings` that gives
-    the right logits for ragged rows and, where it reads trees, for a tree whose paths are kept.
-    The target's shrunken twin, which passes every length threshold within a few tokens, must give
-    transformers' logits in the same way. Raise UserError if no reading is right. In 16 bits and
-    with quantised weights, rounding hides errors, so a few layers are checked in float32 as well.
-    """
+    """Choose how a causal target continues from a cache: the first of its `readings` that gives the
+    right logits for ragged rows and, if it reads trees, for a tree whose paths are kept. The
+    target's shrunken twin, whose length thresholds are a few tokens, must give transformers' logits
+    in the same way. Raises UserError if no reading is right. In 16 bits and with quantised weights,
+    rounding hides errors, so a few layers are checked in float32 as well."""
     with understood(target), torch.no_grad():
         target.settle_head()
     twin = twin_check_of(target)
@@ -86,9 +86,9 @@ def check_causal(target: Any) -> None:
 
 
 def twin_check_of(target: Any) -> TwinChecks | None:
-    """The check of the target's shrunken twin; None if there is no twin: then the target is read by
-    transformers' modules and attention alone. Transformers' attention also takes the place of our
-    own where ours leaves out what a layer computes."""
+    """The check of the target's shrunken twin; None if there is no twin: then only transformers'
+    modules and attention are used. Transformers' attention is also used if our own skips a part of
+    a layer's computation."""
     try:
         twin = TwinChecks(target)
         if not twin.texts_right() and attention_of(target.model.config) == "grouped":
@@ -129,8 +129,8 @@ def _reads_on(target: Any, twin: TwinChecks | None) -> bool:
 @torch.no_grad()
 def check_head(target: TargetParts) -> None:
     """Raise UserError unless `logits(final)`, and `unembedding` over part of the vocabulary, equal
-    what the model itself returns. A head may scale its logits by factors of its own, and other
-    modules may come before it: they are looked for where the usual head is wrong."""
+    the model's own output. If the usual head gives wrong logits, this looks for factors of the head
+    and for other modules before it."""
     changes = (target.find_transform, target.flatten_head, target.leave_scale)
     right = _head_right(target)
     for change in changes if not right else ():
@@ -157,8 +157,8 @@ def _head_right(target: TargetParts) -> bool:
 
 
 def _cache_right(target: Any) -> bool:
-    """Whether the logits that the modules give over a cache differ from those without one by no
-    more than rounding explains."""
+    """Whether the modules' logits over a cache differ from those without one by no more than
+    rounding explains."""
     error = _cache_error(target)
     right = error <= _limit(target) or error <= ROOM * _rounding_error(target)
     if right and not _exact(target) and (few := few_layers(target)) is not None:
@@ -167,7 +167,8 @@ def _cache_right(target: Any) -> bool:
 
 
 def _lean_right(target: Any) -> bool:
-    """The same for the lean pass, if there is one, but it is used only if no doubt is left."""
+    """Whether the fused fast path, if there is one, gives the right logits over a cache; in doubt,
+    it is not used."""
     try:
         if target.lean is None:
             return False
@@ -189,10 +190,10 @@ def _limit(target: Any) -> float:
 
 
 def _cache_error(target: Any) -> float:
-    """The distance of logits over a cache from those of passes over whole texts. They are the
-    logits of a small tree (its second node follows the first) after rows of unequal length, and of
-    the tokens that follow once a path of each row has been kept and the rows have changed
-    places. A target that cannot read trees reads a chain."""
+    """The distance between logits over a cache and those of passes over complete texts. The logits
+    are those of a small tree (its second node follows the first) after rows of unequal length, and
+    of the next tokens after a path of each row was kept and the rows have changed places. A target
+    without trees reads a chain."""
     lengths, paths, parents = [9, 5], [[0, 1], [2]], [-1, 0, -1]
     if not target.reads_trees:
         paths, parents = [[0, 1], [0]], [-1, 0, 1]
@@ -207,7 +208,7 @@ def _cache_error(target: Any) -> float:
         return logits_BTV
 
     def error(logits_TV: Tensor, b: int, text: Tensor) -> float:
-        """The distance of logits [T, V] from those of the last T tokens of row b's text."""
+        """The distance between logits [T, V] and those of the last T tokens of row b's text."""
         if steps:
             theirs = _by_steps(target, text[None], lengths[b])[0]
         else:
@@ -237,8 +238,8 @@ def _cache_error(target: Any) -> float:
 
 
 def _step_error(target: Any) -> float:
-    """The distance of logits over states from those of a pass over the whole text, if the states
-    move by one token at a time. A layer may compute such a step in another way."""
+    """The distance between logits with states updated one token at a time and those of a pass over
+    the complete text. A layer may compute a one-token step differently."""
     text = (11 * torch.arange(28, device=target.device)[None] + 5) % target.vocab_size
     return distance(_by_steps(target, text, 4), target.own_logits(text))
 
@@ -254,8 +255,8 @@ def _by_steps(target: Any, ids_1T: Tensor, first: int) -> Tensor:
 
 
 def _rounding_error(target: Any) -> float:
-    """By how much logits change if the embeddings of a text are rounded once more: some weights
-    enlarge small differences. It is 0 if none of that reaches the logits."""
+    """The change in logits if a text's embeddings are rounded once more: some weights amplify small
+    differences. 0 if the change does not reach the logits."""
     ids = (5 * torch.arange(12, device=target.device)[None] + 3) % target.vocab_size
     before = target.model(input_ids=ids, use_cache=False).logits
 
@@ -270,8 +271,8 @@ def _rounding_error(target: Any) -> float:
 def few_layers(target: Any) -> Any:
     """A copy of a causal target in float32 on the CPU, with a layer of each kind and the first rows
     of its embeddings and head. Its matrices are rescaled to the size of new ones: with large
-    weights attention sees only one token, and errors in positions and masks would not show. None
-    for a model that cannot be taken apart in this way."""
+    weights, attention sees only one token, and errors in positions and masks would not show. None
+    for a model that cannot be copied this way."""
     if target.processes > 1:  # tensor_parallel.py has checked a plain copy of some layers before
         return None
     layers, kept = target.layers, _of_each_kind(target)
@@ -289,7 +290,7 @@ def few_layers(target: Any) -> Any:
         return nn.Parameter(cut, requires_grad=False)
 
     def plain(part: Any) -> nn.Module | None:
-        """A plain layer in place of a quantised one, or one whose method a library replaced."""
+        """A plain layer for a quantised one, or for one whose method a library replaced."""
         if not is_linear(part) or (holds_weight(part) and "forward" not in vars(part)):
             return None
         return dense_linear(part, target.dtype)
@@ -320,7 +321,8 @@ def few_layers(target: Any) -> Any:
 
 
 def _of_each_kind(target: Any) -> list[int]:
-    """The first layer of each kind of attention, or the first two if all are of one kind."""
+    """The index of the first layer of each kind of attention, or of the first two if all are
+    alike."""
     by_layer = [
         kind_of_layer
         for name in ("layer_types", "no_rope_layers")

@@ -1,6 +1,6 @@
-"""Packed rows read document by document: right for every architecture, whatever it makes of its
-position ids. Many models mask packed documents from each other, others read on across them, and
-some count positions, windows or rotary factors from the beginning of a row."""
+"""Runs packed rows document by document, which is correct for every architecture. Some models mask
+packed documents from each other and others do not, and some count positions, windows or rotary
+factors from the beginning of a row."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,7 +18,7 @@ def by_document(
     lines: Sequence[int] = (),
 ) -> Tensor:
     """The states [B, T, D] of rows that hold documents, packed as for `Target.features`. `read`
-    gives the states [N, T, D] of texts [N, T]. States are 0 at padding. `lines`: see
+    returns the states [N, T, D] of texts [N, T]. States are 0 at padding. `lines`: see
     `document_groups`."""
     if position_BT is None:
         return read(ids_BT)
@@ -36,10 +36,10 @@ def by_document(
 def document_groups(
     position_BT: Tensor, document_BT: Tensor | None, lines: Sequence[int] = ()
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The documents of packed rows in groups of similar length, longest first: the slots [N, T] of
-    the batch to read for a group, and which of these each document owns (short ones read on). No
-    group has lengths on both sides of one of the `lines`. Both tensors are on the CPU: a host that
-    launches passes on a GPU waits for it once."""
+    """The documents of packed rows in groups of similar length, longest first. For each group: the
+    slots [N, T] of the batch to read, and a mask of those that belong to each document (short ones
+    read beyond their end). No group has lengths on both sides of one of the `lines`. Both tensors
+    are on the CPU, so a host that launches passes on a GPU waits for it once."""
     if document_BT is None:
         document_BT = torch.zeros_like(position_BT)
     position_BT, document_BT = torch.stack([position_BT, document_BT.to(position_BT)]).cpu()

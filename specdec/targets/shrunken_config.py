@@ -1,5 +1,5 @@
-"""Configurations made small: few layers, narrow widths, and every length threshold cut to a few
-tokens, by rules for the names of their keys.
+"""Small copies of configurations: few layers, narrow widths, and every length threshold reduced to
+a few tokens, by rules for the names of the keys.
 
 `shrunken_twin.py` makes models of them, and `scripts/bench targets` tiny targets.
 """
@@ -116,8 +116,8 @@ FITTED: dict[str, dict[str, Any]] = {
 
 
 def shrunken_config(config: Any) -> Any:
-    """A configuration of the same class, small enough for a model of a few hundred kilobytes whose
-    every length threshold is a few tokens. May raise whatever transformers raises."""
+    """A configuration of the same class for a model of a few hundred kilobytes, with every length
+    threshold at a few tokens. May raise any error of transformers."""
     whole = config.to_dict()
     for key in ("quantization_config", "transformers_version", "architectures", "auto_map"):
         whole.pop(key, None)
@@ -128,7 +128,7 @@ def shrunken_config(config: Any) -> Any:
 
 
 def _shrunken(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a configuration, or of a part of one, with what the tables say."""
+    """The keys of a configuration, or of a nested one, changed by the tables of rules."""
     bounds = [x for key in BOUNDS if isinstance(x := whole.get(key), int) and x > 0]
     longest = max(bounds, default=None)
     small = {key: _cut(key, value, longest) for key, value in whole.items()}
@@ -148,8 +148,8 @@ def _shrunken(whole: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(key: str, value: Any, longest: int | None) -> Any:
-    """One entry of a configuration as a twin has it. A threshold that the `longest` text does not
-    pass is not passed by the twin's texts either."""
+    """One entry of a configuration, reduced for a twin. A threshold that the `longest` text does
+    not reach is not reached by the twin's texts either."""
     if isinstance(value, dict):
         if "model_type" in value:
             return _shrunken(value)
@@ -181,13 +181,13 @@ AT_MOST = (
 
 
 def _special(token: int) -> int:
-    """A token that no text of a twin has, in the place of a special one."""
+    """A token id that replaces a special one and that no text of a twin contains."""
     return VOCAB - 1 - int(token) % (VOCAB - WORDS.stop)
 
 
 def _of_layers(whole: Mapping[str, Any], longest: int | None) -> dict[str, Any]:
-    """What a configuration says by layer, for the few layers that a twin has: each kind of layer in
-    turn, in the order in which they first occur."""
+    """The per-layer entries of a configuration for a twin's few layers: each kind of layer in order
+    of first occurrence."""
     counts = {n for key in DEPTHS if isinstance(n := whole.get(key), int) and n > 0}
     by_layer: dict[str, Any] = {}
     for count in sorted(counts, reverse=True):
@@ -244,7 +244,7 @@ def _rope(rope: Mapping[str, Any], width: int, old: int) -> dict[str, Any]:
 
 
 def _sections(sections: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in about these proportions, with this sum."""
+    """Integers in about these proportions, with this sum."""
     parts = [int(x * total / sum(sections)) for x in sections]
     parts[0] += total - sum(parts)
     return parts

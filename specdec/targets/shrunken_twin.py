@@ -1,10 +1,11 @@
 """A shrunken twin of a target: the same classes and configuration, with few layers, narrow widths
-and every length threshold cut to a few tokens.
+and every length threshold reduced to a few tokens.
 
-A target's own check reads some 14 tokens and compares the model with itself. It cannot see what
-sets in later (a scale that grows with the position, a window, sparse blocks, other rotary factors),
-nor what our own attention and fused fast path leave out. A twin passes all of these within a few
-dozen tokens. Its logits are compared with those of a model that this project's code never touched.
+A target's own check reads some 14 tokens and compares the model with itself. It cannot detect
+effects that begin later (a scale that grows with the position, a window, sparse blocks, other
+rotary factors), nor parts that our own attention and fused fast path skip. A twin reaches all of
+these within a few dozen tokens. Its logits are compared with those of a model that this project's
+code has not changed.
 """
 
 import copy
@@ -39,8 +40,8 @@ class NoTwin(Exception):
 @torch.no_grad()
 def shrunken_model(kind: Any, config: Any, attention: str | None) -> Any:
     """A random model of class `kind` in float32 on the CPU, as transformers makes it. Its matrices
-    have the size of new ones, and no part is silent: norms and biases are random too. Leaves the
-    states of all random generators as they are."""
+    have the size of new ones, and every part has an effect: norms and biases are random too. The
+    states of all random generators are unchanged."""
     with _random_states_kept(), torch.device("cpu"):
         torch.manual_seed(0)
         model = random_model(kind, config, attention)
@@ -85,11 +86,10 @@ DOCUMENTS = (12, 13, 11, 4), (20, 16)  # of packed rows; padding follows those o
 
 
 class ShrunkenTwin:
-    """A twin of a target, and the logits that transformers gives for it. Raises NoTwin where none
-    can be made."""
+    """A twin of a target, and transformers' logits for it. Raises NoTwin if none can be made."""
 
     def __init__(self, model: Any, attention: str | None) -> None:
-        """`attention` is that of the target; transformers' own choice stands in for `grouped`."""
+        """`attention` is that of the target; `grouped` is replaced by transformers' own choice."""
         self.attention = attention if attention in ("eager", "sdpa", "grouped") else None
         try:
             self.config = shrunken_config(model.config)
@@ -117,9 +117,9 @@ class ShrunkenTwin:
 
     @torch.no_grad()
     def logits(self, target: Any, ids: Sequence[int], prompt: int = 0) -> Tensor:
-        """transformers' logits [T, V] of one text by itself, or of its last tokens (see
-        `Target.own_logits` of the `target`): of a single pass, or, where steps of one token are
-        bounded otherwise (Mamba 2) and a `prompt` length is given, of its steps."""
+        """transformers' logits [T, V] of one text, or of its last tokens (see `Target.own_logits`
+        of the `target`): from one pass or, if one-token steps are bounded differently (Mamba 2) and
+        a `prompt` length is given, from steps."""
         text = torch.tensor([ids])
         positions = bool(target.position_inputs(text))
         key = tuple(ids), positions, prompt if self._steps else 0
@@ -195,8 +195,8 @@ def errors_of_texts(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
 
 @torch.no_grad()
 def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
-    """The same for passes over a cache: prompts of unequal length, trees whose paths are kept,
-    single tokens, and rows that change places."""
+    """The distances of logits over a cache from transformers' own: prompts of unequal length, trees
+    whose paths are kept, single tokens, and rows that change places."""
     for lengths in _together(target, PROMPTS):
         cache = target.new_cache()
         texts = [_text(target, 10 + n, n) for n in lengths]
@@ -233,7 +233,7 @@ def errors_over_cache(target: Any, twin: ShrunkenTwin) -> Iterator[float]:
 
 
 def _together(target: Any, prompts: Sequence[int]) -> list[list[int]]:
-    """The prompts that may be read in one batch: with LongRoPE, those on one side of its line."""
+    """The prompts that may share a batch: with LongRoPE, those on one side of its length limit."""
     by_room: dict[int, list[int]] = {}
     for n in prompts:
         by_room.setdefault(target.room(n), []).append(n)
@@ -241,8 +241,8 @@ def _together(target: Any, prompts: Sequence[int]) -> list[list[int]]:
 
 
 class TwinChecks:
-    """What the twin of a target shows, computed when it is asked for, and once for all targets of
-    one kind in this process. Raises NoTwin where no twin can be made."""
+    """The results of checks on the target's twin, computed on demand and once for all targets of
+    one kind in this process. Raises NoTwin if no twin can be made."""
 
     _known: dict[Any, dict[Any, bool | str]] = {}
 
@@ -259,11 +259,11 @@ class TwinChecks:
 
     @classmethod
     def forget(cls) -> None:
-        """Compute again what was found, also for targets of kinds that were checked before."""
+        """Discard all results, including those for kinds of targets checked before."""
         cls._known.clear()
 
     def texts_right(self) -> bool:
-        """Whether long texts, batches and packed documents get transformers' logits."""
+        """Whether long texts, batches and packed documents give transformers' logits."""
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
             ours.texts_apart = self._target.texts_apart
@@ -272,8 +272,8 @@ class TwinChecks:
         return self._once(("texts", self._target.texts_apart), errors)
 
     def lean_right(self) -> bool:
-        """Whether passes over a cache get transformers' logits in the fused fast path, of which
-        there must be one."""
+        """Whether passes over a cache give transformers' logits in the fused fast path, which must
+        exist."""
         if self._target.lean is None or not self.texts_right():
             return False
 
@@ -284,8 +284,8 @@ class TwinChecks:
         return self._once("lean", errors)
 
     def cache_right(self, steps: bool = False) -> bool:
-        """Whether passes over a cache get transformers' logits in the reading that the target has
-        now. `steps`: modules with states read one token at a time from now on (`in_steps`)."""
+        """Whether passes over a cache give transformers' logits in the target's current reading.
+        `steps`: modules with states read one token at a time from now on (`in_steps`)."""
 
         def errors(ours: Any, twin: ShrunkenTwin) -> Iterator[float]:
             (ours.reading, ours.counted), ours.lean_allowed = self._way, False
@@ -298,7 +298,8 @@ class TwinChecks:
 
     @property
     def _way(self) -> tuple[Any, bool]:
-        """How the target reads on now."""
+        """The target's current reading, and whether modules with states read one token at a
+        time."""
         return self._target.reading, self._target.counted
 
     def _once(self, what: Any, errors: Callable[[Any, ShrunkenTwin], Iterator[float]]) -> bool:

@@ -1,7 +1,7 @@
-"""A target that is larger than one device: its layers are spread over GPUs, memory and disk.
+"""A target that is larger than one device: its layers are distributed over GPUs, memory and disk.
 
 The parts around the layers stay on the target's own device, where drafts read them. accelerate's
-hooks move what a layer reads to where the layer is, and bring an offloaded layer to the target's
+hooks move a layer's inputs to the layer's device, and bring an offloaded layer to the target's
 device while it runs.
 """
 
@@ -29,12 +29,12 @@ def device_map(
     max_memory: Mapping[int | str, str],
     itemsize: float | None = None,
 ) -> dict[str, Place]:
-    """Where each part of a model (on the meta device) with `count` layers goes: all parts around
-    the layers to `device`, then layer after layer to that device, to the other GPUs, to the CPU's
-    memory and to disk, each filled up to `max_memory`, such as {0: "70GB", "cpu": "100GB"}, or
-    up to nine tenths of what is free there. GPUs share the layers evenly. A weight takes as many
-    bytes as one of `dtype`, or in quantised layers `itemsize`. Raises UserError if the memory
-    cannot be read, or if `device` does not hold even the parts and one layer."""
+    """The device of each part of a model (on the meta device) with `count` layers. All parts around
+    the layers go to `device`, then layer after layer to that device, to the other GPUs, to the
+    CPU's memory and to disk. Each is filled up to `max_memory`, such as {0: "70GB", "cpu":
+    "100GB"}, or up to nine tenths of its free memory. GPUs share the layers evenly. A weight takes
+    as many bytes as one of `dtype`, or in quantised layers `itemsize`. Raises UserError if the
+    memory cannot be read, or if `device` does not hold even the parts and one layer."""
     budgets = _budgets(device, max_memory)
     sizes: dict[str, float] = compute_module_sizes(model.to(dtype), dtype=dtype)
     stacks = {id(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count}
@@ -84,8 +84,8 @@ def device_map(
 
 
 def _budgets(device: torch.device, max_memory: Mapping[int | str, str]) -> dict[Place, int]:
-    """The bytes that each place may hold, that of the target's own device first, then those of
-    other GPUs, then the CPU's memory."""
+    """The bytes that each place may hold: first the target's own device, then other GPUs, then the
+    CPU's memory."""
 
     def number(x: Place) -> Place:
         return int(x) if str(x).isdigit() else x
@@ -116,12 +116,12 @@ def _gb(size: float) -> str:
 
 
 def is_spread(model: Any) -> bool:
-    """Whether a model was loaded by such a map, so that hooks move what its layers read."""
+    """Whether a model was loaded with a device map, so that hooks move its layers' inputs."""
     return len(getattr(model, "hf_device_map", None) or {}) > 1
 
 
 def in_words(model: Any) -> str:
-    """How many of the mapped parts are where, for the line that a program prints first."""
+    """The number of mapped parts in each place, for the first line that a program prints."""
     places = [str(place) for name, place in model.hf_device_map.items() if name[-1:].isdigit()]
     counts = {place: places.count(place) for place in dict.fromkeys(places)}
     return "layers: " + ", ".join(f"{n} on {place}" for place, n in counts.items())
@@ -129,8 +129,8 @@ def in_words(model: Any) -> str:
 
 @torch.no_grad()
 def tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The state of a module by name, in the order of the names, read from where it is: offloaded
-    tensors are brought to memory one at a time."""
+    """The state of a module by name, in sorted order; offloaded tensors are brought to memory one
+    at a time."""
     for name in sorted(module.state_dict()):
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)

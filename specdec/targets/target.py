@@ -1,8 +1,8 @@
 """The target: a frozen language model of Hugging Face, run over texts and over caches.
 
 `Target` is a causal LM: any `AutoModelForCausalLM` whose layers have keys and values, or states.
-Other kinds, which a package brings through `draftsmith.targets` (see loading.py), override what is
-different in them. Both the parts around the layers (parts.py) and the layers are in memory.
+Other classes, which packages register through `draftsmith.targets` (see loading.py), override what
+differs. Both the parts around the layers (parts.py) and the layers are in memory.
 """
 
 import inspect
@@ -51,7 +51,7 @@ PassStates = tuple[Tensor | None, Tensor]
 
 
 class Reading(Enum):
-    """How a pass goes on from what is known of a text."""
+    """How a forward pass continues from a cache."""
 
     SLOTS = "reads rows of any length together"
     ROWS = "makes its own masks or positions, so only rows of equal length are read together"
@@ -68,7 +68,7 @@ class Reading(Enum):
 
 class Target(TargetParts):
     """A frozen causal LM with its layers: hidden states of a text, and logits. Raises UserError for
-    a model that would be read wrongly."""
+    a model that this project would run wrongly."""
 
     # What another kind of target may change, beside methods
     separable = True  # whether its parts are loaded without its layers, and these over processes
@@ -83,14 +83,14 @@ class Target(TargetParts):
 
     @classmethod
     def loads(cls, config: Any) -> bool:
-        """Whether a model with this config is of this kind. `Target` itself takes the models that
-        no other kind does."""
+        """Whether this class supports a model with this config. `Target` itself takes the models
+        that no other class does."""
         return False
 
     @classmethod
     def auto_class(cls, config: Any) -> Any:
-        """The auto class of transformers that loads such a model: of one that sees as well, the one
-        that has a head for text."""
+        """The auto class of transformers that loads such a model: for a multimodal model, the one
+        with a head for text."""
         sees = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
         if sees and config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             return AutoModelForImageTextToText
@@ -107,7 +107,7 @@ class Target(TargetParts):
         fingerprint: str | None = None,
         checked: bool = True,
     ) -> None:
-        """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
+        """`checked=False` skips the self-check, for the twin that the self-check makes."""
         super().__init__(model, tokenizer, name, revision, quantisation, fingerprint=fingerprint)
         with understood(self):
             self.layers = self.decoder_layers()
@@ -121,8 +121,8 @@ class Target(TargetParts):
             self.check()
 
     def check(self) -> None:
-        """Compare what is computed here with transformers (self_check.py), and settle how passes go
-        on from a cache. Raises UserError for a model that would be read wrongly."""
+        """Compare this project's results with transformers (self_check.py), and choose how passes
+        continue from a cache. Raises UserError for a model that this project would run wrongly."""
         check_causal(self)
         if self.lean is not None:  # it packs weights itself; the check has used the modules too
             for layer in self.layers.modules():
@@ -131,10 +131,10 @@ class Target(TargetParts):
 
     @torch.no_grad()
     def decoder_layers(self) -> nn.ModuleList:
-        """The layers that read a text. Their name depends on the architecture, so a text is read:
-        they are the list of as many modules as the model has layers, all of which then run, the
-        last one if a model has two such stacks (HRM). A vision tower may have as many, but does not
-        run. Raises UserError if there is no such list."""
+        """The layers that read a text. Their name depends on the architecture, so a text is run to
+        find them: they are the list with as many modules as the model has layers, all of which then
+        run (the last such list if a model has two, as HRM). A vision tower may have as many, but
+        does not run. Raises UserError if there is no such list."""
         count, order = self.depth, list[nn.Module]()
 
         def note(layer: nn.Module, _: Any, out: Any) -> None:
@@ -158,7 +158,7 @@ class Target(TargetParts):
         return max(read, key=lambda some: last[some[-1]])
 
     def possible_readings(self) -> list[Reading]:
-        """The ways in which passes over a cache may be right, the fastest first."""
+        """The possible ways to continue from a cache, fastest first."""
         last = [Reading.REPLAY, Reading.APART, Reading.RECOMPUTE]
         if keeps_states(self.config):
             require(
@@ -175,9 +175,9 @@ class Target(TargetParts):
 
     @torch.no_grad()
     def _layers_ask_for_lengths(self) -> bool:
-        """Whether a layer asks the cache how long it is: the answer is right for rows of one length
-        alone. What a layer makes of it may begin beyond any length that is checked. Llama 4 is told
-        true positions (see `TokensBefore`)."""
+        """Whether a layer asks the cache for its length, which is right only for rows of one
+        length. The effect may begin beyond any length that is checked. Llama 4 is given true
+        positions (see `TokensBefore`)."""
         if counts_positions(self.config):
             return False
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
@@ -200,8 +200,8 @@ class Target(TargetParts):
 
     @torch.no_grad()
     def _watch_states(self) -> bool:
-        """Have the modules that hold states tell a cache what they read (see recurrent_states.py).
-        False if they keep them elsewhere."""
+        """Make the modules with recurrent state report their inputs to a cache (see
+        recurrent_states.py). Returns False if they keep their state elsewhere."""
         ids = torch.arange(1, 5, device=self.device)[None] % self.vocab_size
 
         def run(rows: int, cache: SlotCache) -> None:
@@ -224,7 +224,7 @@ class Target(TargetParts):
 
     @cached_property
     def memory(self) -> ReplayMemory | None:
-        """What the model keeps of a text by itself, if it returns it."""
+        """The format of the memory that the model returns, if it does."""
 
         def kept(rows: int) -> Any:
             ids = (torch.arange(16, device=self.device) + 1) % self.vocab_size
@@ -240,24 +240,25 @@ class Target(TargetParts):
         return type(self)(model, None, self.name, fingerprint="", checked=False)
 
     def settle_head(self) -> None:
-        """Find out how the model's last hidden state becomes logits (`check_head`)."""
+        """Find the modules and factors between the model's last hidden state and its logits
+        (`check_head`)."""
         check_head(self)
 
     def own_logits(self, ids_BT: Tensor, model: Any = None) -> Tensor:
-        """The logits that transformers' own pass of the model, or of a `model` like it, gives for
-        whole texts: [B, T, V], or those of the last tokens that have any."""
+        """The logits of transformers' own forward pass of the model, or of a `model` like it, for
+        complete texts: [B, T, V], or those of the last tokens that have any."""
         model = self.model if model is None else model
         inputs = self.position_inputs(ids_BT)
         logits: Tensor = model(input_ids=ids_BT, use_cache=False, **inputs).logits
         return logits
 
     def example(self, words: Sequence[int]) -> list[int]:
-        """A text that the target can read, of these tokens and of their number, for a trial."""
+        """A text for a trial, with these tokens and as many of them, that the target can read."""
         return list(words)
 
     def prompt_for_decoding(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that `decode` continues, from those that the model's tokenizer gives: a model
-        that reads a prompt apart from its response may have a token between them."""
+        """The tokens that `decode` continues, given the tokenizer's output: a model that reads a
+        prompt apart from its response may have a token between them."""
         return list(tokens)
 
     @property
@@ -266,7 +267,7 @@ class Target(TargetParts):
 
     @property
     def restricted(self) -> bool:
-        """Whether passes over its caches are right only in a slower way (see `only_chains`)."""
+        """Whether passes over its caches use a slower reading (see `only_chains`)."""
         return self.reading is not Reading.SLOTS
 
     @property
@@ -275,20 +276,20 @@ class Target(TargetParts):
 
     @property
     def takes_positions(self) -> bool:
-        """Whether transformers' `generate` tells the model the positions of its tokens."""
+        """Whether transformers' `generate` passes positions to the model."""
         return "position_ids" in inspect.signature(type(self.model).forward).parameters
 
     def position_inputs(self, ids_BT: Tensor) -> dict[str, Tensor]:
-        """What tells the model the positions of a whole text, where its own count differs from that
-        of `generate`: RoBERTa's begins after the padding token's id."""
+        """The inputs that give the model the positions of a complete text, if its own count differs
+        from that of `generate`: RoBERTa's begins after the padding token's id."""
         if not self.counted:
             return {}
         return {"position_ids": torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]}
 
     @property
     def lean(self) -> LeanPass | None:
-        """A pass over a cache without the model's modules; None if there is none. A copy of this
-        target with other layers makes a pass of its own."""
+        """The fused fast path over a cache; None if there is none. A copy of this target with other
+        layers makes its own."""
         if not self.lean_allowed or self.reading is not Reading.SLOTS:
             return None
         if self._lean is None or self._lean[0] is not self.layers:
@@ -324,13 +325,13 @@ class Target(TargetParts):
         position_BT: Tensor | None = None,
         document_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
-        """Run the target over `ids_BT`; returns the context and the final hidden state [B, T, D],
-        whose `logits` a caller can take in chunks.
+        """Run the target over `ids_BT`. Returns the context and the final hidden state [B, T, D],
+        for which a caller can compute `logits` in chunks.
 
         With `position_BT` and no cache, rows hold documents, which begin at position 0. Each
         document is read as if it were alone; at padding (`document_BT` below 0) hidden states are
         0. With `cache`, `ids_BT` continues the cached tokens, as a tree if `parents_BT` is given
-        (see `SlotCache.place`); the caller then tells the cache what to keep.
+        (see `SlotCache.place`); the caller then commits or drops these tokens.
         """
         if cache is not None:
             layers, final_BTD = self._continued(ids_BT, needs, cache, parents_BT)
@@ -346,8 +347,8 @@ class Target(TargetParts):
         cache: SlotCache,
         parents_BT: Tensor | None = None,
     ) -> tuple[Context, Tensor]:
-        """A pass of decoding: the context and the logits [B, T, V]. It is compiled if `cache` has a
-        fixed capacity."""
+        """A forward pass of decoding: the context and the logits [B, T, V]. It is compiled if
+        `cache` has a fixed capacity."""
         if not cache.fixed:
             ctx, final_BTD = self.hidden_states(ids_BT, needs, cache=cache, parents_BT=parents_BT)
             return ctx, self.logits(final_BTD)
@@ -363,8 +364,8 @@ class Target(TargetParts):
         position_BT: Tensor | None,
         document_BT: Tensor | None,
     ) -> PassStates:
-        """`hidden_states` without a cache. Each document is read by itself, with plain causal
-        attention: this is faster on a CPU than a mask over whole rows, and right for every
+        """`hidden_states` without a cache. Each document is read separately with plain causal
+        attention, which is faster on a CPU than a mask over complete rows, and correct for every
         architecture."""
         if position_BT is None:
             return self._pass(ids_BT, needs)
@@ -401,7 +402,8 @@ class Target(TargetParts):
         return concatenated(seen, needs), self.before_head(final)
 
     def _by_length(self, ids_BT: Tensor, needs: HiddenStateSpec, cache: SlotCache) -> PassStates:
-        """A pass in which rows of equal length are read together, with the model's own masks."""
+        """A forward pass in which rows of equal length are read together, with the model's own
+        masks."""
         layers, final = list[Tensor | None](), list[Tensor]()
         rows = list[Tensor]()
         for rows_N in cache.alike(ids_BT):
@@ -416,8 +418,8 @@ class Target(TargetParts):
     def _after_memory(
         self, needs: HiddenStateSpec, ids_NT: Tensor, kept: Any, read: int
     ) -> tuple[PassStates, Any]:
-        """A pass that goes on from what the model has kept of the tokens that it has `read`, and
-        what it has kept then."""
+        """A pass that continues from the model's memory of the `read` tokens before, and the new
+        memory."""
         assert self.memory is not None
         name = self.memory.argument
         with self._watched(needs) as seen:
@@ -428,8 +430,8 @@ class Target(TargetParts):
         return (concatenated(seen, needs), final), out[name]
 
     def _reread(self, needs: HiddenStateSpec, cache: RecomputeCache) -> PassStates:
-        """A pass over the whole texts; it returns the states of the last tokens. Padding follows
-        the texts, where no earlier token sees it."""
+        """A pass over complete texts, which returns the states of the last tokens. Padding comes
+        after the texts, where no earlier token attends to it."""
         ids_BP, place_BT = cache.sequences()
         rows_B1 = torch.arange(len(ids_BP), device=ids_BP.device)[:, None]
         layers, final = (
@@ -470,7 +472,7 @@ class Target(TargetParts):
         return self._compiled[needs]
 
     def save(self, folder: Path) -> None:
-        """Write model and tokenizer in the form that engines load (a GGUF target becomes dense).
+        """Write model and tokenizer in a format that engines load (a GGUF target becomes dense).
         Raises UserError for a model that is quantised in memory."""
         require(
             method(self.model.config) is None,
@@ -491,7 +493,8 @@ class Target(TargetParts):
 
     @contextmanager
     def _watched(self, needs: HiddenStateSpec) -> Iterator[dict[int, Tensor]]:
-        """A dict of the residual stream after each layer of `needs`, filled by passes inside."""
+        """A dict of the residual stream after each layer of `needs`, filled by passes inside the
+        block."""
         seen: dict[int, Tensor] = {}
         with ExitStack() as stack:
             for k in needs.layers:
@@ -499,7 +502,7 @@ class Target(TargetParts):
             yield seen
 
     def _hook(self, k: int, seen: dict[int, Tensor]) -> Any:
-        """A removable hook that keeps the residual stream after k layers in `seen`: of several
+        """A removable hook that stores the residual stream after k layers in `seen`; of several
         streams, their mean."""
         num_layers = len(self.layers)
         require(
@@ -530,5 +533,5 @@ class Target(TargetParts):
 
 
 def concatenated(seen: dict[int, Tensor], needs: HiddenStateSpec) -> Tensor | None:
-    """The layers of `needs` [B, T, F] in their order, or None if it names none."""
+    """The hidden states of the layers of `needs` [B, T, F], in order, or None if it names none."""
     return torch.cat([seen[k] for k in needs.layers], -1) if needs.layers else None

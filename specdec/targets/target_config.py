@@ -86,5 +86,5 @@ def device_of(name: str) -> torch.device:
 
 
 def target_name(cfg: TargetConfig) -> str:
-    """The target's name, by which it is found from any folder: a file's absolute path."""
+    """The target's name, valid in any folder: for a file, its absolute path."""
     return str(Path(cfg.path).resolve()) if Path(cfg.path).exists() else cfg.path

@@ -1,10 +1,10 @@
-"""A target whose layers the processes of a launch hold together, by tensor parallelism as
-transformers plans it. Each process holds its part of every layer, and all of the parts around them.
+"""Tensor parallelism: the processes of a launch hold one target together, by transformers' plan.
+Each process holds its part of every layer, and all of the parts around them.
 
-All processes compute every pass together, but only the first decides which passes there are: as it
-leads, it tells the others what it reads and what it does to its caches, and they do the same with
-their parts of the layers. So whatever works with a target in one piece works with a divided one,
-and no two processes can come to different decisions.
+All processes compute every pass together, but only the first one decides which passes there are:
+while it leads, it sends its inputs and the changes to its caches to the others, and they do the
+same with their parts of the layers. So all code for an undivided target works with a divided one,
+and processes cannot come to different decisions.
 """
 
 import copy
@@ -42,8 +42,8 @@ END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10) 
 
 class TensorParallelTeam:
     """The processes that hold a target together, as this one sees them. While the first one leads,
-    the others `help`. It lasts as long as the job; the target is loaded and freed while it does:
-    `whole` loads this process's part of it, if it is not there, and `release` frees it."""
+    the others `help`. It lasts as long as the job; the target may be loaded and freed several
+    times: `whole` loads this process's part of it, and `release` frees it."""
 
     def __init__(self, whole: Callable[[], Any], release: Callable[[], None]) -> None:
         self._whole, self._release = whole, release
@@ -56,7 +56,7 @@ class TensorParallelTeam:
 
     @contextmanager
     def lead(self) -> Iterator[None]:
-        """Have the others help with what the first process does inside."""
+        """Make the other processes help with the first one's work inside the block."""
         self.leads, failure = True, None
         try:
             yield
@@ -69,7 +69,7 @@ class TensorParallelTeam:
             self.leads = False
 
     def tell(self, *command: Any) -> None:
-        """Tell the others what to do, if this process leads."""
+        """Send a command to the others, if this process leads."""
         if not self.leads:
             return
         gone, self._gone = self._gone, []
@@ -77,8 +77,8 @@ class TensorParallelTeam:
 
     @contextmanager
     def together(self, *command: Any) -> Iterator[None]:
-        """Have the others compute what is computed inside. Once it fails, the processes are out of
-        step, and no more can be computed together: raises UserError then."""
+        """Make the others compute the same command as the block. After an error, the processes are
+        out of step and cannot compute together any more: raises UserError."""
         self.tell(*command)
         try:
             yield
@@ -95,7 +95,8 @@ class TensorParallelTeam:
             ) from error
 
     def help(self) -> str | None:
-        """Do what the first process tells until it ends; returns the error in which it ended."""
+        """Execute the first process's commands until it ends. Returns the error that ended it, or
+        None."""
         try:
             return self._help()
         except RuntimeError as error:
@@ -147,7 +148,7 @@ class TensorParallelTeam:
             cache.drop()
 
     def watch(self, cache: SlotCache) -> SlotCache:
-        """A cache of the leader, from now on mirrored by the others."""
+        """The leader's cache, mirrored by the others from now on."""
         if self.leads:
             change_class(cache, _mirrored(type(cache)))
             assert isinstance(cache, _Mirrored)
@@ -159,7 +160,7 @@ class TensorParallelTeam:
 
 
 class _Mirrored(SlotCache):
-    """A cache whose changes the other processes make as well."""
+    """A cache whose changes the other processes repeat."""
 
     team: TensorParallelTeam
     number: int
@@ -196,13 +197,13 @@ class _Mirrored(SlotCache):
 
 
 def _mirrored(kind: Any) -> Any:
-    """The mirrored kind of a class of caches."""
+    """The mirrored subclass of a class of caches."""
     return type(f"Mirrored{kind.__name__}", (_Mirrored, kind), {})
 
 
 class TensorParallelTarget(Target):
-    """This process's part of a causal target. Its embedding, head and norms are whole. What drafts
-    read of the layers, they read from the checkpoint's files (see `take_parts`)."""
+    """This process's part of a causal target, with complete embedding, head and norms. Drafts read
+    layers from the checkpoint's files (see `take_parts`)."""
 
     lean_allowed = False  # it packs weights, which would have to be whole
     team: TensorParallelTeam | None = None
@@ -242,11 +243,11 @@ class TensorParallelTarget(Target):
     def follow(
         self, ids_BT: Tensor, position_BT: Tensor | None, document_BT: Tensor | None
     ) -> None:
-        """Read what the first process reads."""
+        """Run the same forward pass as the first process."""
         self._read(ids_BT, HiddenStateSpec(), position_BT, document_BT)
 
     def follow_on(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> None:
-        """Read on where the first process does."""
+        """Run the same forward pass over a cache as the first process."""
         self._continued(ids_BT, HiddenStateSpec(), cache, parents_BT)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
@@ -265,8 +266,8 @@ class TensorParallelTarget(Target):
         )
 
     def take_parts(self, parts: TargetParts) -> None:
-        """Share the embedding and the head with these parts, so that a process holds them once, and
-        read layers from where the parts do."""
+        """Share the embedding and the head with `parts`, so that a process holds them once, and
+        read layers from where `parts` reads them."""
         pairs = [(self.embedding, parts.embedding), (self.head, parts.head)]
         pairs.append((self.model.get_output_embeddings(), parts.model.get_output_embeddings()))
         for ours, theirs in pairs:
@@ -278,7 +279,7 @@ class TensorParallelTarget(Target):
 def division_rules(
     cfg: TargetConfig, config: Any, kind: type[Target], weights: SafetensorsFiles | None
 ) -> dict[str, str]:
-    """How transformers' plan is changed to divide the layers alone (`rules_of`). Raises UserError
+    """The changes to transformers' plan that divide the layers alone (`rules_of`). Raises UserError
     if the processes of this launch cannot divide this target, which is of this `kind`."""
     count, title = int(os.environ.get("WORLD_SIZE", "1")), f"target.path={cfg.path!r}"
     require(
@@ -310,8 +311,8 @@ def load_tensor_parallel(
     tokenizer: Any,
     weights: SafetensorsFiles | None,
 ) -> TensorParallelTarget:
-    """This process's part of the target, of a resolved configuration. All processes load theirs at
-    the same time. The first layers are also loaded in one piece, to compare the divided ones."""
+    """This process's part of the target, for a resolved configuration. All processes load their
+    parts at the same time. The first layers are also loaded undivided, for comparison."""
     rules, auto = division_rules(cfg, config, kind, weights), kind.auto_class(config)
     assert weights is not None  # `division_rules` rejects other checkpoints
     fingerprint = weights.fingerprint()
@@ -349,7 +350,7 @@ def load_tensor_parallel(
 def rules_of(model: Any, title: str, count: int) -> dict[str, str]:
     """The changes to transformers' plan for a model (on the meta device) with which `count`
     processes divide its layers, and nothing else. Raises UserError if there is no plan for its
-    layers, or if the heads cannot be shared out evenly."""
+    layers, or if the heads cannot be divided evenly."""
     plan, config = model.tp_plan or {}, model.config.get_text_config(decoder=True)
     require(
         any("*" in name for name in plan),
@@ -369,7 +370,7 @@ def rules_of(model: Any, title: str, count: int) -> dict[str, str]:
 
 
 def require_plain(config: Any, title: str) -> None:
-    """Raise UserError for a checkpoint that is stored quantised."""
+    """Raise UserError for a quantised checkpoint."""
     require(
         method(config) is None,
         f"{title} is stored quantised ({method(config)}), which has not been tried with "
@@ -378,7 +379,8 @@ def require_plain(config: Any, title: str) -> None:
 
 
 def count_of_divided_weights(model: Any) -> int:
-    """How many of a model's weights `rules_of` divides over processes; 0 if there is no plan."""
+    """The number of a model's weights that `rules_of` divides over processes; 0 if there is no
+    plan."""
     plan, count = model.tp_plan or {}, 0
     for name, weight in model.named_parameters():
         generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
@@ -388,8 +390,8 @@ def count_of_divided_weights(model: Any) -> int:
 
 
 def compared(config: Any, count: int) -> int:
-    """How many of a config's `count` layers, from the first on, are compared to plain ones: as many
-    as have all kinds of layers among them, at least two, and `MOST` at most."""
+    """The number of a config's `count` layers, from the first on, to compare with undivided ones:
+    enough to include all kinds of layers, at least two, and at most `MOST`."""
     by_layer = [
         kind_of_layer
         for name in ("layer_types", "mlp_layer_types", "no_rope_layers")
@@ -404,7 +406,8 @@ def compared(config: Any, count: int) -> int:
 
 @torch.no_grad()
 def state_after(target: Target, k: int) -> Tensor:
-    """What the k-th layer gives for a text: [1, T, D], or more for a model with several streams."""
+    """The output of the k-th layer for a text: [1, T, D], or more for a model with several
+    streams."""
     ids = (7 * torch.arange(24, device=target.device)[None] + 3) % target.vocab_size
     seen = list[Tensor]()
 
@@ -417,7 +420,8 @@ def state_after(target: Target, k: int) -> Tensor:
 
 
 def require_same(target: TensorParallelTarget, k: int, plain: Tensor) -> None:
-    """Raise UserError unless the divided layers compute what `plain` ones did, but for rounding."""
+    """Raise UserError unless the divided layers give the same output as `plain` ones, up to
+    rounding."""
     exact = target.dtype in (torch.float32, torch.float64)
     off = distance(state_after(target, k), plain)
     require(
@@ -429,12 +433,13 @@ def require_same(target: TensorParallelTarget, k: int, plain: Tensor) -> None:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether an error says that another process has gone; it has told why, if it could."""
+    """Whether an error means that another process has ended; that process has reported the reason,
+    if it could."""
     return isinstance(error, dist.DistError) or "Connection closed by peer" in str(error)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A value with all tensors in it on this device."""
+    """A value with all its tensors moved to this device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, list | tuple):

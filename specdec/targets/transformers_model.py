@@ -1,4 +1,4 @@
-"""A model as transformers loads it: of a target, its first layers, its parts or a drafter's source.
+"""Loading with transformers: a target, its first layers, its parts or the source of a draft.
 
 transformers raises errors of any class for a model that it cannot load. Here they become a
 `UserError`, and its warnings are shown once each.
@@ -66,7 +66,7 @@ def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsF
 
 def _require_no_adapter(cfg: TargetConfig, path: str) -> None:
     """Raise UserError for a model with an adapter beside it. transformers would apply the adapter,
-    but engines, and whatever reads the model's own files, would not."""
+    but engines, and code that reads the model's own files, would not."""
     with loading_errors(cfg):
         adapter = adapter_beside(path, cfg.revision)
     require(
@@ -85,9 +85,8 @@ def load_model(
     cfg: TargetConfig, path: str, config: Any, auto: Any, rules: dict[str, str] | None = None
 ) -> Any:
     """The model of a resolved configuration, on its device and packed if `cfg` says so, of the
-    class `auto` of transformers. With `rules` (see `rules_of`) it is this process's part of the
-    model. Raises UserError if it cannot be loaded, or if the checkpoint does not hold all of its
-    weights."""
+    class `auto` of transformers. With `rules` (see `rules_of`), this process's part of the model.
+    Raises UserError if it cannot be loaded, or if weights are missing in the checkpoint."""
     grouped, quantised = cfg.attn_implementation == "grouped", method(config) is not None
     # quantised layers are made on their device, and some cannot be moved later
     places: dict[str, Any] | None = {"": cfg.device} if quantised else None
@@ -133,7 +132,7 @@ def _over_processes(rules: dict[str, str]) -> DistributedConfig:
 
 
 def _places(cfg: TargetConfig, auto: Any, config: Any) -> dict[str, Any]:
-    """See `device_map` in spread.py."""
+    """The device map of the model (`device_map` in spread.py)."""
     require(
         int(os.environ.get("WORLD_SIZE", "1")) == 1,
         "target.device_map=auto spreads one target over all devices: start one process",
@@ -155,8 +154,9 @@ def empty_model(cfg: TargetConfig, config: Any, auto: Any) -> Any:
 
 
 def load_source(auto: Any, source: str, device: str) -> Any:
-    """The model that a draft starts from, of transformers' class `auto`, in float32 and with
-    plain weights even if they are stored quantised. Raises UserError if it cannot be loaded so."""
+    """The model from which a draft is initialised, of transformers' class `auto`, in float32 and
+    with plain weights even if they are quantised. Raises UserError if it cannot be loaded this
+    way."""
     cfg = TargetConfig(path=source, dtype="float32", device="cpu", packed=False)
     try:
         with loading_errors(cfg):
@@ -202,7 +202,7 @@ def fingerprint_of_bin(cfg: TargetConfig, path: str, config: Any) -> str | None:
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Without transformers' warnings."""
+    """Suppress transformers' warnings."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -213,8 +213,8 @@ def without_warnings() -> Iterator[None]:
 
 @contextmanager
 def loading_errors(cfg: TargetConfig) -> Iterator[None]:
-    """Turn the errors, of whatever class, that transformers and its libraries raise for a model
-    that they cannot load into a UserError, and show what transformers warns of, each once."""
+    """Turn all errors that transformers and its libraries raise for a model that they cannot load
+    into a UserError, and show each warning of transformers once."""
 
     def show(warning: str) -> None:
         line = f"target.path={cfg.path!r}: transformers warns: {one_line(warning)[:400]}"

@@ -1,10 +1,10 @@
-"""Passes of decoding through `torch.compile`, over caches of fixed capacity.
+"""Forward passes of decoding through `torch.compile`, over caches of fixed capacity.
 
 On a CPU the weights are packed inside the graph; on a GPU a pass is meant to be a CUDA graph, which
 is recorded again for each new cache (no GPU has run this yet). Each combination of rows, tokens and
-slots has its own graph, which is built on first use. The graph is used if it agrees with the
-uncompiled pass; otherwise the pass runs uncompiled. How fast it is chooses nothing, as the graph
-rounds otherwise, but the user is told of one that is slower.
+slots has its own graph, which is built on first use. The graph is used if its output agrees with
+the uncompiled pass. Its speed does not decide, because the graph rounds differently, but a slower
+graph is reported to the user.
 """
 
 import sys
@@ -44,7 +44,8 @@ Pass = Callable[..., tuple[Any, ...]]  # (SlotCache, **inputs) -> tensors, some 
 
 class Compiled:
     """The pass `run(cache, **inputs)`, compiled. It must be repeatable: it writes the slots that
-    `cache.place` chose. It runs uncompiled if the cache can grow or a row is over `longest`."""
+    `cache.place` assigned. It runs uncompiled if the cache can grow or a row has more than
+    `longest` tokens."""
 
     def __init__(self, run: Pass, longest: int = sys.maxsize) -> None:
         self.run, self.longest = run, longest
@@ -101,7 +102,7 @@ class Compiled:
 
 
 def _graph(run: Pass, device: torch.device) -> Pass:
-    """`run` through torch.compile, which builds a graph for every new combination of shapes."""
+    """`run` through torch.compile, which builds a graph for each new combination of shapes."""
 
     def own(cache: SlotCache, **inputs: Any) -> tuple[Any, ...]:
         return run(cache, **inputs)
@@ -132,8 +133,9 @@ def _signature(x: Any) -> Hashable:
 
 
 def _guards_of_shapes(guards: Sequence[Any]) -> list[bool]:
-    """Which of Dynamo's checks to keep: those of things that can change between passes of one model
-    (shapes of inputs and cache, global state). Running all would take over 1 ms per pass."""
+    """A flag for each of Dynamo's guards: true for those to keep, on things that can change between
+    passes of one model (shapes of inputs and cache, global state). Evaluating all guards would take
+    over 1 ms per pass."""
     of_cache = ("capacity", "shown", "slots", "layers[0].keys")
     changing = ("inputs", *(f"cache.{name}" for name in of_cache))
     names = [g.name.removeprefix("L['").replace("']", "", 1) for g in guards]

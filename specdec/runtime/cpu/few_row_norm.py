@@ -13,9 +13,10 @@ FEW = 16  # rows; of more, torch's own RMSNorm takes no longer
 
 
 class FewRowsNorm:
-    """The RMSNorm of a weight [D]. Of a few rows x it is the LayerNorm of [x, -x], whose mean is 0
-    and whose variance is the mean square of x: on a CPU, torch has one operator for a LayerNorm,
-    but takes eight for an RMSNorm. It is no module, so that it adds nothing to a model's state."""
+    """RMSNorm with a weight [D]. For a few rows x it is computed as the LayerNorm of [x, -x], whose
+    mean is 0 and whose variance is the mean square of x: on a CPU, torch has one operator for
+    LayerNorm but needs eight for RMSNorm. It is not a module, so it adds nothing to a model's
+    state."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps = weight, eps
@@ -23,19 +24,19 @@ class FewRowsNorm:
         self.renew()
 
     def renew(self) -> None:
-        """Forget the copy of the weight, which has changed."""
+        """Discard the copy of the weight after the weight has changed."""
         self._twice: Tensor | None = None  # the weight, two times [2, D]
         self._copied: tuple[int, int] | None = None
 
     def renew_if_changed(self) -> None:
-        """`renew` if the weight is no longer as it was at the last such call."""
+        """Call `renew` if the weight has changed since the last such call."""
         at = self.weight.data_ptr(), version(self.weight)
         if at != self._copied:
             self.renew()
             self._copied = at
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copy, whose address says nothing elsewhere."""
+        """The state without the copy, whose address is not valid elsewhere."""
         return self.__dict__ | {"_twice": None, "_copied": None}
 
     def __call__(self, x: Tensor) -> Tensor:

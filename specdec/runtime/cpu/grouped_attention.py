@@ -1,4 +1,4 @@
-"""Attention by groups of heads, for decoding steps: registered with transformers as "grouped"."""
+"""Attention by groups of heads for decoding steps, registered with transformers as "grouped"."""
 
 from typing import Any
 
@@ -27,10 +27,10 @@ def grouped_attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Like transformers' `sdpa`, but for a decoding step's few tokens, the query heads that share a
-    KV head become extra rows of one query; `sdpa` would copy the keys for every query head. query
-    [B, H, T, D], key and value [B, H, P, D]; returns [B, T, H, D]. Raises UserError if a model
-    asks for attention sinks or a soft cap, which sdpa does not compute."""
+    """Like transformers' `sdpa`, except for the few tokens of a decoding step: there, query heads
+    that share a KV head become extra rows of one query, while `sdpa` would copy the keys for every
+    query head. query [B, H, T, D], key and value [B, H, P, D]; returns [B, T, H, D]. Raises
+    UserError if a model asks for attention sinks or a soft cap, which sdpa does not compute."""
     if kwargs.get("s_aux") is not None or kwargs.get("softcap") is not None:
         raise UserError(
             f"{type(module).__name__} has attention sinks or a soft cap, which sdpa leaves out: "
@@ -55,9 +55,9 @@ def grouped_attention(
 
 
 def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A mask [B, 1, T, P] as sdpa adds it to the scores of stacked groups [B, 1, groups · T, P].
-    All layers of a pass are given the same mask, so the result is kept for as long as the mask is
-    (in bfloat16, this takes 2 % off a pass of SmolLM2-135M over three tokens)."""
+    """A mask [B, 1, T, P] in the form that sdpa adds to the scores of stacked groups [B, 1, groups
+    · T, P]. All layers of a pass receive the same mask, so the result is cached for the mask's
+    lifetime (in bfloat16, this saves 2 % of a pass of SmolLM2-135M over three tokens)."""
     masks = {} if torch.compiler.is_compiling() else _stacks.setdefault(mask, {})
     if (groups, dtype) not in masks:
         if mask.dtype is torch.bool:
@@ -72,8 +72,8 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 def group(model: Any) -> None:
-    """Switch a model from `sdpa` to `grouped_attention`; leave other attention alone, and sparse
-    attention too: it hides the keys that its indexer did not choose only under the name of sdpa."""
+    """Switch a model from `sdpa` to `grouped_attention`. Other attention is unchanged, including
+    sparse attention, whose indexer hides keys only under the name sdpa."""
     kinds = layer_kinds(model.config.get_text_config(decoder=True))
     sparse = any(kind.endswith("_sparse") or kind == "indexed_attention" for kind in kinds)
     if fast_paths_on() and attention_of(model.config) == "sdpa" and not sparse:

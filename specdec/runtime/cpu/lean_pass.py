@@ -1,12 +1,13 @@
-"""A causal target's pass over a cache, from the model's weights but without its modules.
+"""The fused fast path: a causal target's forward pass over a cache, from the model's weights but
+without its modules.
 
-A step of decoding reads few tokens, so on a CPU transformers' modules spend as much time on calls
-as on products. This pass makes fewer calls: q, k and v are one product with one joint weight, and
-so are the first two products of an MLP; the residual is added within a product; q and k are rotated
-in place and written to the cache together with v; and masks, rotary factors, views of the cache and
-the choice of products are made once for all layers. The pass recognises layers of Llama's shape
-(also with biases and with norms of heads) by their parts. A target's own checks (self_check.py)
-then compare the pass with the model. If they differ, the target keeps to the model's modules.
+A decoding step reads few tokens, so on a CPU transformers' modules spend as much time on calls as
+on products. This pass makes fewer calls: q, k and v are one product with one joint weight, and so
+are the first two products of an MLP; the residual is added within a product; q and k are rotated in
+place and written to the cache together with v; and masks, rotary factors, views of the cache and
+the choice of products are made once for all layers. The pass recognises Llama-like layers (also
+with biases and with norms of heads) by their submodules. A target's self-check (self_check.py) then
+compares the pass with the model. If they differ, the target uses the model's modules.
 """
 
 from collections.abc import Sequence
@@ -47,11 +48,11 @@ FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class OtherShape(Exception):
-    """The model's layers have parts that this pass does not know."""
+    """The model's layers have parts that this pass does not support."""
 
 
 class LeanLayer:
-    """A decoder layer. Raises OtherShape for one that has other parts."""
+    """A decoder layer. Raises OtherShape for unsupported parts."""
 
     def __init__(self, layer: Any) -> None:
         q, k, v, o, gate, up, down = (_part(layer, path) for path in LINEAR)
@@ -79,9 +80,9 @@ class LeanLayer:
         mask: Tensor | None,
         update: Update,
     ) -> Tensor:
-        """The residual stream [B · T, D] after this layer, by the `products` for so many rows.
-        `cos` and `sin` [B, T, 1, 1, D] are laid out for `Tensor.roll`; `update` writes to the cache
-        and returns all keys and values."""
+        """The residual stream [B · T, D] after this layer, computed by the `products` for this
+        number of rows. `cos` and `sin` [B, T, 1, 1, D] are laid out for `Tensor.roll`; `update`
+        writes to the cache and returns all keys and values."""
         to_qkv, to_output, to_gate_up, to_down = products
         B, T = cos.shape[:2]
         H, D, groups = self.kv_heads, self.head_dim, self.groups
@@ -111,8 +112,8 @@ class LeanLayer:
 
 class LeanPass:
     """The layers of a model and the norm after them. `body` is the module of the `model` that holds
-    the list of `layers`. Raises OtherShape for a model with other parts, with a method that was
-    replaced (as accelerate does), or on another device than a CPU."""
+    the list of `layers`. Raises OtherShape for a model with unsupported parts, with a replaced
+    method (as accelerate does), or on another device than a CPU."""
 
     def __init__(self, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any) -> None:
         self.config = config
@@ -148,8 +149,8 @@ class LeanPass:
     def recognise(
         cls, model: nn.Module, body: Any, layers: nn.ModuleList, config: Any
     ) -> "LeanPass | None":
-        """The pass of this model; None for one that is not of the usual shape, and where the fast
-        paths are turned off."""
+        """The pass of this model; None if the model is not Llama-like, or if the fast paths are
+        turned off."""
         if not fast_paths_on():
             return None
         try:
@@ -158,23 +159,24 @@ class LeanPass:
             return None
 
     def inputs(self, place: Place, cache: SlotCache) -> dict[str, Any]:
-        """`model_inputs` of a place in this cache, with a mask unless every token sees all slots:
-        the model would make its own."""
+        """`model_inputs` of a place in this cache, with a mask unless every token attends to all
+        slots: without one, the model would make its own."""
         if place.mask_BTP is None and (place.position_BT.shape[1] > 1 or self.windowed):
             place = place._replace(mask_BTP=place.seen(cache.shown))
         return model_inputs(self.config, place, self.dtype)
 
     def takes(self, ids_BT: Tensor, passive: int = 0) -> bool:
-        """Whether this class can make the pass over these tokens. The pass would leave out hooks,
-        except `passive` ones that only keep what they see, and parts that have replaced others
-        (such as adapters)."""
+        """Whether this class can make the pass over these tokens. The pass skips hooks, so it
+        requires that there are none, except `passive` ones that only record their input, and it
+        does not support replaced submodules (such as adapters)."""
         plain = not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         plain = plain and (not any(self._hooks) or sum(map(len, self._hooks)) == passive)
         plain = plain and all([list(parts.values()) == known for parts, known in self._parts])
         return plain and ids_BT.numel() <= MOST and not torch.compiler.is_compiling()
 
     def __call__(self, cache: Any, **inputs: Any) -> tuple[Tensor, dict[int, Tensor]]:
-        """`through`, after reading the weights anew if they have changed since the last pass."""
+        """Call `through`, after reading the weights again if they have changed since the last
+        pass."""
         if (now := versions(self.weights)) != self._versions:
             self._versions = now
             self._products.clear()
@@ -192,8 +194,8 @@ class LeanPass:
         attention_mask: Any,
         wanted: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The final hidden state [B, T, D], and the residual stream after as many layers as each
-        number in `wanted` says. The other inputs are those of `inputs`."""
+        """The final hidden state [B, T, D], and the residual stream after each number of layers in
+        `wanted`. The other inputs are those of `inputs`."""
         x_BTD = self.embed(input_ids)
         cos, sin = self.rotation(x_BTD, position_ids, cache.shown)
         by_kind = attention_mask
@@ -213,7 +215,8 @@ class LeanPass:
         return self.norm(x).view_as(x_BTD), seen
 
     def products_for(self, rows: int) -> list[list[Product]]:
-        """The products of each layer for so many rows: looked up once for a pass, or before."""
+        """The products of each layer for this number of rows, looked up once for a pass or before
+        it."""
         rows = bucket(rows)
         if rows not in self._products:
             inputs = {
@@ -225,8 +228,8 @@ class LeanPass:
         return self._products[rows]
 
     def rotation(self, x: Tensor, position_BT: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, T, 1, 1, D] at positions below `end`, the first half of sin negated: from
-        a table, unless they depend on the length of the text."""
+        """cos and sin [B, T, 1, 1, D] at positions below `end`, with the first half of sin negated.
+        They come from a table unless they depend on the length of the text."""
         if getattr(self.rotary, "rope_type", None) not in FIXED_ROPE:
             return self._turned(x, position_BT)
         if self._rotations is None or len(self._rotations) < end:
@@ -242,7 +245,7 @@ class LeanPass:
 
 
 def _part(module: Any, path: str) -> Any:
-    """What stands at a dotted path of attributes. Raises OtherShape if nothing does."""
+    """The object at a dotted path of attributes. Raises OtherShape if there is none."""
     for name in path.split("."):
         module = getattr(module, name, None)
     if module is None:
@@ -251,14 +254,14 @@ def _part(module: Any, path: str) -> Any:
 
 
 def _joint(*layers: nn.Module) -> JointLinear:
-    """The layers as one. Raises OtherShape if this is not possible."""
+    """The layers as one joint layer. Raises OtherShape if this is not possible."""
     if (joint := JointLinear.joining(*layers)) is None:
         raise OtherShape
     return joint
 
 
 def _norm(norm: Any) -> FewRowsNorm:
-    """An RMSNorm. Raises OtherShape if it has no such parts."""
+    """A `FewRowsNorm` for an RMSNorm. Raises OtherShape if it is none."""
     if not hasattr(norm, "variance_epsilon") or getattr(norm, "weight", None) is None:
         raise OtherShape
     return FewRowsNorm(norm.weight, norm.variance_epsilon)

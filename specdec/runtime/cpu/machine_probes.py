@@ -1,8 +1,8 @@
-"""Facts about this machine, and what follows from them: which dtype it multiplies natively, and
-whether an alternative way to compute something runs here and agrees with the public operator.
+"""Facts about this machine and the choices that depend on them: the dtype that it multiplies
+natively, and whether an alternative operator runs here and agrees with the public one.
 
-Nothing here is chosen by the clock: what rounds otherwise would then change from run to run. A
-choice follows from the processor and from results that any run on it finds again.
+No timing decides here: alternatives round differently, so results would change from run to run. A
+choice depends only on the processor and on results that every run on it reproduces.
 """
 
 import os
@@ -26,7 +26,7 @@ AVX512_BFLOAT16 = ("AVX512_CORE_BF16", "AVX512_CORE_FP16", "AVX512_CORE_AMX", "A
 
 
 class ProbeResult(NamedTuple):
-    """Whether a way to compute something is used, and the reason if it is not."""
+    """Whether an alternative is used, and the reason if it is not."""
 
     used: bool
     reason: str
@@ -35,8 +35,8 @@ class ProbeResult(NamedTuple):
 def agreement(
     ours: Callable[[], Tensor], public: Callable[[], Tensor], limit: float
 ) -> ProbeResult:
-    """Whether to use `ours` in place of `public`: it must run, and differ from the public result by
-    at most `limit` (relative to the latter's norm)."""
+    """Whether to use `ours` in place of `public`: it must run, and its relative difference from the
+    public result (in norm) must be at most `limit`."""
     expected = public().double()
     try:
         actual = ours().double()
@@ -51,8 +51,8 @@ def agreement(
 
 
 def seconds(ways: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """The time that each way takes: the shortest of `repeats` timings; the ways take turns. It may
-    be told, and must not choose between ways that round differently."""
+    """The shortest of `repeats` timings of each function; the functions take turns. Use it for
+    reports only, never to choose between functions that round differently."""
     best = [float("inf")] * len(ways)
     for _ in range(repeats):
         for i, way in enumerate(ways):
@@ -63,7 +63,7 @@ def seconds(ways: Sequence[Callable[[], object]], repeats: int) -> list[float]:
 
 
 class Processor(NamedTuple):
-    """A CPU as the system reports it; empty where it does not."""
+    """A CPU as the system reports it; fields are empty if it does not."""
 
     vendor: str
     model: str
@@ -87,7 +87,7 @@ def processor() -> Processor:
 
 
 class DtypeChoice(NamedTuple):
-    """A dtype by its name, and why it was chosen."""
+    """A dtype by its name, and the reason for the choice."""
 
     dtype: str
     reason: str
@@ -95,7 +95,7 @@ class DtypeChoice(NamedTuple):
 
 @cache
 def native_dtype(device: str) -> DtypeChoice:
-    """bfloat16 where `device` multiplies it natively, else float32. A GPU reports it; for a CPU see
+    """bfloat16 if `device` multiplies it natively, else float32. A GPU reports this; for a CPU see
     `multiplies_bfloat16`."""
     kind = torch.device(device).type
     if kind == "cuda":
@@ -110,10 +110,11 @@ def native_dtype(device: str) -> DtypeChoice:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 natively on this CPU: by AMX on one of Intel, by AMX or
-    AVX-512 on another x86, by its own instructions on an Arm; and only as far as the environment's
-    ONEDNN_MAX_CPU_ISA lets it. An Intel CPU with avx512_bf16 and without AMX took 1.7 times as long
-    as in float32 (docs/notebook/machines.md). What the system does not report counts as missing."""
+    """Whether oneDNN multiplies bfloat16 natively on this CPU: with AMX on Intel, with AMX or
+    AVX-512 on another x86, with its own instructions on Arm, within the limit of the environment
+    variable ONEDNN_MAX_CPU_ISA. An Intel CPU with avx512_bf16 and without AMX took 1.7 times as
+    long as in float32 (docs/notebook/machines.md). Features that the system does not report count
+    as missing."""
     if not torch.backends.mkldnn.is_available() or not onednn_multiplies_bfloat16():
         return False
     cpu = processor()

@@ -1,11 +1,10 @@
-"""Linear layers that keep a copy of their weight in oneDNN's own layout, for decoding on a CPU.
+"""Linear layers with a copy of their weight in oneDNN's layout, for decoding on a CPU.
 
 For products of a few rows, torch's public operator may rearrange the weight every time. The copy
-saves that work: a step of SmolLM2-135M then takes two thirds of the time in bfloat16 and half in
-float32. `packing_pays` says for which numbers of rows the copy is used. Both ways round
-differently, so it is a rule, and no timing: two processes on one machine compute the same numbers,
-idle or busy.
-`torch.compile` packs frozen weights itself; this file is for uncompiled passes.
+avoids this: a step of SmolLM2-135M takes two thirds of the time in bfloat16 and half in float32.
+The two products round differently, so a rule (`packing_pays`), not a timing, decides for which
+numbers of rows the copy is used: two processes on one machine compute the same numbers, idle or
+busy. `torch.compile` packs frozen weights itself; this file is for uncompiled passes.
 """
 
 import platform
@@ -36,9 +35,8 @@ Product = Callable[..., Tensor]  # (x [..., in], residual [..., out] or None) ->
 
 class PackedLinear(nn.Linear):
     """`nn.Linear` with the parameters of `layer`. Outside autograd, autocast and compiled graphs,
-    it multiplies by a packed copy of its weight for the numbers of rows for which `packing_pays`.
-    The copy is made on first use and again after the weight changes; it doubles the layer's
-    memory."""
+    it multiplies by a packed copy of its weight if `packing_pays` for the number of rows. The copy
+    is made on first use and again after the weight changes; it doubles the layer's memory."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -60,8 +58,8 @@ class PackedLinear(nn.Linear):
         return packed_product(x, self._copy, self.bias)
 
     def faster(self, dtype: torch.dtype, rows: int) -> bool:
-        """Whether the copy is used for this many rows. The decision is kept, since every forward
-        pass asks every layer for it."""
+        """Whether the copy is used for this many rows. The result is cached, since every forward
+        pass asks every layer."""
         key = dtype, rows
         if key not in self._faster:
             size = self.out_features, self.in_features
@@ -70,20 +68,19 @@ class PackedLinear(nn.Linear):
         return self._faster[key]
 
     def forget(self) -> None:
-        """Free the copy, which is made again when it is next needed."""
+        """Free the copy; the next use makes it again."""
         self._copy = self._copied = None
 
     def __getstate__(self) -> dict[str, Any]:
         """The state without the copy, which can be neither pickled nor copied, and without the
-        decisions of `faster`, which hold for this machine only."""
+        cached results of `faster`, which are valid on this machine only."""
         return self.__dict__ | {"_copy": None, "_copied": None, "_faster": {}}
 
 
 class JointLinear:
-    """Linear layers that read the same input, as one layer: [..., in] -> [..., sum of out]. It
-    multiplies by one packed copy of all their weights for the numbers of rows for which
-    `packing_pays`, and by one plain copy for others. It is no module, so that it adds nothing to a
-    model's state."""
+    """Linear layers with the same input, as one layer: [..., in] -> [..., sum of out]. It
+    multiplies by one packed copy of all their weights if `packing_pays` for the number of rows,
+    else by one plain copy. It is not a module, so it adds nothing to a model's state."""
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -95,14 +92,15 @@ class JointLinear:
 
     @classmethod
     def joining(cls, *layers: nn.Module) -> "JointLinear | None":
-        """These layers as one; None if one of them is not linear, or if only some have a bias."""
+        """One joint layer for these layers; None if one of them is not linear, or if only some have
+        a bias."""
         linear = [x for x in layers if isinstance(x, nn.Linear)]
         plain = all(isinstance(x, PackedLinear) or is_plain(x) for x in linear)
         alike = len({x.bias is None for x in linear}) == 1
         return cls(linear) if len(linear) == len(layers) and plain and alike else None
 
     def renew(self) -> None:
-        """Forget the copy of the weights, which have changed."""
+        """Discard the copy of the weights after they have changed."""
         self._copy: Tensor | None = None
         self._plain: Tensor | None = None  # the joint weight, or that of the only layer
         self._copied: list[tuple[int, int]] | None = None
@@ -110,7 +108,7 @@ class JointLinear:
         self.bias = torch.cat([x.detach() for x in biases]) if biases else None
 
     def renew_if_changed(self) -> None:
-        """`renew` if a weight or a bias is no longer as it was at the last such call."""
+        """Call `renew` if a weight or a bias has changed since the last such call."""
         tensors = [x for y in self.layers for x in (y.weight, y.bias) if x is not None]
         at = [(x.data_ptr(), version(x)) for x in tensors]
         if at != self._copied:
@@ -118,12 +116,12 @@ class JointLinear:
             self._copied = at
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state without the copy, which can be neither pickled nor copied, and without what
-        was probed, which holds for this machine only."""
+        """The state without the copy, which can be neither pickled nor copied, and without probe
+        results, which are valid on this machine only."""
         return self.__dict__ | {"_copy": None, "_plain": None, "_copied": None, "_faster": {}}
 
     def faster(self, x: Tensor) -> bool:
-        """Whether the packed copy is used for so many rows of this dtype."""
+        """Whether the packed copy is used for inputs of this dtype and number of rows."""
         key = x.dtype, x.numel() // self.width
         if (faster := self._faster.get(key)) is None:
             size = self.out, self.width, x.dtype, bucket(key[1])
@@ -135,7 +133,8 @@ class JointLinear:
         return self.product(x)(x, residual)
 
     def product(self, x: Tensor) -> Product:
-        """The product for inputs of this dtype and number of rows, until the weights change."""
+        """The product function for inputs of this dtype and number of rows; valid until the weights
+        change."""
         if self.faster(x):
             if self._copy is None:
                 self._copy = packed_copy(self._joint_weight())
@@ -184,8 +183,8 @@ def multiplies(x: Tensor, weight: Tensor) -> bool:
 
 
 def joint(before: JointLinear | None, *layers: nn.Module) -> JointLinear | None:
-    """Packed layers that read the same input, as one, whose copy is of their weights as they are
-    now: the one made `before` if it is of these layers. None unless all of them are packed."""
+    """A joint layer for packed layers with the same input, with a copy of their current weights. It
+    reuses `before` if that joins the same layers. None unless all of them are packed."""
     if before is None or any(x is not y for x, y in zip(before.layers, layers, strict=True)):
         if not all(isinstance(x, PackedLinear) for x in layers):
             return None
@@ -202,10 +201,10 @@ def packed_copy(weight: Tensor) -> Tensor:
 
 
 def packing_pays(dtype: torch.dtype, rows: int) -> bool:
-    """Whether packed products of so many rows are as fast as the public operator's, or faster, on
-    this kind of CPU. The rule holds what `scripts/bench packed` measured (its figures are in
-    docs/notebook/machines.md): only in float32 on an Intel CPU does the public operator, which is
-    MKL's there, keep up, from 65 rows and, with AVX-512, up to 3."""
+    """Whether packed products of this many rows are at least as fast as the public operator on this
+    kind of CPU. The rule summarises measurements of `scripts/bench packed`
+    (docs/notebook/machines.md): only in float32 on an Intel CPU is the public operator, there
+    MKL's, as fast, from 65 rows and, with AVX-512, up to 3."""
     if platform.machine() not in MACHINES:
         return False
     if dtype is not torch.float32 or processor().vendor != INTEL:
@@ -215,14 +214,14 @@ def packing_pays(dtype: torch.dtype, rows: int) -> bool:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows tried in place of this many, of which `packing_pays` says the same."""
+    """The number of rows to probe in place of this many; `packing_pays` is the same for both."""
     return next((n for n in (1, 2, 3, 4, 8, 16, 64) if rows <= n), 256)
 
 
 @cache
 def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> ProbeResult:
     """Whether products of `rows` rows by packed weights [out, width] are used here: they must pay,
-    run, and agree with the public operator's. Only a part of a large weight is tried."""
+    run, and agree with the public operator. Only a part of a large weight is tried."""
     if not packing_pays(dtype, rows):
         return ProbeResult(False, "they are no faster here")
     out = min(out, max(1, PROBED // width), max(256, WORK // (rows * width)))
@@ -239,7 +238,7 @@ def probe(out: int, width: int, dtype: torch.dtype, rows: int) -> ProbeResult:
 
 @cache
 def obstacle(dtype: torch.dtype) -> str | None:
-    """Why no weight of this dtype can be packed here; None where it can."""
+    """The reason why no weight of this dtype can be packed here; None if it can."""
     if dtype not in DTYPES:
         return f"oneDNN does not pack {str(dtype).removeprefix('torch.')}"
     if not torch.backends.mkldnn.is_available():
@@ -255,9 +254,9 @@ def obstacle(dtype: torch.dtype) -> str | None:
 
 
 def described(module: nn.Module, dtype: torch.dtype) -> str:
-    """Whether a packed `module` uses its copies, as a clause for the user. Of 1, 4 and 16 rows, as
-    in a vanilla decoding step, a speculation step and a batch, those with copies are named, unless
-    all have."""
+    """A clause for the user that says for which numbers of rows a packed `module` uses its copies:
+    of 1, 4 and 16 rows (a vanilla step, a speculation step, a batch), those with copies are named,
+    unless all have them."""
     if not fast_paths_on():
         return f"the fast paths of a CPU are turned off ({SWITCH}=0)"
     if reason := obstacle(dtype):
@@ -278,8 +277,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def all_plain(model: nn.Module) -> bool:
-    """Whether a model computes with plain weights alone, as it does if its quantised checkpoint was
-    dequantised when it was loaded."""
+    """Whether a model computes with plain weights alone, also because its quantised checkpoint was
+    dequantised on load."""
     linear = (part for part in model.modules() if isinstance(part, nn.Linear))
     return all(map(plain, model.parameters())) and all(
         isinstance(part, PackedLinear) or is_plain(part) for part in linear
@@ -287,9 +286,9 @@ def all_plain(model: nn.Module) -> bool:
 
 
 def pack(module: nn.Module) -> None:
-    """Replace each large linear layer inside `module` by a PackedLinear, if it is on a CPU and its
-    dtype can be packed there and the fast paths are not turned off. Call this before anything holds
-    a reference to one of the layers."""
+    """Replace each large linear layer inside `module` by a PackedLinear, if it is on a CPU, its
+    dtype can be packed there and the fast paths are on. Call this before anything holds a reference
+    to one of the layers."""
     if not fast_paths_on():
         return
     packed: dict[nn.Module, PackedLinear] = {}  # a layer that occurs twice stays one layer
