@@ -1,4 +1,4 @@
-"""The drafter families by name (see `registry`), and the class that every drafter extends."""
+"""The drafting methods by name (see `registry`), and the base class of every drafter."""
 
 from specdec.drafters.base import Drafter, frequent_tokens
 from specdec.drafters.registry import (

@@ -1,12 +1,13 @@
-"""What every drafter does (`Drafter`), what those with a distribution q of their own at every depth
-add (`Predictor`), and those with weights to train (`Trainable`).
+"""The base classes of drafters: `Drafter`, the interface of every drafter; `Predictor`, for
+drafters with a distribution q of their own at every depth; and `Trainable`, for drafters with
+weights to train.
 
-What only some drafters can do is a class attribute, False by default, and the methods that a
-drafter gives if it sets that attribute. The functions at the end make the `Growth` of each kind of
-drafter, which grows a draft tree node by node.
+An optional ability is a class attribute, False by default. A drafter that sets it must implement
+the methods named beside it. The functions at the end make the `Growth` of each kind of drafter,
+which extends a draft tree node by node.
 
-The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's
-hidden states strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
+The alignment rule: a drafter reads tokens up to and including the anchor a, and the target's hidden
+states strictly before it. Depth k predicts token a + 1 + k, whose target distribution is
 `target_logits[a + k]`.
 """
 
@@ -36,10 +37,11 @@ NOTHING, OWN = -1, -2  # in place of a copied id (see `Drafter.copied`)
 
 @dataclass(kw_only=True)
 class Sizes:
-    """The sizes of a drafter that the target determines; families that need more extend the class.
+    """The sizes of a drafter that depend on the target; methods that need more extend the class.
 
-    `target_vocab` and `draft_vocab` count tokens; a `draft_vocab` of None is the whole vocabulary.
-    The sizes are written to a draft's card with the config, so all fields are plain JSON.
+    `target_vocab` and `draft_vocab` are numbers of tokens; a `draft_vocab` of None is the whole
+    vocabulary. The sizes are written to a draft's card with the config, so all fields are plain
+    JSON.
     """
 
     target_vocab: int
@@ -47,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of_config(cls, config: Any, target: TargetParts, **more: Any) -> Self:
-        """The sizes for this config and target, with the values `more` of a family's own fields.
+        """The sizes for this config and target, with the values `more` of a method's own fields.
         `draft_vocab` is None unless it is smaller than the target's vocabulary."""
         V, asked = target.vocab_size, getattr(config, "draft_vocab", None)
         more.setdefault("draft_vocab", asked if (asked or V) < V else None)
@@ -56,7 +58,7 @@ class Sizes:
 
 @dataclass
 class Limits:
-    """What decoding must know of a drafter before it drafts."""
+    """The limits of a drafter that decoding must respect."""
 
     depth: int | None = None  # the most tokens in a row that it can draft; None: any number
     positions: int | None = None  # the longest text to draft for, in tokens; None: any
@@ -65,15 +67,15 @@ class Limits:
 
 
 class Drafter(nn.Module, ABC):
-    """Proposes tokens. A drafter is made from its config (the user's choices) and its sizes (what
-    the target determines), so a draft on disk can be read without planning it again.
+    """Proposes tokens. A drafter is built from its config (the user's choices) and its sizes (which
+    depend on the target), so a draft on disk is loaded without calling `plan` again.
 
-    `Config` is the dataclass that configures the family. It may have `bounds`, the limits of its
-    settings (see `require_within`), and `initialisations`, the values that its setting
-    `initialisation` may take.
+    `Config` is the dataclass that configures the method. It may have `bounds`, the limits of its
+    settings (see `require_within`), and `initialisations`, the possible values of its setting
+    `initialisation`.
 
-    Each attribute that is False by default declares an ability. A drafter that sets it gives the
-    methods named beside it.
+    Each attribute that is False by default declares an ability. A drafter that sets it implements
+    the methods named beside it.
     """
 
     Config: ClassVar[type[Any]]
@@ -116,8 +118,8 @@ class Drafter(nn.Module, ABC):
 
     @classmethod
     def adapts_target(cls, config: Any) -> bool:
-        """Whether a drafter with this config trains adapters on the target along with itself. The
-        target with these adapters is then the one that it drafts for."""
+        """Whether a drafter with this config also trains adapters on the target. It then drafts for
+        the target with these adapters."""
         return False
 
     @classmethod
@@ -133,16 +135,16 @@ class Drafter(nn.Module, ABC):
         vocab_S: Tensor | None = None,
         earlier: "Drafter | None" = None,
     ) -> Self:
-        """A drafter for a target. Families that are trained start from the weights of an `earlier`
-        draft, if there is one, and may have the pruned draft vocabulary `vocab_S`."""
+        """A drafter for a target. Trained methods start from the weights of an `earlier` draft, if
+        there is one, and may have the pruned draft vocabulary `vocab_S`."""
         drafter = cls(config, cls.plan(config, target))
         drafter.to(target.device)
         drafter.attach(target)
         return drafter
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or cast as modules do, but never cast rotary frequencies: rounded to bfloat16, they
-        would be off by up to 0.4 %, which adds up to one radian after 256 positions."""
+        """Move or cast like any module, but never cast rotary frequencies: rounded to bfloat16,
+        they would be off by up to 0.4 %, or one radian after 256 positions."""
         exact = {name: x for name, x in self.named_buffers() if name.endswith("inv_freq")}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, x in exact.items():
@@ -157,37 +159,38 @@ class Drafter(nn.Module, ABC):
 
     def new_cache(self, capacity: int | None = None) -> Any:
         """A cache that drafting keeps between the speculation steps of one generation, with a
-        `select(rows)` method, or None. `capacity` fixes the slots of families whose passes can be
-        compiled."""
+        `select(rows)` method, or None. `capacity` fixes the number of slots for methods whose
+        forward passes can be compiled."""
         return None
 
     @abstractmethod
     def draft(self, ctx: Context, shape: Shape, choose: Choose, cache: Any = None) -> Proposal:
-        """Draft in the given shape after each row's anchor, the last token of the row in `ctx`.
+        """Draft a chain or tree of the given shape after each row's anchor, the last token of the
+        row in `ctx`.
 
-        `ctx` is always the whole context: a cache only saves work and never changes the draft.
+        `ctx` is always the complete context: a cache only saves work and never changes the draft.
         """
 
     @abstractmethod
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
-        """The state of one speculation step at its anchors. Beam search, which chooses tokens by
-        itself, grows the draft node by node from it."""
+        """The drafting state of one speculation step at its anchors. Beam search, which chooses
+        tokens itself, extends the draft from it node by node."""
 
     def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
-        """The ids [B, A, K] of the K = `depth` tokens that a drafter that `copies` drafts at each
+        """The ids [B, A, K] of the K = `depth` tokens that a drafter with `copies` drafts at each
         anchor; `NOTHING` where it drafts none, `OWN` where its `copying_head` drafts. Along a known
-        text it answers with these tokens themselves."""
+        text, drafted tokens are assumed to be the text's own."""
         raise NotImplementedError
 
     @property
     def copying_head(self) -> "tuple[Drafter, int] | None":
-        """The drafter with a q that drafts where a drafter that `copies` finds nothing better, and
-        the most tokens that it drafts in a row; None if there is no such drafter."""
+        """The drafter with a q that drafts when a drafter with `copies` finds nothing better, and
+        its maximum draft length; None if there is no such drafter."""
         return None
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
-        """Learn from training texts without gradients, and keep what was learned in buffers.
-        `masks` mark the assistant's tokens. A family without weights to train is fitted in place of
+        """Learn from training texts without gradients, and store the result in buffers. `masks`
+        mark the assistant's tokens. Drafters without weights to train are fitted in place of
         training."""
         raise NotImplementedError
 
@@ -198,41 +201,41 @@ class Drafter(nn.Module, ABC):
         masks: Sequence[Sequence[bool]],
         variant: str,
     ) -> None:
-        """Learn, before decoding at a temperature, what the choice between several ways to draft
-        depends on. `cost(member, γ)` measures the time of one draft step of a member that drafts γ
-        tokens, and of a forward pass over γ + 1 tokens, both in steps of the baseline. Where
-        `masks` is true, the tokens of `texts` are the target's own responses at that temperature.
-        `variant` names the variant of α (see `variant_of`)."""
+        """Measure, before decoding at a temperature, the figures by which a drafter chooses between
+        its members. `cost(member, γ)` measures the time of one draft step of a member that drafts γ
+        tokens, and of a forward pass over γ + 1 tokens, both in vanilla steps. Where `masks` is
+        true, the tokens of `texts` are the target's own responses at that temperature. `variant` is
+        the variant of α (see `variant_of`)."""
         raise NotImplementedError
 
     def hear(self, logits_BNV: Tensor, cache: Any) -> None:
-        """Learn from the target's logits after each scout of the last proposal. `cache` is the one
-        that drafted it."""
+        """Learn from the target's logits after each scout of the last proposal. `cache` is the
+        cache of that proposal."""
         raise NotImplementedError
 
     def require_sound(self) -> None:
-        """Raise UserError if buffers, loaded from a damaged file, hold values that no fit can have
-        produced, such as ids outside the target's vocabulary."""
+        """Raise UserError if buffers, loaded from a damaged file, hold impossible values, such as
+        ids outside the target's vocabulary."""
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        """What to tell the user if chains or trees of this depth are deeper than the drafter was
-        trained for, so that the deepest tokens are accepted less often; else empty."""
+        """A note for the user if chains or trees of this depth exceed the drafter's trained depth,
+        where tokens are accepted less often; else empty."""
         return ""
 
     def with_adapters_merged(self, target: Target) -> "tuple[Drafter, Target]":
-        """The drafter and the target to decode with, not yet attached: these two or, if the drafter
-        `adapts_target`, a drafter without adapters and a copy of the target with them merged."""
+        """The drafter and the target to decode with, not yet attached. If the drafter
+        `adapts_target`, these are a drafter without adapters and a copy of the target with the
+        adapters merged; else they are unchanged."""
         return self, target
 
     def weights_to_save(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The weights of a draft on disk, from a state dict. Parts that only training needs, such
+        """The weights of a draft on disk, from a state dict. Tensors that only training needs, such
         as adapters on the draft's own weights, are merged into the others."""
         return dict(weights)
 
 
 def initialisations_of(config: Any) -> Sequence[str]:
-    """The values that the setting `initialisation` may have in a config, or in a class of
-    configs."""
+    """The possible values of the setting `initialisation` in a config, or in a class of configs."""
     initialisations: Sequence[str] = getattr(config, "initialisations", ("target", "random"))
     return initialisations
 
@@ -240,8 +243,8 @@ def initialisations_of(config: Any) -> Sequence[str]:
 def chosen_layers(
     configured: Sequence[int] | None, default: Sequence[int], target: TargetParts
 ) -> list[int]:
-    """The target's layers that a drafter reads: those that its config gives, or the default.
-    Raises UserError for a layer that the target lacks."""
+    """The target's layers that a drafter reads: those in its config, or the default. Raises
+    UserError for a layer that the target lacks."""
     layers, num_layers = configured or sorted(set(default)), target.depth
     few = "" if configured else "; the default needs more, so give drafter.layers"
     require(
@@ -252,7 +255,7 @@ def chosen_layers(
 
 
 def require_rising(layers: Sequence[int] | None) -> None:
-    """Raise UserError unless layers to read are unset, or distinct and in rising order."""
+    """Raise UserError unless the layers to read are None, or distinct and ascending."""
     require(
         layers is None or (len(layers) > 0 and all(a < b for a, b in pairwise(layers))),
         f"drafter.layers={layers}: give distinct layers in rising order, as engines "
@@ -261,7 +264,8 @@ def require_rising(layers: Sequence[int] | None) -> None:
 
 
 class Predictor(Drafter):
-    """A family gives `hidden` and `unembed`; the rest has defaults."""
+    """A drafter with a q at every depth. Subclasses implement `hidden` and `unembed`; the rest has
+    defaults."""
 
     # It estimates its own acceptance (`confidence`). The estimate is trained along with the draft,
     # whatever the draft's own loss (see `LossConfig.loss`).
@@ -288,8 +292,8 @@ class Predictor(Drafter):
         """Draft logits [..., S] of depth k from hidden states [..., D]."""
 
     def confidence(self, hidden_NKD: Tensor) -> Tensor:
-        """The α [N, K] that a drafter with `estimates_acceptance` expects at each depth, from
-        hidden states. Decoding reads it as the draft's confidence."""
+        """The acceptance probability [N, K] at each depth as a drafter with `estimates_acceptance`
+        estimates it from hidden states. Decoding uses it as the draft's confidence."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -308,8 +312,8 @@ class Predictor(Drafter):
         return proposal
 
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
-        """This default reads every node's path again from the start. Families that use a cache
-        replace it, and must give the same logits."""
+        """This default recomputes every node's path from the start. Methods with a cache override
+        it, and must give the same logits."""
 
         def logits(anchor_BT: Tensor, drafted_BTK: Tensor) -> Tensor:
             k = drafted_BTK.shape[2]
@@ -327,14 +331,15 @@ class Predictor(Drafter):
 
 
 def vocabulary(drafter: Drafter | None) -> Tensor | None:
-    """The target ids of a drafter's own vocabulary, ascending; None: all, as of copied tokens."""
+    """The target ids of a drafter's own vocabulary, ascending; None if it is the whole vocabulary,
+    as for copied tokens."""
     return drafter.vocab_S if isinstance(drafter, Predictor) else None
 
 
 def frequent_tokens(texts: Iterable[Iterable[int]], size: int) -> Tensor:
     """The `size` most frequent token ids, ascending [size]: a draft vocabulary.
 
-    Ties go to the lower id. If too few ids occur, the lowest of the others fill the rest.
+    Ties go to the lower id. If too few ids occur, the lowest of the other ids are added.
     """
     counts = Counter(chain.from_iterable(texts))
     ranked = sorted({*counts, *range(size)}, key=lambda i: (-counts[i], i))
@@ -362,8 +367,8 @@ class DraftVocabConfig(DrafterConfig):
 
 @dataclass
 class AnchorsConfig:
-    """Which positions are trained as anchors. Sampling has the same expected gradient and costs
-    less with methods whose training cost grows with the number of anchors."""
+    """The positions that are trained as anchors. A sample of them has the same expected gradient,
+    and costs less for methods whose training cost grows with the number of anchors."""
 
     per_row: int | None = None  # anchors per packed row, drawn anew at every step; null: all
 
@@ -371,8 +376,8 @@ class AnchorsConfig:
         require_between("drafter.anchors.per_row", self.per_row, 1)
 
     def draw(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """The weight of each depth at each position [T, K]. Drawn anchors weigh more, so that the
-        expected loss and its gradient are those of all valid anchors."""
+        """The weight of each depth at each position [T, K]. Drawn anchors have a higher weight, so
+        that the expected loss and its gradient are those of all valid anchors."""
         weight_TK = valid_TK.float()
         usable = valid_TK[:, 0].nonzero()[:, 0]
         if self.per_row is None or len(usable) <= self.per_row:
@@ -384,9 +389,9 @@ class AnchorsConfig:
 
 
 class Trainable(Predictor):
-    """A family with layers writes one `step` through them, which training and drafting both take.
-    The step is handed the attention (see `attention.py`). Training unrolls it in `hidden` at all
-    anchors of a text, given the text's own tokens."""
+    """A drafter with layers. It implements one `step` through them, which both training and
+    drafting call with their own attention (see `attention.py`). Training unrolls it in `hidden` at
+    all anchors of a text, given the text's own tokens."""
 
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
@@ -410,11 +415,11 @@ class Trainable(Predictor):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
-        """A drafter to train for a target. Its weights start as the config says, or as those of
-        an `earlier` draft (see `inherit`).
+        """A drafter to train for a target. Its weights are initialised as the config says, or taken
+        from an `earlier` draft (see `inherit`).
 
         `vocab_S` holds the target ids of a pruned draft vocabulary, ascending (as
-        `specdec.drafters.frequent_tokens` gives them); without it, the lowest ids are kept.
+        `specdec.drafters.frequent_tokens` returns them); without it, the lowest ids are kept.
         """
         drafter = cls(config, cls.plan(config, target))
         if drafter.vocab_S is not None and vocab_S is not None:
@@ -429,12 +434,12 @@ class Trainable(Predictor):
         return drafter
 
     def initialise(self, target: TargetParts) -> None:
-        """Set the weights that training starts from."""
+        """Set the initial weights."""
 
     def inherit(self, earlier: Predictor) -> None:
         """Take over the weights of an earlier draft, whose vocabulary must be part of this draft's.
         Rows over the draft vocabulary are matched by token id; rows of tokens that the earlier
-        draft lacks keep their start. Raises UserError for a tensor that does not fit."""
+        draft lacks keep their initial values. Raises UserError for a tensor that does not fit."""
         theirs, place_S = earlier.state_dict(), None
         if self.vocab_S is not None and earlier.vocab_S is not None:
             known_S = earlier.vocab_S.to(self.vocab_S.device)
@@ -461,28 +466,28 @@ class Trainable(Predictor):
 
     @property
     def train_depth(self) -> int:
-        """How many depths the loss covers: `depth`, or fewer if the family trains on fewer."""
+        """The number of depths in the loss: `depth`, or fewer if the method trains on fewer."""
         return self.depth
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """The weight in the loss of each depth at each position of a row [T, K]; a position
-        without weight is not an anchor. By default every valid depth weighs 1. If the config has
-        `anchors`, a sample of the anchors is drawn, each of which weighs 1 / its probability, so
-        that the expected loss is that of all anchors.
+        """The weight in the loss of each depth at each position of a row [T, K]; a position without
+        weight is not an anchor. By default every valid depth has weight 1. If the config has
+        `anchors`, a sample of the anchors is drawn, each with weight 1 / its probability, so that
+        the expected loss is that of all anchors.
 
         `valid_TK` marks the depths that predict a token that counts. Both tensors are on the CPU.
         """
         return getattr(self.config, "anchors", AnchorsConfig()).draw(valid_TK, generator)
 
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
-        """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or
-        more. Families that do not train as they draft (noise on hidden states, glancing, parallel
-        depths) replace this default."""
+        """The forward pass of training: hidden states [B, A, K, D] at `train_depth` depths or more.
+        Methods that do not train as they draft (noise on hidden states, glancing, parallel depths)
+        override this default."""
         return self.hidden(ctx, anchors_BA, None)
 
     @property
     def closed_form_initialisation(self) -> bool:
-        """Whether the config asks for an initialisation in closed form, by `solve_closed_form`."""
+        """Whether the config requests a closed-form initialisation, by `solve_closed_form`."""
         return getattr(self.config, "initialisation", None) == "closed_form"
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
@@ -493,24 +498,24 @@ class Trainable(Predictor):
 
     def adapted(self, ctx: Context, progress: float) -> tuple[Tensor, float] | None:
         """If the drafter `adapts_target`: the target's final hidden states [B, T, D] with the
-        current adapters, and the weight of the draft's own loss when the share `progress` of a run
-        is done. The divergence of the adapted target from the original is added with weight 1."""
+        current adapters, and the weight of the draft's own loss at the fraction `progress` of a
+        run. The divergence of the adapted target from the original has weight 1."""
         return None
 
     def read_by_heads(self, ctx: Context, anchors_BA: Tensor) -> Tensor:
         """The states [B, A, K, D] that `separate_heads` read at each anchor, or [B, A, 1, D] if all
-        heads read the same."""
+        heads read the same state."""
         raise NotImplementedError
 
     def heads_of(self, read_NKD: Tensor, first: int) -> Tensor:
-        """Hidden states [N, K, D] of K depths, from depth `first` on, made from the states that
-        their `separate_heads` read."""
+        """Hidden states [N, K, D] of K depths, from depth `first` on, computed from the inputs of
+        their `separate_heads`."""
         raise NotImplementedError
 
     def beyond_training(self, depth: int, tree: bool) -> str:
-        """Only drafters that read the target's hidden states lose acceptance beyond their trained
-        depth, since there they read their own states in place of these hidden states. A draft that
-        is a language model of its own has no such depth."""
+        """A note only for drafters that read the target's hidden states: beyond the trained depth,
+        they read their own states in place of these, and acceptance falls. A draft that is a
+        language model of its own has no such depth."""
         fed_back = self.trains(self.config) and self.needs != HiddenStateSpec()
         if depth <= self.depth or self.limits.depth is not None or not fed_back:
             return ""
@@ -521,14 +526,15 @@ class Trainable(Predictor):
 
 
 def learning_rate(config: Any) -> float:
-    """The learning rate if `optim.lr` is null. Higher ones spoil a closed-form initialisation."""
+    """The learning rate if `optim.lr` is null. It is lower after a closed-form initialisation,
+    which a higher one spoils."""
     return 3e-4 if getattr(config, "initialisation", None) == "closed_form" else 1e-3
 
 
 def grow_with_depth(
     grow: Callable[[Tensor, Tensor | None, int], Tensor],
 ) -> Callable[[Tensor, Tensor | None], Tensor]:
-    """`Growth.grow` from a function that also takes the depth of the new nodes."""
+    """A `Growth.grow` made from a function that also takes the depth of the new nodes."""
     depths = [0]  # the depth of the anchor, then of every node
 
     def grow_at_depth(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
@@ -542,10 +548,10 @@ def grow_with_depth(
 def growth_over(
     cache: SlotCache, ctx: Context, read: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 ) -> Growth:
-    """The growth of a model with a cache of its own, which first reads the tokens committed since
-    the last speculation step. `read(ids, slots, last)` gives the logits [B, T, S] after ids [B, T].
-    Each id follows its slot in `slots` [B, T]; if that is None, the ids form a chain. With indices
-    `last` [B, 1], only the logits there [B, 1, S] are given."""
+    """The growth of a model with its own cache, which first reads the tokens committed since the
+    last speculation step. `read(ids, slots, last)` returns the logits [B, T, S] after ids [B, T].
+    Each id follows its slot in `slots` [B, T]; if `slots` is None, the ids form a chain. With
+    indices `last` [B, 1], only the logits there [B, 1, S] are returned."""
     new = unread(cache, ctx.counts())
     ids_BT = pieces(ctx.ids_BT, cache.known(), max(new))
     first_B1S = read(ids_BT, None, torch.tensor(new, device=ids_BT.device)[:, None] - 1)
@@ -554,8 +560,9 @@ def growth_over(
 
 
 def rereading(ctx: Context, logits: Callable[[Tensor, Tensor], Tensor]) -> Growth:
-    """The growth of a drafter without a cache, which reads every node's path again from the start.
-    `logits(anchor_BT, drafted_BTK)` gives those [B, T, S] after k tokens drafted at an anchor."""
+    """The growth of a drafter without a cache, which recomputes every node's path from the start.
+    `logits(anchor_BT, drafted_BTK)` returns the logits [B, T, S] after k tokens drafted at an
+    anchor."""
     anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
     paths: list[list[list[int]]] = [[[]] for _ in ctx.counts()]  # by place: the anchor's first
 

@@ -2,9 +2,9 @@
 
 The target's hidden states are fused once, c = RMSNorm(fc(hidden states)), and every layer reads
 them as keys and values at the positions before the anchor. The queries are the slots of a block,
-which see each other: slot 0 is the anchor's token, the others the embedding of a mask token, so one
-pass drafts all depths. The target's own embedding and LM head are used as they are. A cache holds
-keys of the target's hidden states, never of a block.
+which attend to each other: slot 0 is the anchor's token, the others the embedding of a mask token,
+so one pass drafts all depths. The target's own embedding and LM head are used as they are. A cache
+holds keys of the target's hidden states, never of a block.
 
 Layers are Qwen3's, which norm each query and key head, but the weights of key norms stay 1: those
 of query norms can do the same work, and on a CPU vLLM 0.32 norms the hidden states' keys in every
@@ -126,8 +126,8 @@ class Block(Trainable):
         self.target, self._head = target, target.unembedding(self.vocab_S)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
-        """c [B, T, D], of which keys and values are made, from the target's hidden states [B, T,
-        F]."""
+        """The fused hidden states c [B, T, D], input of keys and values, from the target's hidden
+        states [B, T, F]."""
         read: Tensor = self.hidden_norm(self.fc(hidden_states.to(self.fc.weight.dtype)))
         return read
 
@@ -147,8 +147,8 @@ class Block(Trainable):
 
     def step(self, embedding: Tensor, attend: Attend) -> Tensor:
         """The states [B, A, K, D] that predict the depths after each anchor, from the embeddings
-        [B, N, D] of its block's slots. Both training and drafting take this step, each with its
-        own attention."""
+        [B, N, D] of its block's slots. Both training and drafting call it, each with its own
+        attention."""
         x, many = embedding, embedding.shape[:2].numel() >= MANY and torch.is_grad_enabled()
         again: Any = {"use_reentrant": False, "preserve_rng_state": False}  # nothing is drawn
         for i, layer in enumerate(self.layers):
@@ -176,7 +176,7 @@ class Block(Trainable):
         return self.step(embedding_BND, attend)
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
-        """Always computed for whole blocks, since earlier slots may read those of later depths."""
+        """Computed for complete blocks, since earlier slots may attend to those of later depths."""
         depths = self.depth if drafted_BAK is None else drafted_BAK.shape[-1] + 1
         return self.blocks(ctx, anchors_BA)[:, :, :depths]
 
@@ -195,7 +195,7 @@ class Block(Trainable):
         return SlotCache(len(self.layers), capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """One pass, whatever is drafted from it. A cache keeps the keys of hidden states only."""
+        """One forward pass for any draft topology. A cache keeps the keys of hidden states only."""
         anchor_B = last_of(ctx.ids_BT, ctx.counts())
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1

@@ -1,9 +1,9 @@
-"""Drafters that copy: they look up what may follow in a memory of the text.
+"""Drafters that copy: they search the text for tokens that may follow.
 
-A method supplies a `TextMemory`, which is fed token by token. While decoding, each row has a
-memory, which is fed the committed tokens; in teacher forcing, one memory walks over each document
-and drafts at every anchor. A memory reads neither the target nor earlier drafts. The functions at
-the top make of copied tokens a proposal, logits, and the growth that beam search reads.
+A method implements a `TextMemory`, which reads a text token by token. While decoding, each row has
+a memory of its committed tokens; in teacher forcing, one memory reads each document and drafts at
+every anchor. A memory reads neither the target nor earlier drafts. The functions at the top turn
+copied tokens into a proposal, logits, and the growth that beam search reads.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +22,14 @@ TreeNode = tuple[int, int]  # token and parent: the number of an earlier node, o
 
 
 def copied_chains(chains: list[list[int]], ctx: Context) -> Proposal:
-    """A proposal of the chain of each row, padded to the longest."""
+    """A proposal with the chain of each row, padded to the longest."""
     longest = max(map(len, chains))
     padded = [ids + [-1] * (longest - len(ids)) for ids in chains]
     return Proposal(torch.tensor(padded, dtype=torch.long, device=ctx.ids_BT.device))
 
 
 def copied_trees(trees: list[list[TreeNode]], device: torch.device) -> Proposal:
-    """A proposal of the tree of each row, padded to the largest."""
+    """A proposal with the tree of each row, padded to the largest."""
     most = max(map(len, trees))
     padded = [[*tree, *[(-1, -1)] * (most - len(tree))] for tree in trees]
     padded_BG2 = torch.tensor(padded, dtype=torch.long, device=device).view(len(trees), most, 2)
@@ -38,15 +38,16 @@ def copied_trees(trees: list[list[TreeNode]], device: torch.device) -> Proposal:
 
 
 def point_mass(ids: Tensor, vocab_size: int) -> Tensor:
-    """Logits [..., V] of copied ids [...]: 0 at the id, -inf elsewhere; -inf throughout where an id
-    is below 0."""
+    """Logits [..., V] for copied ids [...]: 0 at the id, -inf elsewhere; -inf throughout for a
+    negative id."""
     logits = torch.full((*ids.shape, vocab_size), -torch.inf, device=ids.device)
     value = torch.zeros(ids.shape, device=ids.device).masked_fill(ids < 0, -torch.inf)
     return logits.scatter(-1, ids.clamp_min(0)[..., None], value[..., None])
 
 
 def whole(drafter: Predictor, logits: Tensor) -> Tensor:
-    """A draft's logits [..., S] over the target's vocabulary, as float32: -inf outside its own."""
+    """A draft's logits [..., S], expanded to the target's vocabulary as float32: -inf outside its
+    own."""
     vocab_S, size = drafter.vocab_S, drafter.sizes.target_vocab
     wide = torch.full((*logits.shape[:-1], size), -torch.inf, device=logits.device)
     wide[..., slice(None) if vocab_S is None else vocab_S] = logits.float()
@@ -56,7 +57,7 @@ def whole(drafter: Predictor, logits: Tensor) -> Tensor:
 def copied_growth(
     ctx: Context, copied: Callable[[Context, Tensor, int], Tensor], vocab_size: int
 ) -> Growth:
-    """The growth of a drafter that copies, whatever was drafted before (see `Drafter.copied`)."""
+    """The growth of a drafter that copies, independent of drafted tokens (see `Drafter.copied`)."""
 
     def logits(anchor_BT: Tensor, drafted_BTK: Tensor) -> Tensor:
         k = drafted_BTK.shape[2]
@@ -66,7 +67,7 @@ def copied_growth(
 
 
 class TextMemory(ABC):
-    """What a family remembers of one text, whose tokens so far are `ids`."""
+    """A method's memory of one text, whose tokens so far are `ids`."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -81,8 +82,8 @@ class TextMemory(ABC):
         """Up to `count` tokens that may follow the text."""
 
     def evidence(self) -> tuple[int, float]:
-        """The evidence for the chain looked up last: the length of the match that it continues, in
-        tokens, and the share of the match's occurrences that the chain's first token follows."""
+        """The evidence for the last chain: the length in tokens of the match that it continues, and
+        the fraction of the match's occurrences that its first token follows."""
         return 1, 1.0
 
     def last(self, least: int, most: int) -> list[tuple[int, ...]]:
@@ -90,7 +91,7 @@ class TextMemory(ABC):
         return [tuple(self.ids[-n:]) for n in range(least, 1 + min(most, len(self.ids)))]
 
     def paths(self, count: int) -> list[list[int]]:
-        """All known continuations, best first, for families that know more than one chain."""
+        """All known continuations, best first, for methods that know more than one chain."""
         return [self.chain(count)]
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
@@ -112,7 +113,7 @@ class RowMemories:
         self.rows: list[Any] = []
 
     def read_new(self, texts: Sequence[list[int]], empty: Callable[[], Any]) -> list[Any]:
-        """The memories of the rows, once they have read what is new in these texts."""
+        """The memories of the rows, after reading the new tokens of these texts."""
         self.rows = self.rows or [empty() for _ in texts]
         for memory, ids in zip(self.rows, texts, strict=True):
             for token in ids[len(memory.ids) :]:
@@ -140,8 +141,8 @@ class Copying(Drafter):
     def walked(
         self, ctx: Context, anchors_BA: Tensor, depth: int, chain_of: Callable[[Any], list[int]]
     ) -> Tensor:
-        """The ids [B, A, K] that `chain_of` gives for the memory at each anchor, cut or padded with
-        `NOTHING` to K = `depth`."""
+        """The ids [B, A, K] that `chain_of` returns for the memory at each anchor, cut or padded
+        with `NOTHING` to K = `depth`."""
         copied = []
         rows = (x.tolist() for x in (ctx.ids_BT, ctx.documents()[0], anchors_BA))
         for ids, position, anchors in zip(*rows, strict=True):

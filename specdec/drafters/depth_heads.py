@@ -1,8 +1,8 @@
-"""A head for each depth on the target's final hidden state: what several methods have in common.
+"""Common code of methods with a head for each depth on the target's final hidden state.
 
 The state before the anchor is the target's at a - 1. From the anchor on, each token turns the state
-of the token before it into its own state, and head k reads the state after k + 1 tokens:
-x_a, …, x_{a+k}. So the nodes of a tree share the work of their ancestors.
+of the token before it into its own state, and head k reads the state after k + 1 tokens: x_a, …,
+x_{a+k}. Nodes of a tree therefore share the computation of their ancestors.
 """
 
 from abc import abstractmethod
@@ -30,8 +30,9 @@ class HeadsSizes(Sizes):
 
 
 class Heads(Trainable):
-    """A family defines `step`, and `output` if heads have layers of their own. There is one LM head
-    for each depth, or one for all; `width` is that of its input."""
+    """A drafter with a head for each depth. A subclass implements `step`, and `output` if heads
+    have their own layers. There is one LM head for each depth, or one for all; `width` is that of
+    its input."""
 
     Sizes: ClassVar[type[HeadsSizes]] = HeadsSizes
     needs = HiddenStateSpec(final_hidden=True)
@@ -54,7 +55,8 @@ class Heads(Trainable):
 
     @abstractmethod
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """The state [B, A, F] after the tokens [B, A] that head k is the first to read."""
+        """The state [B, A, F] after the tokens [B, A] that head k reads in addition to the heads
+        before it."""
 
     def output(self, state: Tensor, k: int) -> Tensor:
         """The hidden state [B, A, D] of depth k, which `unembed` reads."""
@@ -71,7 +73,7 @@ class Heads(Trainable):
         drafted_BAK: Tensor | None,
         output: Callable[[Tensor, int], Tensor] | None = None,
     ) -> Tensor:
-        """`Predictor.hidden`; training may give an `output` of its own."""
+        """`Predictor.hidden`; training may pass its own `output`."""
         tokens_BAK = tokens_from(ctx, anchors_BA, drafted_BAK, self.depth)
         state, outputs = self.first(ctx, anchors_BA), []
         for k in range(tokens_BAK.shape[-1]):
@@ -94,6 +96,6 @@ class Heads(Trainable):
         return Growth(self.unembed(self.output(nodes_BMF, 0), 0)[:, 0], grow_with_depth(grow))
 
     def copy_head(self, target: TargetParts) -> None:
-        """Start all LM heads as the target's."""
+        """Initialise all LM heads with the target's."""
         for head in self.lm_heads:
             head.weight.copy_(target.own_head(self.vocab_S))

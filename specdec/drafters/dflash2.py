@@ -1,15 +1,15 @@
 """DFlash 2 (https://inco.ai/blog/dflash2): a bidirectional block with convolutions and a selector.
 
 It follows NVIDIA-NeMo/Automodel (draft_qwen3_dflash2.py) and adds two things to DFlash. Before and
-after attention and MLP, each slot is mixed with the slots just before it in its block:
-Conv(x)_j = Σ_t k_{j,t} x_{j-t}, where k is a learned kernel plus a correction that is linear in the
-sub-layer's normed input and shared by groups of channels. And a selector makes each token fit the
-one before it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state and
-A, B and P are learned. Both start without any effect, so training starts from plain DFlash.
+after attention and MLP, each slot is mixed with the slots just before it in its block: Conv(x)_j =
+Σ_t k_{j,t} x_{j-t}, where k is a learned kernel plus a correction that is linear in the sub-layer's
+normed input and shared by groups of channels. A selector makes each token depend on the one before
+it: it adds ⟨A[x] * P h, B[y]⟩ to the logit of y after x, where h is the slot's state and A, B and P
+are learned. Both have no effect at initialisation, so training starts from plain DFlash.
 
-The reference's selector chooses among the 16 likeliest tokens of a slot and is trained by a loss of
-its own. Here it scores the whole draft vocabulary, which costs next to nothing at rank 256, so that
-there is one q to train, to measure and to verify against (`experiment=dflash2_paper`).
+The reference's selector chooses among the 16 most likely tokens of a slot and is trained by a
+separate loss. Here it scores the whole draft vocabulary, at little cost for rank 256, so that
+training, measuring and verification share one q (`experiment=dflash2_paper`).
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * taps * width // group, bias=False)
 
     def entered(self, read: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """A sub-layer's input [B, N, D], convolved, and the corrections of both its sides."""
+        """A sub-layer's input [B, N, D], convolved, and the kernel corrections of both its
+        sides."""
         corrections = self.kernel_projection(read).unflatten(-1, (2, self.taps, -1))
         return self(read, corrections, 0, slots), corrections
 
@@ -73,7 +74,7 @@ class Selector(nn.Module):
         self.hidden_projection = nn.Linear(width, rank, bias=False)
 
     def forward(self, gate: Tensor) -> Tensor:
-        """What is added to the logits [..., S], given A[x] * P h [..., N]."""
+        """The terms added to the logits [..., S], given A[x] * P h [..., N]."""
         return gate @ self.successor_codebook.T
 
 

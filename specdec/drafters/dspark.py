@@ -1,12 +1,12 @@
 """DSpark (deepseek-ai/DeepSpec:deepspec/modeling/dspark): a block with a Markov head.
 
 Slot k predicts depth k, so the anchor's own slot predicts the token after it, and each depth's
-logits get a bias that depends on the token before it: W2 W1[x], of low rank. So each depth reads
-the token drafted before it, though the block itself is one pass. In training that token is the
-text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b), which decoding
-reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ plus this head's
-cross-entropy with the acceptance, whose gradient reaches the block too; depth k has the weight
-e^{-k/4} (`experiment=dspark_paper`). Under other losses that gradient stops at the head.
+logits get a bias that depends on the token before it: W2 W1[x], of low rank. Each depth thus
+depends on the token drafted before it, although the block itself is one pass. In training that
+token is the text's own. A linear head estimates each depth's acceptance, σ(w · [h; W1[x]] + b),
+which decoding reads as the draft's confidence. The paper's loss is 0.1 CE + 0.9 ‖p − q‖₁ plus this
+head's cross-entropy with the acceptance, whose gradient reaches the block too; depth k has the
+weight e^{-k/4} (`experiment=dspark_paper`). Under other losses that gradient stops at the head.
 """
 
 from dataclasses import dataclass
@@ -54,7 +54,8 @@ class DSpark(Block):
         return logits
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        """Each depth's logits after the token before it, and the acceptance that they expect."""
+        """The growth with each depth's logits given the token before it, and with the estimated
+        acceptance."""
 
         def after(tokens_BT: Tensor, depth: int) -> tuple[Tensor, Tensor]:
             previous_BTN = self.markov_w1(tokens_BT)

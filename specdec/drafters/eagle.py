@@ -1,10 +1,10 @@
 """EAGLE-1 (Li et al. 2024): one decoder layer that continues the target's last hidden state.
 
-A pair enters through fc(cat[e(x), h]), D wide, where h is the target's state after its final norm
-or, at later depths, the layer's own output ĥ. There is no norm before or after the layer, and the
-target's own LM head reads ĥ: embedding and head stay frozen, and the draft vocabulary is the
-target's. So ĥ forecasts h one position ahead, which is what the paper's regression loss trains. The
-tensors have the names and shapes that vLLM and SGLang load.
+The input of the layer is fc(cat[e(x), h]), of width D, where h is the target's state after its
+final norm or, at later depths, the layer's own output ĥ. There is no norm before or after the
+layer, and the target's own LM head reads ĥ: embedding and head stay frozen, and the draft
+vocabulary is the target's. So ĥ predicts h one position ahead, the objective of the paper's
+regression loss. The tensors have the names and shapes that vLLM and SGLang load.
 """
 
 from collections.abc import Callable, Iterable
@@ -54,13 +54,13 @@ class Eagle(Solved):
         self.layers = nn.ModuleList([Layer(self.llama, D)])
 
     def copy_from(self, target: TargetParts) -> None:
-        """Copy the target's last layer whole if it has the parts of a Llama layer, else nothing.
+        """Copy the complete last layer of the target if it is Llama-like, else nothing.
 
         The copy works on states after the final norm; the original reads and writes the residual
-        stream. So weights that read the state are divided by the final norm's (q, k and v also take
-        in the weight of the norm before attention), and weights that write are multiplied by it.
-        The state does not show how large the stream was, so what the layer adds is scaled
-        to `UPDATE` times the size of a random state.
+        stream. Therefore weights that read the state are divided by the final norm's (q, k and v
+        also include the weight of the norm before attention), and weights that write are multiplied
+        by it. The norm removes the size of the stream, so the layer's contribution is scaled to
+        `UPDATE` times the size of a random state.
         """
         layer, norm = self.layer, self.layer.post_attention_layernorm
         before_D = torch.empty_like(norm.weight)
@@ -81,8 +81,8 @@ class Eagle(Solved):
         layer.temper(state_ND, state_ND)
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Start as the best linear draft (`solve_pairs`). At first attention adds nothing, and the
-        MLP adds what `solve_mlp` finds."""
+        """Initialise as the best linear draft (`solve_pairs`). At first attention adds nothing, and
+        the MLP adds the result of `solve_mlp`."""
         self.solve_pairs(self.fc, known)
         self.layer.silence()
         self.solve_mlp(known)
@@ -113,7 +113,7 @@ class Eagle(Solved):
 
     def noisy(self, ctx: Context, moment: TrainingMoment) -> Context:
         """The context with uniform noise of width `noise` · 512/n on the hidden states of each
-        document of n tokens. The hidden states that the loss compares with get no noise."""
+        document of n tokens. The loss compares with hidden states without noise."""
         if not self.config.noise:
             return ctx
         position_BT, document_BT = ctx.documents()

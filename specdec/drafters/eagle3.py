@@ -1,10 +1,9 @@
-"""EAGLE-3 (Li et al. 2025): decoder layers over fused target hidden states, with a head of their
-own.
+"""EAGLE-3 (Li et al. 2025): decoder layers over fused target hidden states, with their own LM head.
 
 The first layer reads a normed embedding and a normed hidden state side by side, 2D wide. The hidden
 state is a linear map of the residual stream after several of the target's layers or, at later
-depths, the output of the draft's last layer. Layers above the first are Llama's own and read the
-stream alone. The tensors have the names and shapes that vLLM and SGLang load.
+depths, the output of the draft's last layer. Layers above the first are Llama's and read the
+residual stream alone. The tensors have the names and shapes that vLLM and SGLang load.
 
 This file has the configuration, the parts of the forward pass and the initialisation. The class
 `Recurrent` (recurrence.py) unrolls them in training and drafting.
@@ -67,7 +66,7 @@ class Eagle3Config(RecurrentConfig, DraftVocabConfig):
 
 @dataclass(kw_only=True)
 class Eagle3Sizes(RecurrentSizes):
-    """`layers`: the target's layers that are read."""
+    """`layers`: the layers of the target whose hidden states are read."""
 
     layers: list[int]
 
@@ -154,8 +153,8 @@ class Eagle3(Solved):
         return self.norm
 
     def copy_from(self, target: TargetParts) -> None:
-        """Also copy the head and the final norm. If the target's layers do not have the parts of
-        a Llama layer, copy only those that fit."""
+        """Also copy the head and the final norm. If the target's layers are not Llama-like, copy
+        only the tensors that fit."""
         D = self.llama.hidden_size
         self.lm_head.weight.copy_(target.own_head(self.vocab_S))
         for i, layer in enumerate([self.layer, *self.upper]):
@@ -167,13 +166,13 @@ class Eagle3(Solved):
         copy_fitting(self.norm.weight, target.norm_weight)
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Start as the draft that predicts the target's final states best by least squares.
+        """Initialise as the draft that best predicts the target's final states, by least squares.
 
-        At first a token sees almost only itself, since queries and keys are the same random map of
-        the embedding. Without the MLP, the layer is then linear in what it reads, apart from norms:
-        out = h + [e; n(h)] M, where e is the normed embedding, h the fused hidden state or the
-        output of the depth before, n a norm, and M has the rank of the values. The output should be
-        u, the target's final state divided by the weight of its norm.
+        At first a token attends almost only to itself, since queries and keys are the same random
+        map of the embedding. Without the MLP, the layer is then linear in what it reads, apart from
+        norms: out = h + [e; n(h)] M, where e is the normed embedding, h the fused hidden state or
+        the output of the depth before, n a norm, and M has the rank of the values. The output
+        should be u, the target's final state divided by the weight of its norm.
 
         First depth 0 is solved alone: x W + e B ≈ u, where x are the hidden states. Its output p is
         what depth 1 reads. Then both depths together give M, whose rows are M_e for e and M_h for

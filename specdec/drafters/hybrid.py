@@ -1,15 +1,17 @@
-"""A hybrid: a drafter that copies where the text repeats, and another one, its head, elsewhere.
+"""A hybrid: a drafter that copies repeated text, and another drafter, its head, for everything
+else.
 
-In each speculation step every row drafts what should commit the most tokens per second: m copied
-tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of Leviathan et al. 2023)
-gives the rate of each choice. The head's depends on its cost c and its acceptance, as calibrated or
-else its noted α. That of copied tokens, which cost nothing to draft, depends on the share that is
-right at each depth after matches of the same length and frequency. These shares start from `prior`,
-are counted in `fit`, and are scaled at each temperature to what `weigh` finds.
+In each speculation step, every row drafts the proposal that should commit the most tokens per
+second: m copied tokens, γ tokens of the head, or none. `walltime_by_gamma` (Theorem 3.8 of
+Leviathan et al. 2023) gives the rate of each. The head's rate depends on its cost c and its
+acceptance, which is calibrated or else the recorded α. The rate of copied tokens, which cost
+nothing to draft, depends on the fraction that is right at each depth after matches of the same
+length and frequency. These fractions are initialised by `prior`, counted in `fit`, and rescaled at
+each temperature by `weigh`.
 
-The choice reads nothing but the text, so it is the same in every batch and with every cache, and
+The choice depends on the text only, so it is the same in every batch and with every cache, and
 lossless: a copied token is a point mass. In a tree whose nodes are not drawn at random, the copied
-chain becomes a branch of the head's tree; in a tree of drawn siblings one of the two is chosen.
+chain becomes a branch of the head's tree; in a tree of drawn siblings, one of the two is chosen.
 """
 
 from bisect import bisect_right
@@ -73,7 +75,7 @@ class HybridConfig(DrafterConfig):
 
 @dataclass
 class HybridMember:
-    """A member's family, config and sizes, as on its own card."""
+    """The method, config and sizes of a member, as on its own card."""
 
     family: str
     config: dict[str, Any]
@@ -134,7 +136,7 @@ class Hybrid(Drafter):
 
     @property
     def calibrations(self) -> Calibrations:
-        """Those of the head, which alone has confidence."""
+        """The calibrations of the head; copied tokens have none."""
         return self.head.calibrations
 
     @calibrations.setter
@@ -161,7 +163,8 @@ class Hybrid(Drafter):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Hybrid":
-        """`earlier` may be a trained head. Raises UserError for members that do not fit."""
+        """A hybrid; `earlier` may be a trained head. Raises UserError for members that do not
+        fit."""
         copying = copying_family(config.copying)
         copier = copying.build(copying.Config(), target)
         if (head := earlier) is None:
@@ -196,8 +199,8 @@ class Hybrid(Drafter):
         self.head.attach(target)
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
-        """Let the members learn the texts. How often copied tokens are right is counted on the last
-        texts, before the copying member has learned those."""
+        """Fit the members to the texts. The fraction of correct copied tokens is counted on the
+        last texts, before the copying member has read them."""
         first = int(UNSEEN * len(texts))
         if self.copier.fits_texts:
             self.copier.fit(texts[:first], masks[:first])
@@ -215,8 +218,8 @@ class Hybrid(Drafter):
     def _trials(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
     ) -> Iterator[tuple[int, int, bool]]:
-        """The cell and depth of each token that is copied while these texts are written, and
-        whether it is right."""
+        """The cell and depth of each token that would be copied along these texts, and whether it
+        is right."""
         for ids, mask in zip(texts, masks, strict=True):
             memory, start = self.copier.memory(), 0
             for t in range(len(ids) - 1):
@@ -255,13 +258,13 @@ class Hybrid(Drafter):
         self.trust, self._rates = right / expected, None
 
     def shares(self) -> Tensor:
-        """The share [N, K] of copied tokens that is right in texts like those of `fit`."""
+        """The fraction [N, K] of copied tokens that is right in texts like those of `fit`."""
         tried_NK, right_NK = self.tried_NK.cpu(), self.right_NK.cpu()
         return (WEIGHT * prior(tried_NK.shape[1]) + right_NK) / (WEIGHT + tried_NK)
 
     def speeds_of_members(self) -> tuple[list[list[float]], list[float]]:
-        """Tokens committed in the time of a plain step, by speculation steps of 0, 1, 2, … copied
-        tokens in each cell, and by speculation steps of 0, 1, 2, … tokens of the head."""
+        """Committed tokens per vanilla step: for steps with 0, 1, 2, … copied tokens in each cell,
+        and for steps with 0, 1, 2, … tokens of the head."""
         if self._rates is None:
             alpha, v = [*self.alpha, *self.alpha[-1:] * self.gamma], pass_cost(self.v)
             shares = (self.trust * self.shares()).clamp_max(1).tolist()
@@ -270,8 +273,8 @@ class Hybrid(Drafter):
         return self._rates
 
     def chain_of(self, memory: TextMemory, beside: bool = False) -> list[int]:
-        """The tokens to copy at the end of a text: none if the head should commit more, unless the
-        two go `beside` each other in a tree."""
+        """The tokens to copy at the end of a text. None if the head should commit more, unless both
+        are drafted (`beside`) in a tree."""
         copied = memory.chain(self.longest)
         of_cells, of_head = self.speeds_of_members()
         rates = of_cells[cell(memory)][: len(copied) + 1]
@@ -279,7 +282,7 @@ class Hybrid(Drafter):
         return copied[: rates.index(best)] if beside or best >= max(of_head) else []
 
     def drafted(self) -> int:
-        """How many tokens the head drafts when it is used; 0 if a plain step is faster."""
+        """The number of tokens that the head drafts; 0 if a vanilla step is faster."""
         _, rates = self.speeds_of_members()
         return rates.index(max(rates))
 
@@ -329,7 +332,7 @@ def _member_family(name: str) -> type[Drafter]:
 
 
 def copying_family(name: str) -> type[Copying]:
-    """The family of this name. Raises UserError unless it copies from the text alone."""
+    """The method of this name. Raises UserError unless it copies from the text alone."""
     kind = _member_family(name)
     if not issubclass(kind, Copying) or kind.runs_target:
         raise UserError(f"{name} does not copy from the text alone: give a family that does")
@@ -341,7 +344,7 @@ def described(drafter: Drafter) -> HybridMember:
 
 
 def cell(memory: TextMemory) -> int:
-    """The cell of evidence [0, E) for the chain that a memory looked up last."""
+    """The cell of evidence [0, E) for a memory's last chain."""
     length, share = memory.evidence()
     return of_length(max(1, length)) + len(LENGTHS) * (share >= SURE)
 
@@ -351,14 +354,14 @@ def of_length(n: int) -> int:
 
 
 def prior(depths: int) -> Tensor:
-    """The share [N, K] of copied tokens that should be right. A token at depth k counts as the one
-    that follows a match longer by k, since the k copied tokens before it were right."""
+    """The expected fraction [N, K] of correct copied tokens. A token at depth k counts as following
+    a match that is longer by k, since the k copied tokens before it were right."""
     sure = [[PRIOR[of_length(n + k)] for k in range(depths)] for n in LENGTHS]
     return torch.tensor([[UNSURE * first, *others] for first, *others in sure] + sure)
 
 
 def replaced(proposal: Proposal, copies: list[list[int]]) -> Proposal:
-    """The proposal with a copied chain in each row that has one."""
+    """The proposal, with the copied chain in each row that has one."""
     G = max(proposal.tokens_BG.shape[1], *map(len, copies))
     more = G - proposal.tokens_BG.shape[1]
     tokens_BG = pad(proposal.tokens_BG, (0, more), value=-1)
@@ -377,7 +380,7 @@ def replaced(proposal: Proposal, copies: list[list[int]]) -> Proposal:
 
 
 def joined(proposal: Proposal, copies: list[list[int]]) -> Proposal:
-    """A tree of fixed nodes with a copied chain as another branch of each row."""
+    """A tree of fixed nodes with a copied chain as an additional branch of each row."""
     trees, parents = [], (proposal.above_BG - 1).tolist()
     for tokens, above, ids in zip(proposal.tokens_BG.tolist(), parents, copies, strict=True):
         nodes, parent = list(zip(tokens, above, strict=True)), -1

@@ -1,10 +1,10 @@
 """Hydra (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads, which also read drafted tokens.
 
 Head k reads c = cat[h, e(x_a), …, e(x_{a+k})], where e is the target's frozen embedding and h its
-final hidden state at a - 1. The first layer is S c + SiLU(W c). W starts at zero; in the reference,
-S starts as torch's linear layers do. The other layers are x + SiLU(W x), and the LM head starts as
-the target's. All of these have a bias (zankner/Hydra, hydra/model/hydra_heads/mlp_head.py and
-prefix_mlp_head.py).
+final hidden state at a - 1. The first layer is S c + SiLU(W c). W is initialised with zero; in the
+reference, S is initialised like torch's linear layers. The other layers are x + SiLU(W x), and the
+LM head is initialised with the target's. All of these have a bias (zankner/Hydra,
+hydra/model/hydra_heads/mlp_head.py and prefix_mlp_head.py).
 
 Hydra++ replaces h by the normed output of one decoder layer over the target's states, at committed
 positions only. In the reference, which repeats one module, the layers of a head after the first
@@ -140,8 +140,9 @@ class Hydra(Heads):
             self.prefix.initialise(target)
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Start every head with the S that best predicts the target's final states from c, by least
-        squares. As every W is zero and every bias is set to 0, the heads are then linear."""
+        """Initialise every head with the S that best predicts the target's final states from c,
+        by least squares. The heads are then linear, since every W is zero and every bias is set
+        to 0."""
         D, K, heads = self.sizes.width, self.depth, Squares()
         for some in known():
             every_BT = torch.arange(some.ctx.ids_BT.shape[1], device=some.row_N.device)

@@ -1,8 +1,8 @@
 """JetSpec (arXiv 2606.18394; hao-ai-lab/JetSpec:jetspec/models/draft_head.py): a causal block.
 
-As in a bidirectional block, slot j predicts the token at its own position, but a slot sees only
-itself and the slots before it. So a draft does not depend on how many slots follow.
-One pass gives the marginals of all depths, from which a tree of the likeliest paths is drafted
+As in a bidirectional block, slot j predicts the token at its own position, but a slot attends only
+to itself and the slots before it. A draft therefore does not depend on the number of later slots.
+One pass gives the marginals of all depths, from which a tree of the most likely paths is drafted
 (`decode.tree=best_first`). The paper trains with KL, all depths alike (`experiment=jetspec_paper`).
 """
 

@@ -1,7 +1,7 @@
 """An independent draft language model (Leviathan et al. 2023): any small causal LM.
 
-It reads only the target's tokens. It is loaded from a hub or a folder, starts from random weights,
-or is cut from the target (its embedding, some of its layers, its head).
+It reads only the target's tokens. It is loaded from a hub or a folder, initialised at random, or
+cut from the target (its embedding, some of its layers, its head).
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from specdec.targets.parts import TargetParts, body_of, config_of_layers
 
 @dataclass
 class LMConfig(DraftLMConfig):
-    """A language model that drafts, by default one made of the target's own layers."""
+    """A draft language model, by default made of the target's own layers."""
 
     name: str = "lm"
     depth: int = 4
@@ -96,7 +96,8 @@ class LM(Pretrained):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> Self:
-        """Like `Pretrained.build`. Raises UserError for a draft that would be read wrongly."""
+        """Like `Pretrained.build`. Raises UserError for a draft that this project would run
+        wrongly."""
         drafter = super().build(config, target, vocab_S, earlier)
         body, head = body_of(drafter.model), drafter.model.get_output_embeddings()
         modes = [(module, module.training) for module in drafter.modules()]
@@ -117,7 +118,8 @@ class LM(Pretrained):
         return drafter
 
     def _reads_slots(self) -> bool:
-        """Whether a small tree after rows of unequal length has the states of whole texts."""
+        """Whether a small tree after rows of unequal length gives the hidden states of complete
+        texts."""
         device = self.model.get_input_embeddings().weight.device
         ids = (7 * torch.arange(16, device=device).view(2, 8) + 3) % self.model.config.vocab_size
         cache, worst = self.new_cache(), 0.0
@@ -159,7 +161,8 @@ class LM(Pretrained):
             ) from error
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
-        """One pass reads the text and then, as its branches, the tokens drafted at all anchors."""
+        """One forward pass over the text and, as its branches, the tokens drafted at all
+        anchors."""
         if drafted_BAK is None:
             return super().hidden(ctx, anchors_BA, None)
         whole_ids_BT, place = with_branches(ctx, anchors_BA, drafted_BAK)
@@ -188,8 +191,8 @@ class LM(Pretrained):
 
     @property
     def lean(self) -> LeanPass | None:
-        """The pass without the model's modules; None if the layers are of another shape, or if the
-        pass differs from the modules."""
+        """The fused fast path; None if the layers are not Llama-like, or if it differs from the
+        modules."""
         if self._lean is None or self._lean[0] is not self.model:
             body = body_of(self.model)
             layers = getattr(body, "layers", None)
@@ -200,7 +203,8 @@ class LM(Pretrained):
         return self._lean[1]
 
     def _agrees(self, lean: LeanPass) -> bool:
-        """Whether the pass gives a chain of a few tokens the same hidden states as the modules."""
+        """Whether the fused fast path gives the same hidden states as the modules for a short
+        chain."""
         ids = torch.arange(8)[None] % self.model.config.vocab_size
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             theirs = self.step(ids, use_cache=False)
@@ -220,14 +224,15 @@ class LM(Pretrained):
     def run(
         self, cache: SlotCache, last: Tensor | None, input_ids: Tensor, **inputs: Any
     ) -> tuple[Tensor]:
-        """The pass that `over_cache` makes, which can be compiled."""
+        """The forward pass of `over_cache`, which can be compiled."""
         hidden = self.step(input_ids, use_cache=True, **inputs, **{self.takes: cache})
         return (self.unembed(hidden if last is None else entries(hidden, last), 0),)
 
 
 def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor) -> tuple[Tensor, Place]:
-    """The ids [B, T] of a text followed by the tokens drafted at each anchor, and their place.
-    Each drafted token sees its document up to its anchor and the tokens drafted there before it."""
+    """The ids [B, T] of a text followed by the tokens drafted at each anchor, and their place. Each
+    drafted token attends to its document up to its anchor and to the tokens drafted there before
+    it."""
     (B, T), k, device = ctx.ids_BT.shape, drafted_BAK.shape[2], anchors_BA.device
     step_T, (position_BT, document_BT) = torch.arange(T, device=device), ctx.documents()
     anchor_BN = anchors_BA.repeat_interleave(k, 1)
@@ -247,7 +252,7 @@ def with_branches(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor) -> tupl
 
 
 def _cut(config: LMConfig, target: TargetParts) -> list[int]:
-    """The target's layers that are kept, ascending."""
+    """The indices of the target's kept layers, ascending."""
     num_layers = target.depth
     kept = sorted(set(config.layers or [0, 1, num_layers - 2, num_layers - 1]))
     if kept[0] < 0 or kept[-1] >= num_layers:

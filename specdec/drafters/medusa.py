@@ -1,12 +1,12 @@
 """Medusa (Cai et al. 2024): parallel heads on the target's last hidden state.
 
-Head k maps the hidden state at a - 1 to token a + 1 + k:
-logits_k = W2_k (SiLU(W1_k h + b_k) + h), where W1 starts at zero and W2 as the target's LM head, so
-training starts from the target's own head. The paper's formula has no b; the reference's layers
-(FasterDecoding/Medusa, medusa/model/medusa_model.py) have one. It starts at random, so the
-reference's heads do not start exactly as the target's.
+Head k maps the hidden state at a - 1 to token a + 1 + k: logits_k = W2_k (SiLU(W1_k h + b_k) + h),
+where W1 is initialised with zero and W2 with the target's LM head, so training starts from the
+target's own head. The paper's formula has no b; the reference's layers (FasterDecoding/Medusa,
+medusa/model/medusa_model.py) have one. Its initial value is random, so the reference's heads do not
+start exactly as the target's.
 
-That is Medusa-1, which leaves the target as it is. With `adapter.rank` above 0 it is Medusa-2: LoRA
+That is Medusa-1, which does not change the target. With `adapter.rank` above 0 it is Medusa-2: LoRA
 adapters on the target are trained together with the heads, and decoding is lossless with respect to
 the adapted target. The loss is KL(original ‖ adapted) at every anchor + λ sin(π t / 2T) · the
 heads' loss at step t of T (section 2.3.2 of the paper; `medusa_self_distillation` and the schedule
@@ -106,7 +106,7 @@ class Medusa(Heads):
         return sizes
 
     def step(self, state: Tensor, tokens: Tensor, k: int) -> Tensor:
-        """Heads read no token at all."""
+        """The state unchanged: Medusa's heads read no token."""
         return state
 
     def output(self, state: Tensor, k: int) -> Tensor:

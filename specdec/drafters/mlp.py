@@ -6,9 +6,10 @@ The state starts as the target's final hidden state at a - 1. At depth i, with n
     w_s = ½^{1/2n},   w_e = √(1 - w_s²),
 
 so that about half of the last state's magnitude comes from the first. The formulas, the exact GELU
-and the start, all weights from N(0, 1/D), are those of the reference (foundation-model-stack/
-fms-extras, fms_extras/models/speculator.py; its norm is LayerNormParameterized of fms). vLLM leaves
-out w_s and divides w_e by it instead; after the norm, this is the same up to its eps.
+and the initialisation of all weights from N(0, 1/D) are those of the reference
+(foundation-model-stack/ fms-extras, fms_extras/models/speculator.py; its norm is
+LayerNormParameterized of fms). vLLM omits w_s and divides w_e by it; after the norm, this is the
+same up to its eps.
 """
 
 import math
@@ -92,11 +93,12 @@ class Mlp(Heads):
         self._target = Frozen(target)
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Start with heads that predict the target's next state by least squares.
+        """Initialise the heads to predict the target's next state, by least squares.
 
-        At first the norms put GELU's inputs where it is nearly linear. So the input of each norm
-        can be the best guess of the target's next state, which `basis_DD` rescales and rotates so
-        that all its numbers have like sizes. The LM head maps it back and applies the target's.
+        At first the norms put GELU's inputs into its nearly linear range. The input of each norm
+        can therefore be the best linear prediction of the target's next state, rescaled and rotated
+        by `basis_DD` so that all its components have similar sizes. The LM head maps it back and
+        applies the target's.
         """
         target, D, moments = self._target.held, self.inner_dim, Squares()
         for some in known():
@@ -148,11 +150,11 @@ class Mlp(Heads):
         return state
 
     def part(self, parts: nn.ModuleList, k: int) -> Any:
-        """The one of these parts that depth k uses."""
+        """The element of `parts` for depth k."""
         return parts[min(k, len(parts) - 1)]
 
     def entered(self, state: Tensor, k: int) -> Tensor:
-        """The state as the projection of depth k reads it."""
+        """The state, rescaled for the projection of depth k."""
         if k > 0 or not self.config.scale_input:
             return state
         return nn.functional.rms_norm(state, state.shape[-1:], eps=EPS) / math.sqrt(2)

@@ -5,11 +5,11 @@ Module k reads a token and a state (the target's final one, or that of module k 
 eh_proj(cat[enorm(e), hnorm(h)]), a Llama layer and a norm of its own. The target's embedding and
 head are shared and frozen, and the draft vocabulary is the target's.
 
-`modules=1` reuses one module at every depth and unrolls it as engines do, in training as well:
-depth k has the rotary position a - 1 + k and sees the pairs of the text and its own earlier depths
-in one cache. With several modules, module k sees only its own keys, which are those of tokens up to
+`modules=1` reuses one module at every depth and unrolls it as engines do, also in training: depth k
+has the rotary position a - 1 + k and attends to the pairs of the text and its own earlier depths in
+one cache. With several modules, module k attends only to its own keys. These belong to tokens up to
 a + k, each read together with the state of module k - 1 at the token before, as in DeepSeek-V3's
-training. No engine serves that exactly: vLLM 0.32 runs its only module at every depth.
+training. No engine serves several modules exactly: vLLM 0.32 runs its only module at every depth.
 
 Traps, with their sources:
 - The paper and vLLM's mimo_mtp concatenate [h; e]. Checkpoints, speculators, and vLLM's
@@ -90,7 +90,7 @@ class Module(Layer):
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
 
     def joined(self, embedding: Tensor, state: Tensor) -> Tensor:
-        """What eh_proj reads of a pair [..., 2D]."""
+        """The input of eh_proj for a pair [..., 2D]."""
         return torch.cat([self.enorm(embedding), self.hnorm(state)], -1)
 
     def enter(self, embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ class Module(Layer):
         return output
 
     def copy_last(self, target: TargetParts) -> None:
-        """Copy the target's last layer if it is Llama's. The state comes from after the final
+        """Copy the target's last layer if it is Llama-like. Its input comes from after the final
         norm, so `hnorm` divides by that norm's weight and `final_layernorm` applies it again."""
         own = ("enorm.", "hnorm.", "final_layernorm.", "eh_proj.")
         block = {n: x for n, x in self.named_parameters() if not n.startswith(own)}
@@ -140,8 +140,9 @@ class MTP(Solved):
         return [module.eh_proj for module in self.stack]
 
     def copy_from(self, target: TargetParts) -> None:
-        """Copy the target's own modules; the last of them serves all further depths. If it has none
-        whose tensors all fit, because its block is not Llama's, copy the target's last layer."""
+        """Copy the target's own MTP modules; the last of them serves all further depths. If there
+        is none whose tensors all fit, because its block is not Llama's, copy the target's last
+        layer."""
         theirs: dict[str, Tensor] = {}
         for k, module in enumerate(self.stack):
             stored = target.beyond(k)
@@ -159,8 +160,9 @@ class MTP(Solved):
         return super().closed_form_initialisation and not self.of_target
 
     def solve_closed_form(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Start as the best linear draft (`solve_pairs`), with attention that adds nothing at first
-        and the MLP that `solve_mlp` finds. Modules after the first start as the first."""
+        """Initialise as the best linear draft (`solve_pairs`). At first attention adds nothing, and
+        the MLP adds the result of `solve_mlp`. Modules after the first are initialised like the
+        first."""
         first = self.layer
         self.scale_last_norm(known())
         first.enorm.weight.fill_(1.0)
@@ -189,10 +191,9 @@ class MTP(Solved):
         first: int = 0,
         below: Below | None = None,
     ) -> Tensor:
-        """With one module, the step of all recurrent drafts. With several, the states [B, T, K, D]
-        of the K modules from `first` on: each reads an embedding and, at the token before, the
-        state of the module below, which for the first of them is `state` and for the others
-        `below(k, state)`."""
+        """With one module, the `step` of recurrent drafts. With several, the states [B, T, K, D] of
+        the K modules from `first` on. Each reads an embedding and, at the token before, the state
+        of the module below: `state` for the first of them, `below(k, state)` for the others."""
         if below is None:
             return super().step(embedding, state, attend)
         states: list[Tensor] = []
@@ -238,13 +239,13 @@ class MTP(Solved):
         return self.step(embedding, state, attend, below=below)
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
-        """With several modules, a layer of keys for each and then one of the states of each but the
-        last."""
+        """With several modules, a layer of keys for each module, followed by a layer of states for
+        each but the last."""
         return SlotCache(2 * len(self.layers) - 1) if self.several else super().new_cache(capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """All modules read every committed token, and a drafted token at depth d is read by the
-        modules from d on, as only they have a state for the token before it."""
+        """All modules read every committed token. A drafted token at depth d is read by the modules
+        from d on, since only they have a state for the token before it."""
         if not self.several or cache is None:
             return super().draft_growth(ctx, cache)
         new = unread(cache, [n - 1 for n in ctx.counts()])

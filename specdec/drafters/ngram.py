@@ -1,10 +1,11 @@
-"""Prompt lookup (Saxena 2023): copy the tokens that followed an earlier occurrence of the last n.
+"""Prompt lookup (Saxena 2023): copy the tokens that followed an earlier occurrence of the last
+n-gram.
 
 The draft follows the longest n-gram, up to `max_ngram`, that ends at the anchor and also occurs
-earlier; if there is none, nothing is drafted.
-Of its occurrences, the latest with enough tokens after it is used; if all are too near the end,
-the first, which has the most tokens after it. (The original takes the first complete occurrence,
-transformers the first of all; docs/notebook/families.md compares them.)
+earlier; if there is none, nothing is drafted. Of its occurrences, the latest with enough tokens
+after it is used; if none has enough, the first, which has the most tokens after it. (The original
+takes the first complete occurrence, transformers the first of all; docs/notebook/families.md
+compares them.)
 """
 
 from bisect import bisect_right
@@ -29,7 +30,8 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramMemory(TextMemory):
-    """The text so far, and where each of its n-grams ended, except those at its very end."""
+    """The text so far, and the end position of each of its n-grams, except those at its very
+    end."""
 
     def __init__(self, config: NgramConfig) -> None:
         super().__init__(config)

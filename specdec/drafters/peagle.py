@@ -3,10 +3,10 @@
 Depth 0 reads the pair (x_a, hidden state of a - 1), as in EAGLE-3. Every depth k > 0 reads the same
 masked pair, but at the rotary position a - 1 + k: the embedding of a mask token, and a learned
 `mask_hidden`, which goes through norms and fc in place of the target's hidden states. A masked pair
-sees the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but no drafted
-token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle); the
-masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also trains
-the embedding; here it stays the target's, so that no engine needs a second one.
+attends to the real pairs up to a - 1 and the masked pairs of its own anchor up to k, but to no
+drafted token. Alignment, mask and sampling are those of vllm-project/speculators (models/peagle);
+the masked pair is that of vLLM 0.32 (llama_eagle3.py and llm_base_proposer.py). The paper also
+trains the embedding; here it is the target's, so that no engine needs a second one.
 """
 
 from dataclasses import dataclass
@@ -27,9 +27,9 @@ from specdec.sampling.trees import Growth
 
 @dataclass
 class PEagleConfig(Eagle3Config):
-    """Parallel EAGLE: all depths in one forward pass. COD sampling thins out the trained depths,
-    which saves time and memory: if a row has n anchors, depth k counts at (n - k) · max(keep^k,
-    keep_least) of them, drawn anew at every step from those of depth k - 1. The reference uses 0.7
+    """Parallel EAGLE: all depths in one forward pass. COD sampling trains fewer depths, which saves
+    time and memory: in a row with n anchors, depth k is trained at (n - k) · max(keep^k,
+    keep_least) of them, drawn at every step from the anchors of depth k - 1. The reference uses 0.7
     and 0.2."""
 
     initialisations: ClassVar[tuple[str, ...]] = ("target", "random")
@@ -60,9 +60,9 @@ class PEagle(Eagle3):
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, self.fc.in_features))
 
     def anchors(self, valid_TK: Tensor, generator: torch.Generator) -> Tensor:
-        """COD sampling: each depth is kept at a share of the anchors where the depth before it is
-        kept. Its weight is divided by the product of these shares, so that the expected loss is
-        that of all depths."""
+        """COD sampling: each depth is kept at a fraction of the anchors of the depth before it. Its
+        weight is divided by the product of these fractions, so that the expected loss is that of
+        all depths."""
         weight_TK = super().anchors(valid_TK, generator)
         n = int((weight_TK[:, 0] > 0).sum())
         for k in range(1, valid_TK.shape[1]):

@@ -1,15 +1,15 @@
-"""Drafts that are models of transformers: they read only the target's tokens, start from another
-model's weights or random ones, and are trained in full or by adapters.
+"""Drafts that are transformers models: they read only the target's tokens, are initialised from
+another model or at random, and are trained completely or by adapters.
 
 LoRA (Hu et al. 2022) trains W + (alpha / rank) B A with W frozen. Adapters exist only in training
 and its checkpoints: a draft on disk holds the weights with the adapters added, so it needs nothing
 else, and drafting costs no more than with the plain model.
 
-The vocabulary is the target's tokens, in as many rows as the target's own embedding has. Makers
-pad embeddings: the same tokenizer comes with 151,936 rows in one model and with 152,064 in a larger
-one, and engines only draft with a model that has exactly the target's rows. Rows beyond the
-target's are cut. Where the draft has fewer, rows of zeros are added, and its draft vocabulary ends
-before them, so q is 0 there (`fitted`, `resize`).
+The vocabulary is the target's, with as many rows as the target's own embedding. Embeddings are
+padded differently: the same tokenizer comes with 151,936 rows in one model and with 152,064 in a
+larger one, but engines only draft with a model of exactly the target's rows. Extra rows of the
+draft are removed. Missing rows are added as zeros and excluded from the draft vocabulary, so q is 0
+there (`fitted`, `resize`).
 """
 
 from abc import abstractmethod
@@ -48,9 +48,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def fitted(
     source: str, model: Mapping[str, Any], target: TargetParts
 ) -> tuple[dict[str, Any], int | None]:
-    """The config of a draft's model (`model`, as in `source`) with the target's V rows, and its
-    number S of rows if that is less. Raises UserError for a model of another tokenizer or, where
-    one of the two has no tokenizer, of another number of rows."""
+    """The config of a draft's model (`model`, as in `source`) with the target's V rows, and its own
+    number S of rows if that is smaller. Raises UserError for a model with another tokenizer or, if
+    one of the two has no tokenizer, with another number of rows."""
     V, rows = target.vocab_size, model.get("vocab_size")
     stored = source not in OF_TARGET
     if not isinstance(rows, int) or not (stored and _compared(source, target)):
@@ -65,7 +65,7 @@ def fitted(
 
 
 def resize(model: Any, V: int) -> None:
-    """Give a model V rows of embedding and head: rows beyond them are cut, missing ones are 0."""
+    """Give a model V rows of embedding and head: extra rows are removed, missing ones are 0."""
     rows = model.config.vocab_size
     if rows == V:
         return
@@ -79,7 +79,7 @@ def resize(model: Any, V: int) -> None:
 
 def _compared(source: str, target: TargetParts) -> bool:
     """Whether the tokenizers of a draft's source and of the target could be compared. Raises
-    UserError naming the first id that means another token."""
+    UserError naming the first id with different meanings."""
     if target.tokenizer is None or not any(file_of_model(source, name) for name in FILES):
         return False
     try:
@@ -115,9 +115,9 @@ LINEAR = (nn.Linear, Conv1D)
 
 @dataclass
 class LoraOptions:
-    """LoRA adapters, which are trained alone; a draft model's own weights are trained without them,
-    and with them it is saved merged. Dropout masks are drawn for a complete micro-batch, so another
-    `loop.rows` draws others."""
+    """LoRA adapters, trained while the draft model's own weights are frozen; the saved draft has
+    them merged. Dropout masks are drawn for a complete micro-batch, so they depend on
+    `loop.rows`."""
 
     key: ClassVar[str] = "drafter.lora"
     rank: int = 0  # rank of the adapters; 0: no adapters
@@ -139,8 +139,8 @@ class LoraOptions:
 
 @dataclass
 class DraftLMConfig(DrafterConfig):
-    """A language model that drafts. With `lora.rank=0` its weights are trained; above 0 only
-    adapters are, which are added to the weights when the draft is saved."""
+    """A draft language model. With `lora.rank=0` its weights are trained; above 0 only adapters,
+    which are merged into the weights when the draft is saved."""
 
     name: str
     depth: int
@@ -155,13 +155,14 @@ class DraftLMConfig(DrafterConfig):
 
 @dataclass(kw_only=True)
 class LMSizes(Sizes):
-    """`model`: the config of the draft LM, as transformers writes it."""
+    """`model`: the config of the draft LM in transformers' format."""
 
     model: dict[str, Any]
 
 
 class Pretrained(Trainable):
-    """A drafter whose `model` is one of transformers'. A family defines how it reads new tokens."""
+    """A drafter whose `model` is a transformers model. A subclass defines how it reads new
+    tokens."""
 
     Sizes = LMSizes
     Auto: ClassVar[Any]
@@ -174,8 +175,9 @@ class Pretrained(Trainable):
 
     @staticmethod
     def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
-        """The config of the draft's model: the target's with `overrides` if the draft starts
-        random, else that of a model on a hub or in a folder. `options` is what users can give."""
+        """The config of the draft's model: for a random draft, the target's with `overrides`,
+        else that of a model on a hub or in a folder. `options` names the possible settings in
+        messages."""
         if config.source == "random":
             if unknown := sorted(set(config.overrides) - set(theirs)):
                 raise UserError(
@@ -197,7 +199,7 @@ class Pretrained(Trainable):
         earlier: Drafter | None = None,
     ) -> Self:
         """Like `Trainable.build`. Only a model with fewer rows than the target has a draft
-        vocabulary, which is those rows. Raises UserError for a `vocab_S` with more."""
+        vocabulary, which consists of those rows. Raises UserError for a larger `vocab_S`."""
         drafter = super().build(config, target, None, earlier)
         require(
             vocab_S is None or drafter.vocab_S is None or len(vocab_S) <= len(drafter.vocab_S),
@@ -217,8 +219,8 @@ class Pretrained(Trainable):
             self.model.load_state_dict(trained.state_dict())
 
     def add_adapters(self, inherited: bool) -> None:
-        """Add the adapters that the config asks for, to weights `inherited` from an earlier draft
-        or to those of the source. Raises UserError for random weights."""
+        """Add the configured adapters to weights `inherited` from an earlier draft or to those of
+        the source. Raises UserError for random weights."""
         if self.config.lora.rank:
             require(
                 inherited or self.config.source != "random",
@@ -230,7 +232,7 @@ class Pretrained(Trainable):
                 module.requires_grad_(self.config.train_embeddings)
 
     def weights_to_save(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the weights, with the adapters added to them by peft."""
+        """Copies of the weights, with peft's adapters merged."""
         if not any(".lora_" in name for name in weights):
             return dict(weights)
         with torch.device("meta"):
@@ -241,8 +243,8 @@ class Pretrained(Trainable):
         return {name: x.detach() for name, x in plain.state_dict().items() if not x.is_meta}
 
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
-        what they see: the tokens of their text, or the slots of a cache."""
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` are transformers' arguments for what
+        they attend to: the tokens of their text, or the slots of a cache."""
         states: Tensor = body_of(self.model)(input_ids=ids, **attend).last_hidden_state
         return states
 
@@ -260,14 +262,14 @@ class Pretrained(Trainable):
     def over_cache(
         self, cache: Any, ids_BT: Tensor, parents_BT: Tensor | None, last_B1: Tensor | None
     ) -> Tensor:
-        """Logits [B, T, V] of tokens that continue what the cache holds; given `last_B1`, only
+        """Logits [B, T, V] of tokens that continue the content of the cache; with `last_B1`, only
         those [B, 1, V] at that token of each row."""
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
         return states(self.over_text, ctx, anchors_BA, drafted_BAK, self.depth)
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """Draft logits [..., V], or those of the rows that the model had before it was padded."""
+        """Draft logits [..., V], or [..., S] for a model that was padded."""
         logits = self._scale(self.model.get_output_embeddings()(hidden))
         return logits[..., : self.sizes.draft_vocab]
 
@@ -278,9 +280,9 @@ class Pretrained(Trainable):
 
 
 class Holder(nn.Module):
-    """A model without its config, from which peft would learn that it is a mixture of experts. It
-    would then adapt experts that are kept as one weight, and neither a view nor a draft can hold
-    such adapters."""
+    """A model without its config. peft would otherwise read from the config that the model is a
+    mixture of experts, and adapt experts that are stored as one weight. Neither a view nor a draft
+    can hold such adapters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -288,8 +290,8 @@ class Holder(nn.Module):
 
 
 def with_adapters(model: Any, lora: LoraOptions) -> Any:
-    """Put adapters into a model, freeze its own weights, and return peft's wrapper of it. Experts
-    that are kept as one weight are left as they are."""
+    """Add adapters to a model, freeze its own weights, and return peft's wrapper of it. Experts
+    stored as one weight get none."""
     from peft import LoraConfig, get_peft_model  # as slow to import as transformers itself
 
     head = model.get_output_embeddings()
@@ -312,14 +314,14 @@ def with_adapters(model: Any, lora: LoraOptions) -> Any:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, also a quantised one. A router of transformers' may be
-    made from one, but computes something else."""
+    """Whether a module is a linear layer, quantised or not. transformers' routers can be subclasses
+    of linear layers but compute something else."""
     of_model = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
     return isinstance(module, LINEAR) and not of_model
 
 
 def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
-    """A model of one of transformers' auto classes with fresh weights, from its config keys."""
+    """A model of one of transformers' auto classes with random weights, from its config keys."""
     config = AutoConfig.for_model(**keys)
     model = auto.from_config(config, trust_remote_code=False).float()
     keep_stored_weights(model)

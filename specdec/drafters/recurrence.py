@@ -4,12 +4,12 @@ The first layer reads pairs of a token and the target's hidden state at the posi
 depth 0 the pair is (x_a, hidden state of a - 1), with the pairs of all earlier positions as
 context; at later depths the output of the last layer replaces the hidden state, which the target
 has not computed yet. Training unrolls the layers in the same way (training-time test, EAGLE-3), so
-they train on the inputs that they will see. Pair a - 1 belongs to anchor a and has the rotary
+training and drafting have the same inputs. Pair a - 1 belongs to anchor a and has the rotary
 position a - 1, as in engines.
 
-`Solved` adds an initialisation in closed form, by least squares, before any gradient is
-computed. At this initialisation attention adds nothing, or a token sees only itself. So depths 0
-and 1 depend only on what they read themselves, and are linear in some of the weights.
+`Solved` adds a closed-form initialisation, by least squares. At this initialisation attention adds
+nothing, or a token attends only to itself. Depths 0 and 1 then depend only on their own input, and
+are linear in some of the weights.
 """
 
 from abc import abstractmethod
@@ -65,15 +65,15 @@ class RecurrentConfig(DrafterConfig):
 
 @dataclass(kw_only=True)
 class RecurrentSizes(Sizes):
-    """`llama`: the keys of a LlamaConfig for a layer shaped like the target's own."""
+    """`llama`: the keys of a LlamaConfig for a layer with the target's sizes."""
 
     llama: dict[str, Any]
 
 
 class Recurrent(Trainable):
-    """A family gives its `layers` and how a pair enters the first of them. All pairs of a text are
-    keys, but queries of the last layer and later steps are computed only at anchors, so training on
-    a sample of anchors saves most of the work."""
+    """A drafter that unrolls its layers. A subclass defines its `layers` and how a pair enters the
+    first of them. All pairs of a text are keys, but queries of the last layer and later steps are
+    computed only at anchors, so training on a sample of anchors saves most of the work."""
 
     Sizes: ClassVar[type[Sizes]] = RecurrentSizes
     fc: Any
@@ -98,7 +98,8 @@ class Recurrent(Trainable):
 
     @property
     def upper(self) -> Sequence[Layer]:
-        """The layers above the first, which read the stream alone, and no embedding."""
+        """The layers above the first, which read the residual stream alone, without an
+        embedding."""
         return ()
 
     @property
@@ -120,13 +121,13 @@ class Recurrent(Trainable):
         """The input of attention for a pair [..., width], and the residual stream [..., D]."""
 
     def state_for_next_depth(self, hidden: Tensor) -> Tensor:
-        """What the next depth reads in place of a hidden state, from the output [..., D]."""
+        """The next depth's replacement for a hidden state, from the output [..., D]."""
         return hidden
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
         """The output [B, T, D] after pairs of an embedding and a state [B, T, D]. A state is a
-        hidden state (see `fuse`), or what `state_for_next_depth` makes of an earlier output. Both
-        training and drafting take this step, each with its own attention."""
+        fused hidden state (see `fuse`) or the result of `state_for_next_depth`. Both training and
+        drafting call it, each with its own attention."""
         read, residual = self.enter(embedding, state)  # [B, T, width], [B, T, D]
         stream: Tensor = self.layer(read, residual, attend)  # [B, T, D]; [B, T, D] of the last
         for i, layer in enumerate(self.upper, 1):
@@ -134,7 +135,7 @@ class Recurrent(Trainable):
         return stream
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
-        """The target's own head, frozen, unless the family has one."""
+        """Logits of the target's own frozen head; methods with their own head override this."""
         return self._target.held.logits(hidden.to(self._target.held.dtype))
 
     def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
@@ -150,7 +151,7 @@ class Recurrent(Trainable):
         widths: Sequence[int] | None = None,
     ) -> list[Tensor]:
         """The output [B, A, D] of each depth. With `widths`, depth k > 0 is computed only at the
-        first `widths[k]` anchors of each row; widths must not rise with the depth."""
+        first `widths[k]` anchors of each row; widths must not increase with the depth."""
         ids_BP, k = ctx.ids_BT[:, 1:], drafted_BAK.shape[-1]  # pair p has token p + 1
         P, count = ids_BP.shape[1], len(self.upper)
         every_BP = torch.arange(P, device=ids_BP.device).expand(len(ids_BP), P)
@@ -181,7 +182,7 @@ class Recurrent(Trainable):
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, pairs with the target's hidden states are committed to it, and pairs with
-        the layers' own output are scratch."""
+        the layers' own output use scratch slots."""
         if cache is None:
             return super().draft_growth(ctx)
         new = unread(cache, [n - 1 for n in ctx.counts()])
@@ -210,7 +211,7 @@ class Recurrent(Trainable):
         counts: list[int] | None,
         more: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """`run` on new pairs; with `counts`, the output is only that of the last of each row's
+        """Call `run` on new pairs. With `counts`, the output is only that of the last of each row's
         `counts[b]` pairs and of `more` pairs after it."""
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
@@ -245,9 +246,9 @@ class Recurrent(Trainable):
         mask: Tensor | None,
         last: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Run the layers over new pairs: the output [B, T, D] and the logits [B, T, S]. With `last`
-        [B, T], they are only those of these pairs of each row. The pairs have the target's
-        `hidden_states` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
+        """Run the layers over new pairs. Returns the output [B, T, D] and the logits [B, T, S];
+        with `last` [B, T], only those of these pairs of each row. The pairs have either the
+        target's `hidden_states` [B, T, F] or the layers' `own` earlier output [B, T, D]."""
         earlier = hidden_states if own is None else own
         assert earlier is not None
         state = self.fuse(earlier) if own is None else self.state_for_next_depth(earlier)
@@ -257,16 +258,16 @@ class Recurrent(Trainable):
 
     @property
     def fusions(self) -> list[nn.Linear]:
-        """The linear maps through which a pair enters. Their last D columns read the hidden state
-        (of several hidden states, the highest)."""
+        """The linear maps that read a pair. Their last D columns read the hidden state (of several
+        hidden states, the highest)."""
         return [self.fc]
 
     def copy_from(self, target: TargetParts) -> None:
         """Copy the parts of the target's last layer that fit."""
 
     def initialise(self, target: TargetParts) -> None:
-        """EAGLE's own initialisation, with all linear weights drawn from a normal distribution of
-        standard deviation 0.02, or the target's last layer around a pass-through of the hidden
+        """EAGLE's own initialisation, with all linear weights from a normal distribution of
+        standard deviation 0.02; or the target's last layer around a pass-through of the hidden
         state."""
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -280,8 +281,8 @@ class Recurrent(Trainable):
 
 
 def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
-    """The position [B, P] of each pair of a text in its document, and what anchors with these pairs
-    [B, A] see: the pairs of their document up to their own."""
+    """The position [B, P] of each pair of a text in its document, and a function that returns what
+    anchors with these pairs [B, A] attend to: the pairs of their document up to their own."""
     place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
     position_BP = (place_BP - 1).clamp_min(0)
     # its hidden state is of another document
@@ -297,8 +298,8 @@ RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares o
 
 
 class Squares:
-    """The sums xᵀx [F, F] and xᵀy [F, D] over all rows x, y that were added. They are kept in
-    float64, and on the CPU if the rows are on a device without float64 (a Mac's GPU)."""
+    """The sums xᵀx [F, F] and xᵀy [F, D] over all added rows x, y. They are kept in float64, and on
+    the CPU if the device has no float64 (a Mac's GPU)."""
 
     def __init__(self) -> None:
         self.xx = self.xy = torch.zeros((), dtype=torch.float64)
@@ -316,9 +317,9 @@ class Squares:
 
 
 def ridge(xx_FF: Tensor, xy_FD: Tensor) -> Tensor:
-    """The weights W [F, D] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖². With this
-    penalty, rescaling an input changes nothing but its weights. Raises UserError if a row that was
-    summed was not finite."""
+    """The weights W [F, D] with the smallest Σ ‖xW - y‖² + `RIDGE` Σ_i xx_ii ‖W_i‖². This
+    penalty is invariant to a rescaling of the inputs. Raises UserError if a row in the sums was
+    not finite."""
     require(
         bool(xx_FF.isfinite().all() and xy_FD.isfinite().all()),
         "the target's states are not finite numbers on the training texts, so no start can be "
@@ -334,8 +335,8 @@ def ridge(xx_FF: Tensor, xy_FD: Tensor) -> Tensor:
 
 
 def low_rank(weight_FD: Tensor, xx_FF: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Factors [F, N] and [N, D], of equal norm and at most rank `rank`, whose product is nearest
-    to the weights on the rows that xᵀx was summed over (reduced-rank regression)."""
+    """Factors [F, N] and [N, D] of equal norm and rank at most `rank`, whose product best
+    approximates the weights on the rows in xᵀx (reduced-rank regression)."""
     size_F, basis_FF = torch.linalg.eigh(xx_FF)
     root_F = size_F.clamp_min(float(size_F.max()) * 1e-9).sqrt()
     left, size, right = torch.linalg.svd((basis_FF * root_F).T @ weight_FD, full_matrices=False)
@@ -349,15 +350,16 @@ INITIALISATIONS = ("closed_form", "target", "random")  # values of the setting `
 
 
 class Solved(Recurrent):
-    """A family gives `solve_closed_form`, made from the methods here."""
+    """The closed-form initialisation. A subclass implements `solve_closed_form` with the methods
+    here."""
 
     def joined(self, embedding: Tensor, hidden_state: Tensor) -> Tensor:
-        """What `fc` reads of a pair [..., 2D], in families where it reads both parts."""
+        """The input of `fc` for a pair [..., 2D], in methods where it reads both parts."""
         return torch.cat([embedding, hidden_state], -1)
 
     @property
     def last_norm(self) -> RMSNorm | None:
-        """The norm between the stream and the LM head, if the drafter has one."""
+        """The norm between the residual stream and the LM head, if the drafter has one."""
         return None
 
     def before(self, some: KnownAnchors) -> Tensor:
@@ -369,15 +371,15 @@ class Solved(Recurrent):
         return self.embed(some.tokens(depth))
 
     def wanted(self, some: KnownAnchors, depth: int) -> Tensor:
-        """What the stream should be [N, D] after a depth at known anchors: the target's final
-        state, divided by the weight of the norm that follows."""
+        """The wanted value [N, D] of the residual stream after a depth at known anchors: the
+        target's final state, divided by the weight of the norm that follows."""
         final_ND = some.wanted(depth).to(self.dtype)
         return final_ND / away_from_zero(self.last_norm.weight) if self.last_norm else final_ND
 
     def scale_last_norm(self, known: Iterable[KnownAnchors]) -> None:
         """Check that final states divided by the norm's weight have a mean square near 1. If not
-        (the target's norm adds a bias, or has not been copied), set the weight to the states' own
-        sizes."""
+        (the target's norm adds a bias, or was not copied), set the weight to the sizes of the
+        states."""
         assert self.last_norm is not None
         weight_D, final_ND = self.last_norm.weight, next(iter(known)).wanted(0).to(self.dtype)
         if not 0.8 < float((final_ND / away_from_zero(weight_D)).square().mean()) < 1.25:
@@ -385,7 +387,7 @@ class Solved(Recurrent):
             weight_D.copy_(size_D.clamp_min(1e-3 * float(size_D.max())))
 
     def solve_pairs(self, fc: nn.Linear, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Solve, by least squares, for the `fc` that best predicts the target's next final state
+        """Set `fc`, by least squares, to the map that best predicts the target's next final state
         from the `joined` pairs of two depths: depth 0 reads a token and the target's state before
         it, depth 1 the next token and the output of depth 0."""
         pairs = Squares()
@@ -399,9 +401,8 @@ class Solved(Recurrent):
         fc.weight.copy_(ridge(pairs.xx, pairs.xy).T)
 
     def solve_mlp(self, known: Callable[[], Iterable[KnownAnchors]]) -> None:
-        """Solve, by least squares, for the output weights of the first layer's MLP, so that the MLP
-        adds what the rest of the layer lacks at depths 0 and 1. Its other weights stay as they
-        are."""
+        """Set the output weights of the first layer's MLP, by least squares, so that the MLP adds
+        the remaining error of the layer at depths 0 and 1. Its other weights are unchanged."""
         layer, mlp, rest = self.layer, self.layer.mlp, Squares()
         mlp.down_proj.weight.zero_()
         for some in known():
@@ -417,8 +418,8 @@ class Solved(Recurrent):
 
 
 class Prefix(Recurrent):
-    """This layer is a recurrent draft that reads hidden states alone, is used at depth 0 only, and
-    has a norm in place of an LM head."""
+    """A recurrent draft layer that reads hidden states alone, is used at depth 0 only, and has a
+    norm in place of an LM head."""
 
     def __init__(self, llama: dict[str, Any], vocab: int) -> None:
         config = RecurrentConfig("prefix", depth=1, initialisation="random")

@@ -1,5 +1,5 @@
-"""The drafters by name: the core's, the lab's, and those of other installed packages, which bring
-entry points of the group `draftsmith.drafters`."""
+"""The drafting methods by name: the core's, the lab's, and those of other installed packages, which
+have entry points of the group `draftsmith.drafters`."""
 
 from dataclasses import is_dataclass
 from importlib.metadata import EntryPoint
@@ -51,15 +51,15 @@ DRAFTERS: Plugins[type[Drafter]] = Plugins(
 
 
 def family(name: str) -> type[Drafter]:
-    """The drafter class of this name, which may be one of another installed package. Raises
-    UserError, with the nearest name, if no class has this one, or if an installed one is broken."""
+    """The drafter class of this name, possibly from another installed package. Raises UserError,
+    with the nearest name, if there is none, or if that package is broken."""
     return DRAFTERS.named(name)
 
 
 def with_copying(
     head: Drafter, copying: str, target: TargetParts, gamma: int | None = None
 ) -> Drafter:
-    """The hybrid of the draft `head`, which drafts at most γ tokens, and the family `copying`."""
+    """A hybrid of the draft `head`, which drafts at most γ tokens, and the method `copying`."""
     kind = DRAFTERS["hybrid"]
     return kind.build(kind.Config(copying=copying, gamma=gamma or head.depth), target, earlier=head)
 
@@ -70,5 +70,6 @@ def shipped() -> list[type[Drafter]]:
 
 
 def installed() -> dict[str, EntryPoint]:
-    """The families of other installed packages, by name, whether or not they can be loaded."""
+    """The entry points of other installed packages by name, including those that cannot be
+    loaded."""
     return DRAFTERS.installed()

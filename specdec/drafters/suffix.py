@@ -1,14 +1,14 @@
 """Suffix decoding (Oliaro et al. 2024): draft the tokens that followed the same words earlier.
 
-Two indices are searched for the end of the text: one of a corpus (the responses seen in training),
-one of the text itself. Where the last n tokens occur, the draft follows the tree of their
-continuations and weights each path by its frequencies, D(path) = Π count(child) / count(parent)
+Two indices are searched for the end of the text: one of a corpus (the responses in training), one
+of the text itself. Where the last n tokens occur, the draft follows the tree of their
+continuations. Each path is weighted by its frequencies, D(path) = Π count(child) / count(parent)
 (their Equation 1), up to `factor` · n tokens and while D >= `threshold`. Of the drafts for every n
 and both indices, the one with the largest Σ D, its expected accepted length, is proposed.
 
 The corpus is a suffix array in buffers of the module. The index of the text lists the positions of
-each token, from which matches of every length are updated with each new token. A node of either
-tree holds the places at which its path occurs.
+each token; matches of every length are updated from it with each new token. A node of either tree
+holds the places at which its path occurs.
 """
 
 import heapq
@@ -89,7 +89,7 @@ class CorpusPlaces:
         return self.high - self.low
 
     def narrowed(self, token: int) -> "CorpusPlaces":
-        """The places at which this token follows."""
+        """The places that this token follows."""
         text_N, order_N = self.index
 
         def following(row: int) -> int:
@@ -114,7 +114,7 @@ Places = TextPlaces | CorpusPlaces  # where a path of tokens occurs: a node of a
 
 
 class SuffixMemory(TextMemory):
-    """The text read so far, and all places at which one of its suffixes occurred before."""
+    """The text so far, and all places at which one of its suffixes occurred before."""
 
     def __init__(self, config: SuffixConfig, index: SuffixArray) -> None:
         super().__init__(config)
@@ -135,7 +135,8 @@ class SuffixMemory(TextMemory):
         self.ids.append(token)
 
     def matches(self) -> list[tuple[int, Places]]:
-        """Match lengths and their nodes; of two corpus matches with equal places, the longer."""
+        """Match lengths and their nodes; of two corpus matches with the same places, the longer
+        one."""
         matches: list[tuple[int, Places]] = []
         for match in self._known():
             if not matches or matches[-1][1].count != match.count:
@@ -146,7 +147,7 @@ class SuffixMemory(TextMemory):
         return matches
 
     def _known(self) -> list[CorpusPlaces]:
-        """Matches in the corpus; only the end of a long prompt is matched."""
+        """Matches in the corpus; of a long prompt, only the end is matched."""
         if len(self.ids) - self._matched > self.config.max_match:
             self._in_corpus, self._matched = [], len(self.ids) - self.config.max_match
         for token in self.ids[self._matched :]:
@@ -168,15 +169,15 @@ class SuffixMemory(TextMemory):
         return length, max((child.count for _, child in path.children(1)), default=0) / path.count
 
     def tree(self, depth: int, nodes: int) -> list[TreeNode]:
-        """The `nodes` nodes of one match's tree with the largest D, the likeliest first."""
+        """The `nodes` nodes of one match's tree with the largest D, the most likely first."""
         trees = [self._spread(n, at, depth, nodes, nodes) for n, at in self.matches()]
         return max(trees, key=lambda x: x[0], default=(0.0, []))[1]
 
     def _spread(
         self, match: int, at: Places, depth: int, nodes: int, width: int
     ) -> tuple[float, list[TreeNode]]:
-        """Σ D and the nodes of a tree, which always grows where D is largest, among the `width`
-        most frequent children of each node."""
+        """Σ D and the nodes of a tree that grows where D is largest, among the `width` most
+        frequent children of each node."""
         deepest = min(depth, max(1, int(self.config.factor * match)), SORTED - match)
         tree: list[TreeNode] = []
         heap: list[tuple[float, int, int, int, int, Places]] = []
@@ -199,7 +200,7 @@ class SuffixMemory(TextMemory):
 
 @dataclass(kw_only=True)
 class SuffixSizes(Sizes):
-    """`tokens` counts the corpus's tokens; without a corpus it is 1, for a separator."""
+    """`tokens` is the number of tokens in the corpus; without a corpus it is 1, for a separator."""
 
     tokens: int = 1
 
@@ -223,7 +224,7 @@ class Suffix(Copying):
         self._index: tuple[Tensor, SuffixArray] | None = None
 
     def fit(self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]) -> None:
-        """Index the stretches of these texts that the masks mark, as the corpus."""
+        """Index the parts of these texts that the masks mark, as the corpus."""
         joined = [SEPARATOR]
         for ids, mask in zip(texts, masks, strict=True):
             for token, said in zip([*ids, SEPARATOR], [*mask, False], strict=True):

@@ -1,9 +1,9 @@
-"""Drafters that are views of the target: modules that share its weights but have other layers,
+"""Drafters that are views of the target: modules that share its weights but have fewer layers,
 another attention, or LoRA adapters that belong to the draft.
 
-A view is made of copies of the target's modules that share its parameters, so the target itself is
-not changed, and no weight is copied. Adapters (Hu et al. 2022) add (alpha / rank) B A x to W x in
-the view alone.
+A view consists of copies of the target's modules that share its parameters, so the target is not
+changed and no weight is copied. Adapters (Hu et al. 2022) add (alpha / rank) B A x to W x in the
+view alone.
 """
 
 import copy
@@ -32,7 +32,7 @@ from specdec.targets.target import Target
 
 @dataclass(kw_only=True)
 class ViewSizes(Sizes):
-    """`layers`: how many of the target's layers draft."""
+    """`layers`: the number of the target's layers that draft."""
 
     layers: int
 
@@ -48,11 +48,11 @@ class TargetViewDrafter(Predictor):
 
     @abstractmethod
     def view(self, target: Target) -> Any:
-        """The base model that drafts."""
+        """The model that drafts, without its head."""
 
     @abstractmethod
     def followed(self, ctx: Context, cache: Any) -> SlotCache:
-        """The cache to continue, which has read all tokens but the anchors."""
+        """The cache to continue, updated to hold all tokens but the anchors."""
 
     def attach(self, target: TargetParts) -> None:
         assert isinstance(target, Target)
@@ -62,13 +62,13 @@ class TargetViewDrafter(Predictor):
         return self.target.logits(hidden)
 
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]. `attend` says, as transformers' models take it,
-        what they see: the tokens of their text, or the slots of a cache."""
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` are transformers' arguments for what
+        they attend to: the tokens of their text, or the slots of a cache."""
         states: Tensor = self.body.held(input_ids=ids, **attend).last_hidden_state
         return self.target.before_head(states)
 
     def continued(self, cache: SlotCache, ids_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
-        """Hidden states [B, T, D] of tokens that continue what the cache holds."""
+        """Hidden states [B, T, D] of tokens that continue the content of the cache."""
         place = cache.place(ids_BT, parents_BT)
         inputs = model_inputs(self.target.config, place, self.target.dtype)
         taken = cache_argument(self.body.held)
@@ -88,7 +88,7 @@ class TargetViewDrafter(Predictor):
 
 
 def decoder_layers(target: TargetParts, name: str) -> int:
-    """How many layers a decoder-only target has. Raises UserError if it reads prompts apart."""
+    """The number of layers of a decoder-only target. Raises UserError for an encoder-decoder."""
     require(
         target.reads_pairs is None,
         f"drafter={name} needs a decoder-only target, not {target.reads_pairs}",
@@ -97,8 +97,8 @@ def decoder_layers(target: TargetParts, name: str) -> int:
 
 
 def count_of_runnable_layers(target: TargetParts, name: str) -> int:
-    """`decoder_layers`, for a draft that runs them itself. Raises UserError also if one of them
-    keeps a state, which drafts would move."""
+    """The number of layers, for a draft that runs them itself. Raises UserError as `decoder_layers`
+    does, and for a layer with recurrent state, which drafts would change."""
     require(
         target.reads_trees,
         f"drafter={name} runs layers of the target itself, but some of this target's keep a state, "
@@ -117,8 +117,8 @@ def shallow(target: Target, layers: int) -> Any:
 
 
 def with_weights(target: Target) -> Any:
-    """The target's base model with eager attention, the only one of transformers' that returns
-    attention weights. It copies the configs that tell its modules which attention to compute."""
+    """The target's model with eager attention, the only implementation in transformers that returns
+    attention weights. The configs by which its modules choose their attention are copied."""
     model, copied = twin(target.body), dict[int, Any]()
     for module in model.modules():
         if isinstance(config := getattr(module, "config", None), PreTrainedConfig):
@@ -132,7 +132,7 @@ Adapted = tuple[str, int, int]  # a linear layer: name in the base model, widths
 
 class Adapters(nn.Module):
     """A and B of each layer in `adapted`, which `view` uses. They are trained, moved and saved with
-    the draft; with rank 0 there are none."""
+    the draft; empty for rank 0."""
 
     pairs: Any  # A and B of each adapted layer, in their order
 
@@ -145,7 +145,7 @@ class Adapters(nn.Module):
         self.dropout = nn.Dropout(lora.dropout)
 
     def initialise(self) -> None:
-        """Start without effect: B is zero, and A has nn.Linear's default, as in peft."""
+        """Initialise without effect: B is zero, and A has nn.Linear's default, as in peft."""
         for _, up in self.pairs:
             up.weight.zero_()
 
@@ -177,8 +177,8 @@ class Adapters(nn.Module):
 
 def adapted_layers(target: TargetParts, layers: int, lora: LoraOptions) -> list[Adapted]:
     """The linear layers that get adapters, all within the target's first `layers` layers. Raises
-    UserError if their weights are stored quantised, since adapters could not be added to them, and
-    for a target with two streams (`TargetParts.require_one_width`)."""
+    UserError for quantised weights, to which adapters cannot be added, and for a target with two
+    streams (`TargetParts.require_one_width`)."""
     assert isinstance(target, Target)
     target.require_one_width()
     require(
@@ -190,7 +190,7 @@ def adapted_layers(target: TargetParts, layers: int, lora: LoraOptions) -> list[
 
 
 def _empty_adapters(body: Any, lora: LoraOptions) -> dict[str, Any]:
-    """Put adapters without memory into a model; returns its adapted layers by name."""
+    """Add adapters without memory to a model and return its adapted layers by name."""
     if not lora.rank:
         return {}
     with torch.device("meta"):

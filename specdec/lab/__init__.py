@@ -1,5 +1,6 @@
-"""What papers have and production rarely needs: drafters, targets, verification methods, searches.
+"""Methods of papers that production rarely needs: drafters, targets, verification methods,
+searches.
 
-The lab imports the core, never the reverse; `entry_points.txt` says what it brings, as an installed
-package would. Its commands, tests and documents are promised like the core's.
+The lab imports the core, never the reverse. `entry_points.txt` lists its entries, as in an
+installed package. Its commands, tests and documents have the same guarantees as the core's.
 """

@@ -1,15 +1,16 @@
-"""Beam search, plain and speculative: the hypotheses of transformers' own search in fewer passes.
+"""Beam search, vanilla and speculative: the hypotheses of transformers' own search in fewer forward
+passes.
 
 A draft runs its own, wider beam search for γ steps after the live beams (Leviathan et al. 2023,
 outlook). One pass of the target scores that whole tree, and the target's beam search is replayed
-over it, as long as each of its live beams is one of the drafted nodes. The step that leaves the
-tree is kept too, so a speculation step that accepts n drafted steps makes n + 1.
+over it, as long as each of its live beams is a drafted node. The step that leaves the tree is kept
+too, so a speculation step that accepts n drafted beam steps makes n + 1.
 
-All beams live in one row of the target's cache, as a tree, so that the text which they share is
-stored and attended to once. Each pass writes its nodes into scratch slots after the committed
-trunk, and the mask hides the slots of dead beams. When scratch has grown large, the text on which
-all live beams agree is committed and the rest is forgotten; the next pass reads the few live tokens
-beyond it again. Drafters only know rows, so they get a row for each beam (`Rows`).
+All beams share one row of the target's cache, as a tree, so common text is stored and attended to
+once. Each pass writes its nodes into scratch slots after the committed trunk, and the mask hides
+the slots of dead beams. When there are many scratch slots, the text common to all live beams is
+committed and the rest is dropped; the next pass recomputes the few live tokens after it. Drafters
+only support rows, so they get a row for each beam (`Rows`).
 """
 
 import itertools
@@ -100,7 +101,7 @@ class BeamResult:
 class Search:
     """transformers' beam search over one prompt (`GenerationMixin._beam_search`), one step per
     call, with the same float32 operations in the same order: equal log-probabilities give equal
-    results, even for ties. Work that only keeps a batch in step with its slowest row is omitted."""
+    results, even for ties. Work for the synchronisation of batches is omitted."""
 
     root: InitVar[BeamNode]
     beams: int
@@ -164,7 +165,7 @@ class LiveTree:
 
     def score(self, anchors: list[BeamNode], drafted: list[BeamNode]) -> None:
         """One pass over the last tokens of the live beams and those drafted after them (parents
-        first), preceded by forgotten live tokens. Sets the `hidden_states` and `log_p_GV` of
+        first), preceded by live tokens that were dropped. Sets `hidden_states` and `log_p_GV` of
         both."""
         lost = dict.fromkeys(n for a in anchors for n in a.path()[:-1] if n.slot is None)
         new, parents = [*lost, *anchors, *drafted], []
@@ -185,7 +186,7 @@ class LiveTree:
         self.log_p_GV = self._log_p(final_1GD[0, len(lost) :])
 
     def settle(self, live: list[BeamNode]) -> None:
-        """If scratch is full, commit the tokens that the live beams share, and forget the rest."""
+        """If scratch is full, commit the tokens that the live beams share, and drop the rest."""
         if self.cache.scratch <= max(SCRATCH, 2 * self.reread):
             return
         paths = [[n for n in node.path()[:-1] if n.slot != COMMITTED] for node in live]
@@ -236,9 +237,9 @@ class DraftBeams:
 
     def grow(self, score_B: Tensor, width: int, depth: int, known: Children) -> int:
         """Search `depth` steps with `width` beams, beginning with the live beams and their true
-        scores, and add the nodes to `known`. Returns how deep the search got. At each depth, every
-        row grows as many nodes as the row that needs most; surplus nodes have a score of -inf. Eos
-        is not drafted: nothing would follow it."""
+        scores, and add the nodes to `known`. Returns the depth that the search reached. At each
+        depth, every row grows as many nodes as the row with the most; surplus nodes have a score of
+        -inf. Eos is not drafted, since nothing follows it."""
         growth, vocab_S = self.draft_growth(self.rows.context(), self.cache), self.vocab_S
         logits_BTS, S = growth.logits_BS[:, None], growth.logits_BS.shape[1]
         ids_S = torch.arange(S, device=score_B.device) if vocab_S is None else vocab_S
@@ -284,14 +285,14 @@ def beam_search(
     early_stopping: bool | str = False,
     eos: tuple[int, ...] | None = None,
 ) -> BeamResult:
-    """The `beams` best continuations of a prompt, as transformers' `generate(num_beams=beams,
-    do_sample=False)` finds them; speculatively if there is a drafter. `draft_beams` (None: twice
-    `beams`) is the width of the draft's own search and `gamma` its depth. A score is the
-    log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams` finished
-    hypotheses, False when the best live beam at its present length is worse than all of them,
-    "never" when it would be worse at any length. One beam is greedy decoding. `eos` None takes the
-    target's own; () has none. Raises UserError as `require_room` does, and for a number out of
-    range."""
+    """The `beams` best continuations of a prompt, the same as those of transformers'
+    `generate(num_beams=beams, do_sample=False)`; with a drafter, by speculation. `draft_beams`
+    (None: twice `beams`) is the width of the draft's own search and `gamma` its depth. A score is
+    the log-probability over length ** `length_penalty`. `early_stopping` True stops at `beams`
+    finished hypotheses, False when the best live beam at its present length is worse than all of
+    them, "never" when it would be worse at any length. One beam is greedy decoding. `eos` None
+    takes the target's own; () has none. Raises UserError as `require_room` does, and for a number
+    out of range."""
     width = 2 * beams if draft_beams is None else draft_beams
     require_room(target, [prompt], max_new_tokens, drafter)
     require_between("beams", beams, 1)

@@ -100,7 +100,7 @@ def fit(features_NF: Tensor, accepted_N: Tensor, ridge: float = 1.0) -> StopClas
 @dataclass
 class Recorder(Length):
     """Drafts a fixed length and records, for `fit`, the tokens whose predecessors were all
-    accepted: whatever follows a rejected token is rejected with it."""
+    accepted: tokens after a rejected one are rejected with it."""
 
     reads_q = True
 
@@ -125,7 +125,8 @@ class Recorder(Length):
                     self._records.append((features_F, a > k))
 
     def records(self) -> tuple[Tensor, Tensor]:
-        """Features [N, F] and whether each token was accepted [N]. Raises UserError if empty."""
+        """Features [N, F] and whether each token was accepted [N]. Raises UserError if there are
+        none."""
         require(bool(self._records), "nothing was recorded: decode with the recorder first")
         features, accepted = zip(*self._records, strict=True)
         return torch.stack(features), torch.tensor(accepted)
@@ -133,7 +134,7 @@ class Recorder(Length):
 
 @dataclass
 class Disco(Length):
-    """Stops when the classifier gives the token just drafted a probability of acceptance below
+    """Stops when the classifier's probability of acceptance for the last drafted token is below
     `threshold` (DISCO, Mamou et al. 2024). `path` is the JSON file of a `StopClassifier`."""
 
     limit: int = 16

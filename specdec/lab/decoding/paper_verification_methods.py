@@ -1,7 +1,5 @@
-"""Verification methods of papers that production rarely needs: non-iterative rejection, k-SEQ
-and traversal. `specdec.decoding.verification_methods` says what a method is, and finds these by
-name.
-"""
+"""Verification methods of papers that production rarely needs: non-iterative rejection, k-SEQ and
+traversal. `specdec.decoding.verification_methods` defines the interface and finds them by name."""
 
 import torch
 from torch import Tensor
@@ -22,11 +20,10 @@ from specdec.theory.leviathan import non_iterative_alpha
 
 
 def non_iterative(tokens_BC: Tensor, q_BV: Tensor | None, p_BV: Tensor) -> tuple[Tensor, Tensor]:
-    """The verification method with which Leviathan et al. 2023 (Appendix A.2) compare theirs: with
-    M = max p / q, accept x with p(x) / (M q(x)); else the next token follows p itself. So x is
+    """Non-iterative rejection, to which Leviathan et al. 2023 (Appendix A.2) compare their method:
+    with M = max p / q, accept x with p(x) / (M q(x)); else the next token follows p itself. So x is
     committed with q(x) p(x) / (M q(x)) + (1 - 1 / M) p(x) = p(x). Its α is 1 / M, never above that
-    of `rejection`.
-    """
+    of `rejection`."""
     if q_BV is None:
         q_BV = one_hot(tokens_BC[:, 0], p_BV)
     accepted_B1 = non_iterative_alpha(p_BV, q_BV)[:, None]

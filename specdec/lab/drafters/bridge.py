@@ -1,4 +1,4 @@
-"""Two tokenizers of the same text: their common tokens, and text of one in tokens of the other."""
+"""Maps tokens and texts between two tokenizers."""
 
 import re
 from itertools import groupby
@@ -11,8 +11,8 @@ REPLACED = "\ufffd"  # stands for bytes that are not a whole character
 
 
 class Bridge:
-    """Compares tokens by the text that they stand for when they follow another token. Special
-    tokens match if they have the same name, or if both are the eos or both the bos."""
+    """Compares tokens by the text that they stand for after another token. Special tokens match if
+    they have the same name, or if both are the eos or both the bos."""
 
     def __init__(self, target: Any, draft: Any) -> None:
         self.target, self.draft = target, draft
@@ -27,7 +27,7 @@ class Bridge:
         self._spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
 
     def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:
-        """The target ids, ascending, and the draft ids of the tokens that both have."""
+        """The target ids, ascending, and the draft ids of the tokens in both vocabularies."""
         theirs = _by_text(self.target, target_size)
         ours = _by_text(self.draft, draft_size)
         ordinary = {theirs[text]: own for text, own in ours.items() if text in theirs}
@@ -37,7 +37,7 @@ class Bridge:
 
     def to_draft(self, ids: list[int]) -> list[int]:
         """A text in target tokens as draft tokens, at least one. Special tokens become the draft's
-        matching ones. If none matches, bos, eos and the like are left out; others become text."""
+        matching ones. Without a match, bos, eos and the like are dropped; others become text."""
         own = list(self.prefix)
         for special, run in groupby(ids, lambda i: i in self.specials or i in self._roles):
             if not special:
@@ -50,8 +50,8 @@ class Bridge:
         return own or [self._spare]
 
     def to_target(self, ids: list[int], own: list[int], new: list[int]) -> list[int]:
-        """The draft's new tokens `new`, written after its tokens `own`, as target tokens that
-        follow `ids`. Fewer, or none, where whole target tokens cannot spell that text."""
+        """The draft's tokens `new`, written after its tokens `own`, as target tokens that follow
+        `ids`; fewer, or none, if complete target tokens cannot spell that text."""
         end = next((n for n, i in enumerate(new) if i in self._own_special), len(new))
         before = _after_last(own, self._own_special)[-TAIL:]
         was, text = _text(self.draft, before), _text(self.draft, before + new[:end])
@@ -75,7 +75,7 @@ class Bridge:
 
 
 def _same_specials(target: Any, draft: Any) -> dict[int, int]:
-    """The special tokens that both have, target id -> draft id."""
+    """The special tokens of both tokenizers, target id -> draft id."""
     skipped = {target.unk_token_id, target.pad_token_id} - {target.eos_token_id}
     named = {draft.convert_ids_to_tokens(i): i for i in draft.all_special_ids}
     pairs = {i: named.get(target.convert_ids_to_tokens(i)) for i in target.all_special_ids}
@@ -88,8 +88,8 @@ def _same_specials(target: Any, draft: Any) -> dict[int, int]:
 
 
 def _by_text(tokenizer: Any, size: int) -> dict[bytes, int]:
-    """The ids of ordinary tokens by the bytes that they stand for when they follow another token.
-    Of several for the same bytes, the lowest id wins; a byte-fallback token loses to all others."""
+    """The ids of ordinary tokens by the bytes that they stand for after another token. Of several
+    tokens with the same bytes, the lowest id wins; a byte-fallback token loses to all others."""
     count, special = min(size, len(tokenizer)), set(tokenizer.all_special_ids)
     ids = [i for i in range(count) if i not in special]
     names = tokenizer.convert_ids_to_tokens(ids)

@@ -1,13 +1,13 @@
 """Input copying (shallow aggressive decoding, Sun et al. 2021): for edits, corrections, rewrites.
 
-The output is expected to follow the input. A pointer marks the next token to copy and moves on
-while the text agrees with it. After a mismatch it is reset to just after the earlier occurrence of
-the shortest suffix of the text that occurred exactly once before (their Section 3.2.2). If no
-suffix is unique, the mismatch counts as a substitution and the pointer moves past it, up to
-`patience` times in a row.
+The output is expected to follow the input. A pointer marks the next token to copy and advances
+while the text agrees with it. After a mismatch, it moves to the token after the earlier occurrence
+of the text's shortest suffix that occurred exactly once before (their Section 3.2.2). If no suffix
+is unique, the mismatch counts as a substitution and the pointer moves past it, up to `patience`
+times in a row.
 
 The paper copies from its encoder's input. A decoder's text does not show where its prompt ends, so
-here everything before the anchor is the input, and teacher forcing sees what decoding sees.
+here everything before the anchor is the input, in teacher forcing as in decoding.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class CopyConfig(DrafterConfig):
 
 
 class CopyMemory(TextMemory):
-    """The text so far, the pointer (-1: none), and where each short n-gram last ended."""
+    """The text so far, the pointer (-1: none), and the last end position of each short n-gram."""
 
     def __init__(self, config: CopyConfig) -> None:
         super().__init__(config)

@@ -1,11 +1,11 @@
-"""Unigram and bigram, counted on the training data: drafters that cost next to nothing.
+"""Unigram and bigram, counted on the training data: drafters with almost no cost.
 
 unigram: u(y) = (c(y) + a) / (n + a V), where c counts the assistant's tokens in the training texts,
-n is their total and a is the pseudo-count `add` (Lidstone).
-bigram: q(y | x) = (c(x, y) + s u(y)) / (c(x) + s), the unigram as a Dirichlet prior of s tokens
-(MacKay and Peto 1995). Leviathan et al. 2023 (Section 4.1) try a bigram as the cheapest draft.
+n is their total and a is the pseudo-count `add` (Lidstone). bigram: q(y | x) = (c(x, y) + s u(y)) /
+(c(x) + s), the unigram as a Dirichlet prior of s tokens (MacKay and Peto 1995). Leviathan et al.
+2023 (Section 4.1) try a bigram as the cheapest draft.
 
-Both give whole distributions, which serve both to draw sampled drafts and to judge them.
+Both are complete distributions, used to draw drafts and to verify them.
 """
 
 from collections.abc import Sequence
@@ -76,13 +76,15 @@ class Unigram(Predictor):
 
 @dataclass(kw_only=True)
 class BigramSizes(Sizes):
-    """`pairs`: how many pairs occur; 1 before any is seen, so that no tensor is empty."""
+    """`pairs`: the number of pairs that occur; 1 before any is counted, so that no tensor is
+    empty."""
 
     pairs: int = 1
 
 
 class Bigram(Unigram):
-    """The pairs (x, y) that occur, ordered by x; those of x lie from start[x] to start[x + 1]."""
+    """The pairs (x, y) that occur, ordered by x; those of x are at indices start[x] to start[x +
+    1]."""
 
     Config = BigramConfig
     Sizes = BigramSizes

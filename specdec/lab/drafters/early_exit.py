@@ -3,16 +3,16 @@ first E layers draft, followed by its own final norm and head.
 
 While decoding, the draft writes into the target's own cache, whose first E layers already hold the
 keys and values of every committed token. A drafted token costs E / L of a step plus the head. In
-targets that were not trained for early exit, early layers agree little with the last; E near L
-agrees more and saves less.
+targets that were not trained for early exit, early layers agree little with the last one; a larger
+E agrees more and saves less.
 
-With `lora.rank`, those layers are trained to agree: LoRA adapters (Hu et al. 2022) are added to
-them when they draft, and only then, so p stays what it is. (LayerSkip trains the target itself, by
-layer dropout and losses at several exits.) The adapted layers have other keys and values, so the
-draft keeps a cache of its own. This costs E / L of the memory of the target's cache, a pass of E
-layers over the prompt, and in each speculation step one over all new tokens instead of the anchor
-alone. In return, depth k at anchor a is depth 0 at a + k, so training takes one pass over a text,
-not one for each depth at every anchor.
+With `lora.rank`, LoRA adapters (Hu et al. 2022) train those layers to agree. They are active only
+while drafting, so p does not change. (LayerSkip trains the target itself, by layer dropout and
+losses at several exits.) The adapted layers have other keys and values, so the draft keeps a cache
+of its own. This costs E / L of the memory of the target's cache, a pass of E layers over the
+prompt, and in each speculation step one over all new tokens instead of the anchor alone. In return,
+depth k at anchor a is depth 0 at a + k, so training takes one pass over a text, not one for each
+depth at every anchor.
 """
 
 from dataclasses import dataclass, field

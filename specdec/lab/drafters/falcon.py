@@ -1,10 +1,10 @@
-"""Falcon (Gao et al. 2024, arXiv 2412.12639; Bestpay-inc/Falcon): EAGLE's layer drafts a block of
-k = 2 tokens in each pass.
+"""Falcon (Gao et al. 2024, arXiv 2412.12639; Bestpay-inc/Falcon): EAGLE's layer drafts a block of k
+= 2 tokens in each pass.
 
 Pair t is the token x_{t+1} with the target's final state h_t. At anchor a, the last k pairs are a
 block: query t = a - k + j forecasts the state h_{t+k}, from which the target's head predicts depth
-j. All queries of a block see all pairs up to a - 1. The tokens and states that a block drafts are
-the pairs of the next block. An LSTM of two layers takes the place of EAGLE's fc.
+j. All queries of a block attend to all pairs up to a - 1. The tokens and states that a block drafts
+are the pairs of the next block. An LSTM of two layers replaces EAGLE's fc.
 
 This differs from the authors' code (models/cnets.py, train/glance.py) in these points:
 - Their nn.LSTM lacks `batch_first`, so by mistake it runs over the rows of a batch. In the paper it
@@ -99,13 +99,14 @@ class Falcon(Eagle):
         return weight_TK
 
     def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
-        """`feature` is what `fc` made of the pairs up to each place, their embeddings included."""
+        """The input of attention and the residual stream, from `feature`, the LSTM's output for the
+        pairs up to each place, which includes their embeddings."""
         return hidden_state, hidden_state
 
     def step(self, embedding: Tensor, state: Tensor, attend: Attend) -> Tensor:
-        """The states [B, …, K, D] of the blocks that are asked for, from `fc` of the pairs up to
-        each place, the `state` [B, T, D]; `embedding` is not read. Both training and drafting take
-        this step, each with its own attention."""
+        """The states [B, …, K, D] of the requested blocks, from the `state` [B, T, D], which is the
+        output of `fc` for the pairs up to each place; `embedding` is not read. Both training and
+        drafting call it, each with its own attention."""
         blocks: Tensor = super().step(embedding, state, attend).unflatten(1, (-1, BLOCK))
         return blocks
 
@@ -143,10 +144,9 @@ class Falcon(Eagle):
         return torch.cat(read, -1).view(*at.shape, -1)
 
     def following(self, before: Tensor, tokens: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The pairs [B, …, K, F] of the next blocks, made from the tokens [B, …, K] and states
-        [B, …, K, D] that the blocks with the pairs `before` drafted; and what attention reads of
-        these new pairs [B, N, D].
-        """
+        """The pairs [B, …, K, F] of the next blocks, from the tokens [B, …, K] and states [B, …, K,
+        D] that the blocks with the pairs `before` drafted; and the input of attention for these new
+        pairs [B, N, D]."""
         block = torch.cat([self.embed(tokens), states], -1)
         windows = torch.cat([before[:, :, 1:], block], 2).unfold(2, BLOCK, 1).transpose(3, 4)
         return block, self.fc.after(windows).flatten(1, 2)
@@ -154,10 +154,9 @@ class Falcon(Eagle):
     def training_hidden(self, ctx: Context, anchors_BA: Tensor, moment: TrainingMoment) -> Tensor:
         """Coupled sequential glancing distillation (section 3.2). A first pass without a gradient
         counts the wrong forecasts in the blocks of a row. In the second pass, which is trained,
-        `glance` · (1 - progress) times as many random blocks are shown the truth: their first pair
-        is replaced by the pair k later, with the state that they should forecast there. So the rest
-        of a block learns to depend on its beginning.
-        """
+        `glance` · (1 - progress) times as many random blocks get the truth: their first pair is
+        replaced by the pair k later, with the state that they should forecast there. The rest of a
+        block thus learns to depend on its beginning."""
         noisy, T = self.noisy(ctx, moment), ctx.ids_BT.shape[1]
         drafted_BAK = text_after(ctx.ids_BT, anchors_BA, self.train_depth - 1)
         share, true_BTD = self.config.glance * (1 - moment.progress), ctx.hidden_states(self.needs)
@@ -184,7 +183,7 @@ class Falcon(Eagle):
 
     @torch.no_grad()
     def likeliest(self, states: Tensor) -> Tensor:
-        """The likeliest token [N] after each of N states [..., D], a few at a time."""
+        """The most likely token [N] after each of N states [..., D], computed a few at a time."""
         few = states.flatten(0, -2).split(CHUNK)
         return torch.cat([self.unembed(x, 0).argmax(-1) for x in few])
 
@@ -262,6 +261,6 @@ class Falcon(Eagle):
 
 
 def up_to(last: Tensor, first: Tensor) -> Tensor:
-    """The k places [..., k] up to each of `last`; `first` stands for any place before it."""
+    """The k places [..., k] that end at each of `last`; `first` replaces places before it."""
     back = torch.arange(1 - BLOCK, 1, device=last.device)
     return torch.maximum(last[..., None] + back, first[..., None])

@@ -1,15 +1,14 @@
 """Lookahead decoding (Fu et al. 2024): the target drafts for itself, by Jacobi iteration.
 
-A window of W columns and N - 1 levels follows the anchor: level l of column j guesses the
-token l + j + 1 places ahead, and was made one iteration before level l + 1. The target reads the
-window as scouts in the verifying pass, which gives each column's next guess. The N tokens of a
-column go to a pool, as the text's n-grams do. The pool keeps the latest G n-grams for each first
-token; those that begin with the anchor are drafted.
+A window of W columns and N - 1 levels follows the anchor: level l of column j guesses the token l +
+j + 1 places ahead, and was made one iteration before level l + 1. The target reads the window as
+scouts in the verifying pass, which gives each column's next guess. The N tokens of a column go to a
+pool, as the text's n-grams do. The pool keeps the latest G n-grams for each first token; those that
+begin with the anchor are drafted.
 
-Every pass is W (N - 1) tokens wider. Lookahead pays only where that costs little and where prompt
-lookup, which is free, finds too few n-grams in the text. The window depends on the speculation
-steps so far; teacher forcing sees only the text's n-grams, so its α is a lower bound on the
-decoder's.
+Every pass is W (N - 1) tokens wider. Lookahead pays only if that costs little and if prompt lookup,
+which is free, finds too few n-grams in the text. The window depends on the speculation steps so
+far; teacher forcing uses only the text's n-grams, so its α is a lower bound on the decoder's.
 """
 
 from collections.abc import Sequence
@@ -105,7 +104,7 @@ class Lookahead(Copying):
         return Scouts(tokens_BN, torch.tensor(parents, device=device).expand(len(pools), -1))
 
     def hear(self, logits_BNV: Tensor, cache: RowMemories) -> None:
-        """One Jacobi iteration: the likeliest tokens after the last level form the next level.
+        """One Jacobi iteration: the most likely tokens after the last level form the next level.
         Complete columns go to the pools, and the oldest level is dropped."""
         newest = logits_BNV[:, -self.config.window :].float().argmax(-1).tolist()
         for pool, level in zip(cache.rows, newest, strict=True):

@@ -6,9 +6,9 @@ The paper's head 1 is the model's own last layer, which predicts the token after
 the trunk has read. A drafter knows that token, the anchor, so depth k is the paper's head k + 2,
 and the anchor itself is not read. The released model shares the final norm; here each head has a
 copy, as the trunk is frozen. As in the paper, training holds the tensors of one head at a time. A
-chunk of the loss reads the states of all heads, so that the target's logits are computed once. What
-a layer needs for its gradient is not kept but computed again, since a layer takes much less time
-than the logits.
+chunk of the loss reads the states of all heads, so that the target's logits are computed once. A
+layer's activations are recomputed for its gradient, since a layer takes much less time than the
+logits.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class MTPHeadsConfig(DrafterConfig):
 
 @dataclass(kw_only=True)
 class MTPHeadsSizes(RecurrentSizes):
-    """`trunk`: how many of the target's layers the trunk has."""
+    """`trunk`: the number of the target's layers in the trunk."""
 
     trunk: int
 

@@ -3,17 +3,17 @@ but over only some of the context's keys and values.
 
 The small cache keeps the last tokens, its tail, and `budget` of the positions before them. With
 `method=streaming` these are the first ones (attention sinks) and the latest (StreamingLLM, Xiao et
-al. 2024); with `snapkv`, those to which the next `window` tokens attend most, where each KV head
-chooses for itself by the mean vote of its query heads, smoothed over neighbours (Li et al. 2024).
-With either, layers with a sliding window of their own keep the latest positions.
+al. 2024); with `snapkv`, the positions to which the next `window` tokens attend most. Each KV head
+chooses separately, by the mean attention of its query heads, smoothed over neighbouring positions
+(Li et al. 2024). With either, layers with a sliding window of their own keep the latest positions.
 
-A draft reads every weight, so c is near 1 until the KV cache outweighs the weights: this is for
-long contexts in large batches. The small cache is gathered from the target's. Each speculation step
-adds the committed tokens to the tail. Every `refresh` tokens the positions are chosen again among
-all before the last `window` tokens (for snapkv, by a pass over these), and the tail shrinks to
-these. (SnapKV itself chooses once per prompt. On a grid of positions the choice depends only on the
-text, so α by teacher forcing is the decoder's.) Tokens keep their true positions, by which keys
-were rotated.
+A draft reads every weight, so c is near 1 until the KV cache is larger than the weights: the method
+is for long contexts in large batches. The small cache is gathered from the target's. Each
+speculation step adds the committed tokens to the tail. Every `refresh` tokens the positions are
+chosen again among all before the last `window` tokens (for snapkv, by a pass over these), and the
+tail shrinks to these. (SnapKV itself chooses once per prompt. On a grid of positions the choice
+depends only on the text, so α by teacher forcing is the decoder's.) Tokens keep their true
+positions, by which keys were rotated.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,8 +68,8 @@ class SparseConfig(DrafterConfig):
 
 
 class SparseCache(SlotCache):
-    """The small cache. For each row it remembers how many tokens of the text it has `seen`, and
-    out of how many positions the kept ones were last `chosen`."""
+    """The small cache. `seen` is the number of tokens of each row's text in it, and `chosen` the
+    number of positions from which the kept ones were last chosen."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)
@@ -144,8 +144,8 @@ class Sparse(TargetViewDrafter):
     def follow(
         self, full: SlotCache, small: SparseCache, choice: Callable[[int, int], list[Tensor]]
     ) -> None:
-        """Bring the small cache up to date with the target's. `choice(b, before)` gives the
-        positions below `before` that row b keeps (see `_choice`)."""
+        """Update the small cache from the target's. `choice(b, before)` returns the positions below
+        `before` that row b keeps (see `_choice`)."""
         small.drop()
         if not small.seen:
             small.seen, small.chosen, small.lengths = ([0] * len(full.lengths) for _ in range(3))
@@ -243,7 +243,7 @@ def attention(
 
 
 def _rows(full: SlotCache, b: int, lengths: list[int]) -> SlotCache:
-    """A cache whose rows hold row b's first tokens, sharing its memory as long as there is room."""
+    """A cache whose rows hold prefixes of row b, sharing its memory while there is room."""
     cache = SlotCache(len(full.slot_layers))
     cache.lengths, cache.capacity = list(lengths), full.capacity
     for ours, theirs in zip(cache.slot_layers, full.slot_layers, strict=True):

@@ -1,8 +1,9 @@
 """SPIRe (Neelam et al. 2025, arXiv 2504.06419): a draft made of the target's last layers, which
 attend to a short window of the target's own states.
 
-The draft starts as the target's embedding, its last `num_layers` layers and its head (the paper's
-pruned initialisation). All but the embedding are then trained. Each layer attends as follows:
+The draft is initialised with the target's embedding, its last `num_layers` layers and its head (the
+paper's pruned initialisation). All but the embedding are then trained. Each layer attends as
+follows:
 
 - Before the anchor, draft layer i makes its keys and values of the stream that enters the target's
   matching layer, so it attends to what the whole target knows of the text.
@@ -90,16 +91,16 @@ class SpireSizes(Sizes):
 
 class WindowCache(SlotCache):
     """Keys and values of the first `sink` tokens of a text and, in a ring, of its latest `window`.
-    `lengths` counts the tokens of each row's text that were read. The last slot takes what rows
-    with fewer new tokens have to write, and is never seen."""
+    `lengths` is the number of tokens of each row's text that were read. The last slot is a dummy
+    for rows with fewer new tokens, and is never attended to."""
 
     def __init__(self, layers: int, sink: int, window: int) -> None:
         super().__init__(layers, sink + window + 1)
         self.sink, self.window, self.shown = sink, window, self.capacity
 
     def advance(self, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Read the texts up to `counts`: the positions [B, T] of the tokens to write (0 for
-        padding), and which slots [B, P] then hold tokens that are seen."""
+        """Read the texts up to `counts`. Returns the positions [B, T] of the tokens to write (0 for
+        padding), and a mask [B, P] of the slots that are then visible."""
         if len(self.lengths) != len(counts):
             self.lengths = [0] * len(counts)
         new = []
@@ -181,14 +182,14 @@ class Spire(Trainable):
         return embeddings
 
     def of_text(self, hidden_states_BTF: Tensor, i: int) -> Tensor:
-        """What layer i reads of the target's streams, of which it makes the text's keys."""
+        """The input of layer i from the target's streams, from which it makes the text's keys."""
         streams = hidden_states_BTF.to(self.lm_head.weight.dtype).chunk(len(self.layers), -1)
         normed: Tensor = self.layers[i].input_layernorm(streams[i])
         return normed
 
     def step(self, embedding: Tensor, attend: "OverSequence | OverWindow") -> Tensor:
         """The output [B, A, D] for one token at each place, from its embedding. Both training and
-        drafting take this step, each with its own attention."""
+        drafting call it, each with its own attention."""
         streams = [embedding]
         for i, layer in enumerate(self.layers):
             streams.append(layer(*layer.entered(streams[-1]), attend, i))
@@ -264,12 +265,12 @@ class Spire(Trainable):
 
 
 class OverWindow:
-    """The attention of drafting, over a cache of the text's window and the keys and values of the
-    nodes of a speculation step, which follow those of the window in `before`, layer by layer. The
-    first pass of a step writes to the cache what each layer makes of the new `text`.
+    """The attention of drafting. It reads a cache of the text's window and the keys and values of
+    the speculation step's nodes, which come after those of the window in `before`, for each layer.
+    The first pass of a step writes each layer's keys and values of the new `text` to the cache.
 
-    `OverSlots` cannot take its place: the window is a ring without scratch slots, and a node's keys
-    and values are replaced by those of its memory once the step is done.
+    `OverSlots` does not suffice: the window is a ring without scratch slots, and a node's keys and
+    values are replaced by those of its memory after the step.
     """
 
     def __init__(
@@ -299,6 +300,6 @@ class OverWindow:
 
 
 def joined(before: KeyValue, after: KeyValue) -> KeyValue:
-    """Keys and values followed by others."""
+    """Keys and values, concatenated with others."""
     keys, values = (torch.cat(both, 2) for both in zip(before, after, strict=True))
     return keys, values

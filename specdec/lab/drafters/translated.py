@@ -1,8 +1,8 @@
 """A draft LM with a different tokenizer from the target's (Timor et al. 2025, "Accelerating LLM
 Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies").
 
-Every speculation step turns the target's text into the draft's own tokens again; the draft's cache
-is kept up to the first token that differs. There are two ways back to the target's tokens:
+Every speculation step converts the target's text to the draft's tokens; the draft's cache is kept
+up to the first token that differs. There are two methods for the way back:
 
 - `tli`, token-level intersection (Algorithm 4): the draft's logits are masked to the tokens that
   both vocabularies have, so every verification method and draft shape works. In teacher forcing, a
@@ -64,8 +64,9 @@ class TranslatedSizes(Sizes):
 
 
 class Translated(Predictor):
-    """Both ways; which of them a drafter takes is its config's `method`. With `slem` it `copies`
-    what the draft wrote, and with `tli` it has a q over the intersection."""
+    """A draft LM with another tokenizer; its config's `method` chooses between the two methods.
+    With `slem` it `copies` the text that the draft wrote, and with `tli` it has a q over the
+    intersection."""
 
     Config = TranslatedConfig
     Sizes = TranslatedSizes
@@ -149,7 +150,8 @@ class Translated(Predictor):
         ]
 
     def _fitting(self, own: list[int]) -> list[int]:
-        """The end of a text that fits the draft's positions, cut in leaps to keep the cache."""
+        """The end of a text that fits the draft's positions. It is shortened in large steps, so
+        that the cache stays valid."""
         positions = getattr(self.lm.config, "max_position_embeddings", None) or len(own) + 256
         room = positions - min(64, positions // 4)
         over, leap = len(own) - room, max(1, room // 2)
@@ -175,7 +177,8 @@ class Translated(Predictor):
         return self._unembed(hidden[..., :-1]) + hidden[..., -1:]
 
     def draft_growth(self, ctx: Context, cache: "TranslatedCache | None" = None) -> Growth:
-        """Over the draft's cache, which first reads the part of the text that differs."""
+        """The growth over the draft's cache, which first reads the part of the text that has
+        changed."""
         if self.copies:
             return copied_growth(ctx, self.copied, self.sizes.target_vocab)
         if cache is None:
@@ -242,7 +245,7 @@ class Translated(Predictor):
 
 
 class TranslatedCache(SlotCache):
-    """The draft's keys and values, and each row's tokens that they belong to."""
+    """The draft's keys and values, and the tokens of each row that they belong to."""
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers)

@@ -1,4 +1,4 @@
-"""Beam search with a draft beside plain beam search, on the same prompts in turn."""
+"""Measures beam search with and without a draft, on the same prompts in turn."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,8 +18,8 @@ FILE = "beams.json"  # in the folder of an evaluation
 
 @dataclass
 class Beams:
-    """What was measured. Seconds are means over the prompts, of the passes after the prompt was
-    read; intervals are over prompts."""
+    """The measured figures. Seconds are means over prompts, of the forward passes after prefill;
+    intervals are over prompts."""
 
     beams: int
     gamma: int  # steps that the draft searches ahead
@@ -55,8 +55,8 @@ def measure_beams(
     max_new_tokens: int,
     progress: Progress,
 ) -> Beams:
-    """Search each prompt with the draft and without it; which comes first changes from prompt to
-    prompt. Both warm up on the first one. Raises UserError as `beam_search` does."""
+    """Search each prompt with and without the draft, in an alternating order. Both warm up on the
+    first prompt. Raises UserError as `beam_search` does."""
 
     def search(prompt: Sequence[int], draft: Drafter | None) -> BeamResult:
         return beam_search(

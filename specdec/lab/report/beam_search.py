@@ -1,4 +1,5 @@
-"""What a beam search would have the target judge, for the report's section on theory."""
+"""The number of positions that the target would judge in a beam search, for the report's section on
+theory."""
 
 from specdec.measure.results import Results
 from specdec.theory.leviathan import beam_passes

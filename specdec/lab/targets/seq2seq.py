@@ -1,8 +1,9 @@
 """An encoder-decoder target (T5, BART), which decodes and trains like a causal one.
 
-A text is the encoder's tokens, the decoder's start token, and the response. Other code uses the
-whole text; this file cuts it at the start token: the encoder reads the tokens before it once, the
-decoder reads the rest. The encoder's tokens have no decoder state, so hidden states are 0 there.
+A text consists of the encoder's tokens, the decoder's start token, and the response. Other code
+uses the complete text; this file splits it at the start token: the encoder reads the tokens before
+it once, the decoder reads the rest. The encoder's tokens have no decoder state, so hidden states
+are 0 there.
 """
 
 import copy
@@ -82,7 +83,7 @@ class Seq2SeqCache(SlotCache):
 
 
 class Split(NamedTuple):
-    """Documents of a batch, cut at their start tokens, and the places of the decoders' tokens."""
+    """Documents of a batch, split at their start tokens, and the places of the decoders' tokens."""
 
     encoder_NT: Tensor
     mask_NT: Tensor | None  # which of the encoder's tokens are real; None: all
@@ -92,17 +93,18 @@ class Split(NamedTuple):
     starts: list[int]
 
     def spread(self, x_NTD: Tensor) -> Tensor:
-        """Put states back in the batch [B, T, D], with 0 at the encoder's tokens."""
+        """The states in the layout of the batch [B, T, D], with 0 at the encoder's tokens."""
         whole = x_NTD.new_zeros(*self.where_BT.shape, x_NTD.shape[-1])
         return whole.index_put((self.where_BT,), x_NTD[self.real_decoder_NT])
 
 
 class Seq2SeqModel:
     """An encoder-decoder model that is run over texts; its weights need not be frozen. An encoder
-    that has read a short text with full attention (BigBird-Pegasus) reads the next long one with
-    sparse blocks again. While the model runs, hooks tell the decoder the positions of its tokens,
-    which T5 and BART derive from the length of the cache: neither handles ragged rows, trees or
-    uncommitted tokens. Raises UserError for a model that gets positions in another way."""
+    that has read a short text with full attention (BigBird-Pegasus) is switched back to sparse
+    blocks for the next long one. While the model runs, hooks give the decoder its tokens'
+    positions, which T5 and BART would derive from the length of the cache: that is wrong for ragged
+    rows, trees and uncommitted tokens. Raises UserError for a model that gets positions in another
+    way."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -154,8 +156,8 @@ class Seq2SeqModel:
     def split(
         self, ids_BT: Tensor, position_BT: Tensor | None = None, document_BT: Tensor | None = None
     ) -> Split:
-        """Cut every document at its start token. Documents begin where `position_BT` is 0; padding
-        (`document_BT` below 0) is left out."""
+        """Split every document at its start token. Documents begin where `position_BT` is 0;
+        padding (`document_BT` below 0) is skipped."""
         where_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
         encoders, decoders = [], []
         for b, ids_T in enumerate(ids_BT):
@@ -182,8 +184,8 @@ class Seq2SeqModel:
         document_BT: Tensor | None = None,
         cache: Seq2SeqCache | None = None,
     ) -> tuple[Tensor, Split]:
-        """The LM head's input [N, T, D] for whole texts, and how they were split. With a `cache`,
-        the texts are prompts and are cached."""
+        """The LM head's input [N, T, D] for complete texts, and their split. With a `cache`, the
+        texts are prompts and are cached."""
         split = self.split(ids_BT, position_BT, document_BT)
         (N, decoder_length), encoder_length = split.decoder_NT.shape, split.encoder_NT.shape[1]
         longest = getattr(self.encoder.config, "max_position_embeddings", None) or UNBOUNDED
@@ -201,7 +203,7 @@ class Seq2SeqModel:
         return self._decode(split.decoder_NT, place, memory, cache), split
 
     def _encoded(self, split: Split) -> Tensor:
-        """The encoder's states [N, T, D]; those of padding are anything."""
+        """The encoder's states [N, T, D]; those of padding are arbitrary."""
         if not self.encodes_apart or split.mask_NT is None:
             return self._encode(split.encoder_NT, split.mask_NT)
         rows, states = list[Tensor](), list[Tensor]()
@@ -255,7 +257,7 @@ class Seq2SeqModel:
 
     @contextmanager
     def _standing(self, place: Place) -> Iterator[None]:
-        """Inside this context, the decoder takes its tokens' positions from `place`."""
+        """Within the block, the decoder takes its tokens' positions from `place`."""
         inputs_of = [(m, {"position_bias": self._bias(m, place)}) for m in self._biased]
         with ExitStack() as stack:
             if (table := self._table) is not None and not inputs_of:
@@ -289,9 +291,9 @@ class Seq2SeqModel:
 
 
 class Seq2SeqTarget(Target):
-    """A frozen encoder-decoder LM. `config.num_hidden_layers` counts the decoder's layers. If the
-    tokenizer has no chat template, a copy of it gets one. Raises UserError for a model that would
-    be read wrongly."""
+    """A frozen encoder-decoder LM. `config.num_hidden_layers` is the number of the decoder's
+    layers. If the tokenizer has no chat template, a copy of it gets one. Raises UserError for a
+    model that this project would run wrongly."""
 
     reads_pairs = "an encoder-decoder"
     separable = False
@@ -317,7 +319,7 @@ class Seq2SeqTarget(Target):
         fingerprint: str | None = None,
         checked: bool = True,
     ) -> None:
-        """`checked=False` leaves out the self-check, for the twin that the self-check makes."""
+        """`checked=False` skips the self-check, for the twin that the self-check makes."""
         of_target = model, tokenizer, name, revision, quantisation
         super().__init__(*of_target, fingerprint=fingerprint, checked=False)
         self.config = copy.deepcopy(self.config)
@@ -340,7 +342,7 @@ class Seq2SeqTarget(Target):
         return [Reading.SLOTS]
 
     def settle_head(self) -> None:
-        """Nothing: `check` compares what all of the model computes."""
+        """Do nothing: `check` compares the output of the complete model."""
 
     @property
     def texts_apart(self) -> bool:
@@ -351,8 +353,8 @@ class Seq2SeqTarget(Target):
         self.seq2seq.encodes_apart = apart
 
     def check(self) -> None:
-        """Raise UserError unless `logits(final)` equals what the model itself returns, and unless
-        the target's shrunken twin gives transformers' logits beyond every length threshold. Settle
+        """Raise UserError unless `logits(final)` equals the model's own output, and unless the
+        target's shrunken twin gives transformers' logits beyond every length threshold. Find out
         whether texts of unequal length can be encoded together."""
         twin = twin_check_of(self)  # before a short text has the encoder change its attention
         start, marks = self.seq2seq.start, self._marks
@@ -374,8 +376,8 @@ class Seq2SeqTarget(Target):
 
     @property
     def _marks(self) -> list[int]:
-        """The tokens between the encoder's and the response: the start token, which follows the
-        encoder's eos if it is the eos as well."""
+        """The tokens between the encoder's and the response: the start token, preceded by the
+        encoder's eos if the start token is the eos as well."""
         return [self.seq2seq.start] * (2 if self.seq2seq.twice else 1)
 
     def own_logits(self, ids_BT: Tensor, model: Any = None) -> Tensor:
@@ -406,8 +408,8 @@ class Seq2SeqTarget(Target):
         return ids
 
     def prompt_for_decoding(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that `decode` continues, made from the encoder's `tokens`. Raises UserError if
-        the start token could not be found again."""
+        """The tokens that `decode` continues, given the encoder's `tokens`. Raises UserError if the
+        start token would not be found again."""
         start, twice = self.seq2seq.start, self.seq2seq.twice
         text = [*tokens, start]
         try:
