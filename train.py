@@ -79,9 +79,9 @@ def main(cfg: DictConfig) -> float:
 
 @contextmanager
 def tidied(folder: Path) -> Iterator[None]:
-    """Remove the folder that Hydra makes for a run or a sweep, and the parents made for it, if at
-    the end of the block, as after a mistake, nothing is in it but what Hydra writes itself. Of a
-    sweep, the folders of its trials go likewise."""
+    """Remove the folder that Hydra makes for a run or a sweep, and the parents made for it, if it
+    contains only Hydra's own files at the end of the block, for example after a mistake. The
+    folders of a sweep's trials are removed likewise."""
     absent = [path for path in (folder, *folder.parents) if not path.exists()]
     before = {*folder.iterdir()} if folder.is_dir() else set[Path]()
     try:
@@ -99,15 +99,15 @@ def tidied(folder: Path) -> Iterator[None]:
 
 
 def _only_of_hydra(folder: Path) -> bool:
-    """Whether nothing is in a folder but what Hydra writes itself."""
+    """Whether a folder contains only Hydra's own files."""
     files = {path.name for path in folder.rglob("*") if not path.is_dir()}
     return files <= {"multirun.yaml", "train.log"}
 
 
 def run_command(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
-    single run is composed and checked here, as an error is then told before anything is written;
-    those of a sweep's trials are checked as they begin."""
+    single run is composed and checked here, so that an error is reported before anything is
+    written; those of a sweep's trials are checked as they begin."""
     asked = Arguments.parsed(arguments)
     folder = None
     if asked.runs:

@@ -1,22 +1,23 @@
-"""Training: everything before a draft exists. `train.run(cfg)` does the job of a configuration."""
+"""Training: everything that happens before a draft exists. `train.run(cfg)` runs the job of a
+configuration."""
 
 from pathlib import Path
 from typing import Any
 
 
 def run(cfg: Any, folder: Any = None) -> float:
-    """Check a configuration, which Python may have changed, and do its job as `run_checked` does.
-    Raises UserError for settings that do not go together."""
+    """Check a configuration, which Python code may have changed, and run its job as `run_checked`
+    does. Raises UserError for contradictory settings."""
     from train.run_config import checked
 
     return run_checked(checked(cfg), folder)
 
 
 def run_checked(cfg: Any, folder: Any = None) -> float:
-    """Do the job that a checked configuration (`run_config.checked`) describes: print a plan
-    (`plan=true`), fill a shard (`responses.shard`, `hidden_states.shard`), or train, measure and
-    export a draft. Returns what `pipeline.run` returns; 0 for the other jobs. The job is imported
-    only here: it loads torch and transformers."""
+    """Run the job of a checked configuration (`run_config.checked`): print a plan (`plan=true`),
+    fill a shard (`responses.shard`, `hidden_states.shard`), or train, measure and export a draft.
+    Returns the result of `pipeline.run`; 0 for the other jobs. The job's module is imported only
+    here, because it loads torch and transformers."""
     if cfg.plan:
         from train.planning import print_plan
 

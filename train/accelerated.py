@@ -32,16 +32,16 @@ OTHERS = ("DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")  # as in ACCELERATE_
 
 
 def accelerator_of(target: TargetConfig, precision: str = "auto") -> Accelerator:
-    """The processes as `accelerate launch` started them, plain or sharded, each on its own device:
-    `accelerator.device` is where the target, the draft and the batches of a process are, and
-    `precision` is that of `LoopConfig`.
+    """The processes as `accelerate launch` started them, plain or sharded, each on its own device.
+    `accelerator.device` is the device of a process's target, draft and batches; `precision` is that
+    of `LoopConfig`.
 
     accelerate 1.15 shards only on GPUs and the like: if asked for FSDP on CPU processes, it
     silently replicates the model. Its FSDP2 does run on CPUs once its state is set by hand, which
     no public option does. Every process starts from the same weights, so none are broadcast. A
-    draft is one unit of sharding, since families read weights outside of their modules' forward
-    passes. Raises UserError for FSDP1 and whatever else accelerate may start, and if
-    `target.dtype=auto` stands for different types on the machines; see also `_placed`.
+    draft is one unit of sharding, since methods read weights outside of their modules' forward
+    passes. Raises UserError for FSDP1 and other modes of accelerate, and if `target.dtype=auto`
+    differs between machines; see also `_placed`.
     """
     end_with_launcher()
     patient = InitProcessGroupKwargs(timeout=timedelta(days=1))  # wait for the slowest process
@@ -89,16 +89,16 @@ def accelerator_of(target: TargetConfig, precision: str = "auto") -> Accelerator
 
 
 def ranks_of(accelerator: Accelerator, target: TargetLoader | None = None) -> Ranks:
-    """The processes as `specdec` knows them; they may hold the target together."""
+    """The processes as `Ranks`; they may hold the target together."""
     team = None if target is None else target.team
     return Ranks(accelerator.process_index, accelerator.num_processes, team)
 
 
 def _placed(device: torch.device, options: InitProcessGroupKwargs) -> torch.device:
-    """Start accelerate's processes, each on the device that `target.device` stands for: left to
-    itself, accelerate would put the draft on the first GPU of a machine that has one. Several
+    """Start accelerate's processes, each on the device that `target.device` resolves to. By
+    default, accelerate would put the draft on the first GPU of any machine that has one. Several
     processes on GPUs take one each. Raises UserError if one device is named for several processes,
-    or one that accelerate does not start processes on."""
+    or one that accelerate does not support."""
     state = PartialState(cpu=device.type == "cpu", **options.to_kwargs())
     if state.num_processes == 1:
         state.device = device

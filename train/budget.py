@@ -1,14 +1,15 @@
 """The clock of a run with `budget.minutes`.
 
-What is left of the minutes after installation and loading is divided among the stages of the run:
-writing texts (responses, and hidden states where they do not come along), training, measuring. A
-stage works until its time is up; one that ends early passes its time on to those after it. Work is
-never cut in advance by a forecast: texts are written in a random but fixed order until the time is
-up, the number of training steps follows from the first steps of training itself, and the prompts
-that are measured are as many as the time allows. Forecasts are only shown.
+The minutes that remain after installation and loading are divided among the stages of the run:
+writing texts (responses, and hidden states unless they come with the responses), training,
+measuring. A stage works until its time is up; a stage that ends early passes its time on to the
+later ones. No forecast limits the work in advance: texts are written in a random but fixed order
+until the time is up, the number of training steps follows from the first training steps, and as
+many prompts are measured as the time allows. Forecasts are only displayed.
 
-`BudgetRecord` has what was decided. It is written to the run's folder at the end of each stage,
-with the time that was left then, so that a resumed run is the same run."""
+`BudgetRecord` holds the decisions. It is written to the run's folder at the end of each stage, with
+the remaining time, so that a resumed run is the same run.
+"""
 
 import statistics
 import time
@@ -60,7 +61,7 @@ class BudgetConfig:
 
 @dataclass
 class BudgetRecord:
-    """What the clock has decided so far, for the run of these `settings`."""
+    """The decisions of the clock so far, for the run with these `settings`."""
 
     settings: str  # their digest
     minutes: float
@@ -74,7 +75,7 @@ class BudgetRecord:
 
 @dataclass
 class StageTime:
-    """The time of a stage that is under way, by this process's own clock."""
+    """The time of the current stage, by this process's own clock."""
 
     name: str
     seconds: float
@@ -92,11 +93,11 @@ class StageTime:
         return self.now() - self.began
 
     def left(self, later: float = 0.0) -> float:
-        """Seconds that are left, of which a part of the whole is for `later`."""
+        """The remaining seconds, after reserving the fraction `later` of the stage."""
         return (1 - later) * self.seconds - self.used
 
     def earlier(self, used: float) -> bool:
-        """Whether less than so many seconds are used."""
+        """Whether less than `used` seconds have passed."""
         return self.used < used
 
     def goes_on(self, ahead: float = 0.0, floor: int | None = None) -> bool:
@@ -108,7 +109,7 @@ class StageTime:
         return short
 
     def finish(self, texts: int) -> None:
-        """Count texts that were written."""
+        """Add to the number of texts written."""
         self.done += texts
         if self.expect is not None and self.done:
             self.expect(self)
@@ -117,8 +118,8 @@ class StageTime:
 
 @dataclass
 class TrainingTime:
-    """How many steps of training fit its time. Until that is fixed, `forecast` is what would fit by
-    the steps so far, and the learning rate still rises."""
+    """The number of training steps that fit into the time of training. Until it is fixed,
+    `forecast` estimates it from the steps so far, and the learning rate is still rising."""
 
     stage: StageTime
     rounds: int  # of training, of which each has the time of the stage
@@ -137,10 +138,10 @@ class TrainingTime:
         self.record(steps)
 
     def forecast(self, step: int, evaluation: float, every: int, most: int) -> int:
-        """How many steps would fit, by those that were timed, when `step` are taken; `most` before
-        that. An evaluation takes as long as so many steps; there is one after every `every` steps,
-        and up to three more. The median of the steps counts, without the first: neither a warm-up
-        nor a disturbed moment changes it."""
+        """The number of steps that would fit, estimated from the timed steps when `step` are taken;
+        `most` before that. An evaluation takes as long as `evaluation` steps; there is one after
+        every `every` steps, and up to three more. The estimate uses the median step without the
+        first, so neither a warm-up nor a short disturbance changes it."""
         if not self.times[1:]:
             return most
         a_step = max(1e-9, statistics.median(self.times[1:]))
@@ -149,14 +150,13 @@ class TrainingTime:
 
     @property
     def enough(self) -> bool:
-        """Whether the steps so far tell how long a step takes."""
+        """Whether there are enough timed steps."""
         return len(self.times) > TIMED_STEPS and self.stage.used >= TIMED * self.stage.seconds
 
 
 class Budget:
-    """The clock of a run, and the record of what it has decided. All processes go by the main one's
-    decisions; while a stage is under way, each has a clock of its own that began with the others'.
-    """
+    """The clock of a run, and the record of its decisions. All processes follow the main one's
+    decisions; within a stage, each has its own clock, started at the same time."""
 
     def __init__(
         self,
@@ -169,8 +169,8 @@ class Budget:
         now: Callable[[], float] = time.monotonic,
         started: float = 0.0,
     ) -> None:
-        """`shares` are the stages in their order. The run began at `started`, and has `begun` if
-        its folder says what it trains on."""
+        """`shares` are the stages in order. The run began at `started`; `begun` is true if its
+        folder already records the texts to train on."""
         self.cfg, self.path, self.ranks, self.now = cfg, folder / BUDGET, ranks, now
         self.shares, self.current = dict(shares), ""
         self._began = self._until = 0.0  # of this stage
@@ -213,8 +213,8 @@ class Budget:
         return self._end - self.now()
 
     def _seconds(self, name: str, left: float) -> float:
-        """The time of a stage when it begins: its share of what is `left`, and of what measuring
-        does not get, as its share is the most that it may have."""
+        """The time of a stage when it begins: its share of the time `left`, after subtracting the
+        maximum share of measuring."""
         assert self.record is not None
         after = [*self.shares][[*self.shares].index(name) :]
         of_all = left / sum(self.shares[x] for x in after)
@@ -224,8 +224,8 @@ class Budget:
         return max(0.0, of_all, of_others) * self.shares[name]
 
     def stage(self, name: str, part: float = 1.0, floor: int = 0) -> StageTime | None:
-        """The time of a stage that begins now, or is under way: this `part` of it. None without a
-        budget. All processes call this."""
+        """The time of a stage that begins now or is running: the fraction `part` of it. None
+        without a budget. All processes call this."""
         if self.record is None:
             return None
         if self.current != name:
@@ -235,8 +235,8 @@ class Budget:
         return StageTime(name, seconds, self.now, floor)
 
     def training(self, number: int, rounds: int) -> TrainingTime | None:
-        """The time of training, when its round `number` begins, of so many: that of the first round
-        says how many steps all of them take. None for later rounds, and without a budget."""
+        """The time of training, when its round `number` of `rounds` begins: the first round decides
+        the number of steps of all rounds. None for later rounds, and without a budget."""
         name = "training" if rounds == 1 else f"training of round {number + 1}"
         if (stage := self.stage(name)) is None or self.record is None or number:
             return None
@@ -251,9 +251,10 @@ class Budget:
         part: float = 1.0,
         floor: int = 0,
     ) -> list[Any]:
-        """The texts that `work` makes of items in a `part` of the stage's time, at least of `floor`
-        of them. Their places are recorded under a `key`; where they are known, `work` gets these
-        items alone, and all the time that it takes. Without a budget, it gets all."""
+        """The texts that `work` writes for the items within the fraction `part` of the stage's
+        time, for at least `floor` items. Their indices are recorded under `key`. If they are
+        recorded already, `work` gets exactly these items and unlimited time; without a budget, all
+        items."""
         if self.record is not None and (known := self.record.texts.get(key)) is not None:
             return work([items[place] for place in places_in(known)], None)
         if (stage := self.stage(name, part, floor)) is None or self.record is None:
@@ -273,8 +274,8 @@ class Budget:
         return texts
 
     def say_texts(self, written: int, available: int, held_out: int, limit: int | None) -> None:
-        """Say on how many conversations the run trains, what to do if these are few, and when the
-        stages after this should end. The run begins after this, so now there is a record."""
+        """Print the number of training conversations, advice if there are few, and the forecast
+        ends of the remaining stages. The run begins after this, so the record is written now."""
         if self.record is None:
             return
         if not self.ranks.first(self.path.exists):
@@ -298,8 +299,8 @@ class Budget:
         )
 
     def _useful(self, stage: StageTime) -> int:
-        """About how many minutes let a run train on `POOR` conversations, if a stage writes on as
-        it has so far: its part of the time after loading stays the same."""
+        """The approximate number of minutes with which a run trains on `POOR` conversations, at the
+        stage's speed so far and the same fraction of the time after loading."""
         assert self.record is not None
         loading = 60 * self.record.minutes - self.record.whole
         texts = POOR * stage.used / max(1, stage.done * self.ranks.workers)
@@ -308,7 +309,7 @@ class Budget:
         return max(ceil(self.record.minutes) + 1, 5 * ceil(minutes / 5))
 
     def _expect(self, stage: StageTime) -> None:
-        """Say, when the first texts are written, if even the floor will take longer than there is
+        """When the first texts are written, print a warning if even the floor will exceed the
         time."""
         texts = stage.floor * stage.used / stage.done
         if stage.name != "texts" or texts <= 1.1 * stage.seconds or self.record is None:
@@ -327,7 +328,7 @@ class Budget:
         self._write()
 
     def end_training(self) -> None:
-        """Record that training has ended, with the time that measuring has."""
+        """Record that training has ended, and the time that remains for measuring."""
         if self.record is not None:
             self.current = [*self.shares][-2]
             self._write()
@@ -346,7 +347,7 @@ class Budget:
         self.ranks.first(lambda: write_json(self.path, written))
 
     def forecast(self) -> str:
-        """When each stage that is left should end."""
+        """The forecast end of each remaining stage."""
         names, passed, said = [*self.shares], 0.0, list[str]()
         for name in names[names.index(self.current) + 1 if self.current in names else 0 :]:
             passed += self._seconds(name, self.left - passed)
@@ -355,8 +356,8 @@ class Budget:
 
 
 def shares_of_run(texts: bool, rounds: Sequence[bool], trains: bool) -> dict[str, float]:
-    """The stages of a run and their shares of its time. `texts` says whether it writes any before
-    training, and `rounds` for each round of training whether it writes its own."""
+    """The stages of a run and their shares of its time. `texts` is whether it writes texts before
+    training; `rounds` has a flag for each round of training that writes its own."""
     parts, count = int(texts) + sum(rounds), len(rounds)
     shares = {"texts": TEXTS / parts} if texts else {}
     for number, writes in enumerate(rounds if trains else ()):
@@ -372,26 +373,26 @@ def in_minutes(seconds: float) -> str:
 
 
 def places_of(texts: Sequence[Any], items: Sequence[Any]) -> list[int]:
-    """The places of the prompts that these texts answer, or of the texts themselves."""
+    """The indices of the prompts that these texts answer, or of the texts themselves."""
     answered = {ids.tobytes() for text in texts for ids in (text.ids, text.ids[~text.mask])}
     return [place for place, item in enumerate(items) if item.ids.tobytes() in answered]
 
 
 def in_ranges(places: Sequence[int]) -> str:
-    """Ascending numbers in a few characters: 0-3,7."""
+    """Ascending numbers as compact ranges: 0-3,7."""
     firsts = [x for n, x in enumerate(places) if n == 0 or places[n - 1] != x - 1]
     lasts = [x for n, x in enumerate(places) if n + 1 == len(places) or places[n + 1] != x + 1]
     return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))
 
 
 def places_in(ranges: str) -> list[int]:
-    """The numbers that `in_ranges` wrote."""
+    """The numbers in a text written by `in_ranges`."""
     ends = [[*map(int, part.split("-"))] for part in ranges.split(",") if part]
     return [place for end in ends for place in range(end[0], end[-1] + 1)]
 
 
 def texts_of_run(path: Path) -> list[int] | None:
-    """The places of the conversations that a run trains on, by its record; None: all."""
+    """The indices of the conversations that a run trains on, from its record; None: all."""
     texts = {key: places_in(x) for key, x in read_record(BudgetRecord, path).texts.items()}
     read = texts.get("responses")
     if (stored := texts.get("hidden states")) is None:

@@ -1,11 +1,11 @@
-"""What a run keeps since it began, when the same command continues it: `settled` fills it in.
+"""Settings and decisions that a continued run keeps since it began; `settled` applies them.
 
 `CHANGES` is one table of the settings that may change. A setting of the groups in `NEVER` must
-stay, unless the table names it. All other groups are listed key by key, so that a new setting is
-decided on when it is added: `change_of` raises KeyError for one that is not.
+stay, unless the table names it. All other groups are listed key by key, so that each new setting
+requires a decision: `change_of` raises KeyError for a setting that is not listed.
 
-A run also keeps the rows that a step reads, on however many processes it is continued, so that a
-step remains the same step: its rows, its anchors, its learning rate.
+A run also keeps the rows that each step reads, whatever the number of processes that continue it,
+so that a step keeps its rows, its anchors and its learning rate.
 """
 
 import json
@@ -39,7 +39,7 @@ from train.target_defaults import with_target_defaults
 
 
 class Change(Enum):
-    """What a continued run makes of another value of a setting."""
+    """The effect of a changed setting on a continued run."""
 
     NEVER = "must stay: it changes what is trained"
     PRESENCE = "may change, but not be added or left out"
@@ -110,8 +110,8 @@ CHANGES: dict[str, Change] = {
 
 
 def change_of(key: str) -> Change:
-    """What a continued run makes of another value of a setting, such as "loop.rows". Raises
-    KeyError for a setting that the table does not know."""
+    """The effect on a continued run of a changed setting, such as "loop.rows". Raises KeyError for
+    a setting that the table does not list."""
     if key in CHANGES:
         return CHANGES[key]
     if key.partition(".")[0] not in NEVER:
@@ -121,18 +121,17 @@ def change_of(key: str) -> Change:
 
 @dataclass(frozen=True)
 class RowsPerStep:
-    """The settings of a run and the number of processes with which it began. The latter is None if
-    it is not known: runs before November 2026 did not note it."""
+    """The settings and the number of processes with which a run began. The latter is None if it is
+    not known: runs before November 2026 did not record it."""
 
     rows: int
     accumulate: int
     processes: int | None
 
     def shared(self, cfg: LoopConfig, processes: int) -> tuple[LoopConfig, str]:
-        """The settings with which `processes` read this portion in each step, and what to tell the
-        user about them, if they are not the ones given. Raises UserError if the processes cannot
-        share the portion equally, and if the user gave settings other than the run's own that read
-        another portion."""
+        """Settings with which `processes` read the same rows in each step, and a note for the user
+        if they differ from the given ones. Raises UserError if the rows cannot be divided equally,
+        or if the user gave settings, other than the run's own, with another number of rows."""
         if self.processes is None:
             return cfg, ""
         size = self.rows * self.accumulate * self.processes
@@ -170,8 +169,8 @@ def _count(processes: int) -> str:
 
 @dataclass(frozen=True)
 class SettledRun:
-    """A run as it is done now: its configuration with all that it keeps since it began, and the
-    processes that do it."""
+    """A run as it is done now: its configuration, with everything kept since it began, and its
+    processes."""
 
     cfg: Config
     accelerator: Accelerator
@@ -181,18 +180,17 @@ class SettledRun:
     decided: Sequence[str]  # what the target decided of the settings, to tell the user
 
     def described(self) -> dict[str, Any]:
-        """The settings as config.json keeps them: with the rows per step as the run began."""
+        """The settings for config.json, with the rows per step as the run began."""
         settings = asdict(self.cfg)
         settings["loop"] |= {"rows": self.rows.rows, "accumulate": self.rows.accumulate}
         return settings | {"processes": self.rows.processes}
 
 
 def settled(cfg: Config, folder: Path) -> SettledRun:
-    """Start the processes and settle the configuration of the run in this folder, here alone: the
-    dtype of the target, the date, the parts of the data that it holds out and selects on, the
-    lengths and the sampling that the target decides, and the rows that a step reads, on however
-    many processes. A run keeps all of them. Raises UserError if
-    the folder holds a run of other settings."""
+    """Start the processes and fix the configuration of the run in this folder: the dtype of the
+    target, the date, the held-out and validation fractions, the lengths and the sampling that
+    depend on the target, and the rows of a step. Only this function does so, and a run keeps all of
+    them. Raises UserError if the folder holds a run with other settings."""
     dtype, reason = dtype_of_run(cfg.target, folder)
     target = replace(cfg.target, dtype=dtype)
     accelerator = accelerator_of(target, cfg.loop.precision)
@@ -215,8 +213,8 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
 
 
 def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:
-    """The dtype that `target.dtype` stands for, and the reason for it where it is auto. A run keeps
-    the dtype that it began with, even on another kind of machine."""
+    """The dtype that `target.dtype` resolves to, and the reason if it is auto. A run keeps the
+    dtype that it began with, even on another kind of machine."""
     if target.dtype != "auto":
         return target.dtype, ""
     dtype = (config_of(folder).get("target") or {}).get("dtype", "auto")
@@ -228,7 +226,7 @@ def dtype_of_run(target: TargetConfig, folder: Path) -> tuple[str, str]:
 
 def date_of_run(date: str | None, folder: Path) -> str:
     """`data.date` or, if it is null, the time at which the run began, for chat templates that write
-    a date: otherwise a run that goes on tomorrow would have other prompts, and need all responses
+    a date. Otherwise a run continued tomorrow would have other prompts and need all responses
     again. `note_date` keeps it for a run that is interrupted before it has a config.json."""
     if date is not None:
         return date
@@ -246,14 +244,14 @@ def date_of_run(date: str | None, folder: Path) -> str:
 
 
 def note_date(date: str | None, folder: Path) -> None:
-    """Write down when the run in this folder began, unless it is known."""
+    """Record when the run in this folder began, unless it is known."""
     if date is not None and not (folder / BEGAN).exists():
         write_whole(folder / BEGAN, line_of_beginning(date, BEGAN))
 
 
 def note_beginning(path: Path) -> None:
-    """Write to this file when the first of several shares began, unless one of them has: all render
-    prompts at that time, as chat templates may write it."""
+    """Record in this file when the first of several shards began, unless it is known: all of them
+    render prompts with that time, as chat templates may write it."""
     make_folder(path.parent)
     partial = path.with_name(f"{path.name}.{uuid4().hex}")
     partial.write_text(
@@ -268,14 +266,13 @@ def note_beginning(path: Path) -> None:
 
 
 def line_of_beginning(date: str, name: str) -> str:
-    """The contents of the file of this name that says when a run began: the date, and its checksum,
-    as a damaged date would give other prompts."""
+    """The contents of the file `name` with the date of a run's beginning: the date and its
+    checksum, because a damaged date would change the prompts."""
     return f"{date} {of_value(date, name)}\n"
 
 
 def rows_per_step_of_run(folder: Path, cfg: LoopConfig, processes: int) -> RowsPerStep:
-    """The portion of the data that each step of the run in this folder reads, as the run began; if
-    no run has begun there, the portion of these settings."""
+    """The rows per step of the run in this folder, as it began; for a new run, those of `cfg`."""
     theirs = config_of(folder)
     began = theirs.get("processes")
     if not began and training_checkpoint.steps(folder / "checkpoints"):
@@ -320,9 +317,8 @@ def require_same_run(folder: Path, cfg: Config) -> None:
 
 
 def digest_of_settings(cfg: Config) -> str:
-    """A short hash of the settings that the clock decides by and that tell runs without a
-    config.json apart: another run of this name may have other ones. They are those that may not
-    change, the budget and how is measured."""
+    """A short hash of the settings that identify runs without a config.json and determine the
+    clock's decisions: those that must not change, the budget and the settings of measuring."""
     settings: dict[str, Any] = {"decode": _plain(cfg.decode), "budget": _plain(cfg.budget)}
     del settings["budget"]["spent"]
     for group in fields(Config):
@@ -341,5 +337,5 @@ def _settings_of(cfg: Config, group: str) -> Any:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """A configuration as it reads back from JSON."""
+    """A configuration in the types that JSON reads back."""
     return dict(json.loads(json.dumps(asdict(config))))

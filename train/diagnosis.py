@@ -1,6 +1,5 @@
-"""What a run would read of its data, for people to look at before it starts: samples with their
-mask, lengths, what is left out and why, and what would make a draft worthless; in a terminal, and
-as a page."""
+"""A report on a run's data before it starts: samples with their mask, lengths, skipped records with
+reasons, and problems that would make a draft worthless; in a terminal, and as a page."""
 
 import unicodedata
 from collections import Counter
@@ -54,8 +53,8 @@ LEGEND = [
 
 @dataclass(frozen=True)
 class ShownSequence:
-    """A text that training would read: pieces of it, each with the kind of its tokens, and the
-    tokens around the edges of its first response."""
+    """A text of the training data: pieces of it, each with the kind of its tokens, and the tokens
+    around the edges of its first response."""
 
     id: str
     tokens: int
@@ -66,12 +65,11 @@ class ShownSequence:
 
 @dataclass
 class Diagnosis:
-    """`lengths` has the percentiles of `PERCENTILES`, in tokens; `longer` the number of texts that
-    are longer than some limits; `coverage` the share of the held-out responses' tokens that draft
-    vocabularies of some sizes have; `stops` the tokens that answers end in, by their text, and how
-    many do; `weights` how many responses have each weight in the loss, if not all have 1; `scripts`
-    the share of letters. `faults` say why a draft trained on this would be
-    worthless."""
+    """`lengths` has the lengths at `PERCENTILES`, in tokens; `longer` the number of texts above
+    some limits; `coverage` the share of the held-out responses' tokens in draft vocabularies of
+    some sizes; `stops` the numbers of responses by the token that ends them; `weights` the numbers
+    of responses by weight, if not all have 1; `scripts` the share of letters. `faults` are the
+    reasons why a draft trained on this data would be worthless."""
 
     data: str
     target: str
@@ -102,9 +100,9 @@ def diagnose_data(
     depth: int = 1,
     starts_from: Collection[Path] = (),
 ) -> Diagnosis:
-    """Read the data as a run does (`read_run_data`), and describe them. If the target answers, its
-    responses that earlier runs have stored are looked at, too: those that `responses` describes.
-    Raises UserError as a run does where nothing can be read."""
+    """Read the data as a run does (`read_run_data`), and describe them. If the target answers,
+    stored responses of earlier runs with the settings `responses` are included. Raises UserError as
+    a run does if nothing can be read."""
     generating = cfg.responses == "target"
     split = read_run_data(cfg, target, depth, starts_from=starts_from)
     counts = DataCounts.of_split(split)
@@ -162,8 +160,8 @@ def _samples(
     most: int,
     responses: ResponsesConfig | None,
 ) -> list[ShownSequence]:
-    """Texts as training reads them. After a prompt comes the target's response, if one is stored,
-    or its place."""
+    """Texts for display. After a prompt comes the target's response, if one is stored, or a
+    placeholder."""
     samples, stored = list[ShownSequence](), dict[str, Any]()
     asked = {name_of(x): x.ids.tolist() for x in texts if isinstance(x, Prompt)}
     if asked and responses is not None and Path(responses.root).is_dir():
@@ -186,7 +184,7 @@ def _samples(
 
 
 def _sample(text: Document | Prompt, target: TargetParts, most: int) -> ShownSequence:
-    """A text as it is shown, up to `most` tokens."""
+    """A text for display, up to `most` tokens."""
     ids, tokenizer = text.ids[:most], target.tokenizer
     mask = text.mask[:most] if isinstance(text, Document) else np.zeros(len(ids), np.bool_)
     kinds = [PLAIN if not m else TRAINED for m in mask]
@@ -215,7 +213,7 @@ def _edges(ids: NDArray[np.int32], span: tuple[int, int], tokenizer: Any) -> str
 
 
 def _spans(mask: NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Where each response begins and ends."""
+    """The start and end of each response."""
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)
 
@@ -228,7 +226,7 @@ def _said(text: Document | Prompt, tokenizer: Any) -> str:
 
 @cache
 def _script(character: str) -> str:
-    """The script of a letter, by the first word of its name; nothing for what is no letter."""
+    """The script of a letter, by the first word of its Unicode name; empty for other characters."""
     if not character.isalpha():
         return ""
     first = unicodedata.name(character, "UNKNOWN").split()[0]
@@ -242,8 +240,8 @@ def _scripts(texts: Iterator[str]) -> dict[str, float]:
 
 
 def _coverage(split: DataSplit[Document], whole: int, asked: int | None) -> dict[int, float]:
-    """For vocabularies of the training responses' most frequent tokens, as drafts are pruned to,
-    the share of the held-out responses' tokens in them."""
+    """The share of the held-out responses' tokens in vocabularies of the training responses' most
+    frequent tokens, by size."""
     sizes = sorted({*VOCABULARIES, *([asked] if asked else [])})
     train = [d.ids[d.mask].tolist() for d in split.train]
     if not split.held_out or not train:
@@ -254,7 +252,7 @@ def _coverage(split: DataSplit[Document], whole: int, asked: int | None) -> dict
 
 
 def _weights(texts: Sequence[Document | Prompt]) -> dict[float, int]:
-    """How many responses have each weight, smallest first; nothing if all have 1."""
+    """The number of responses with each weight, smallest first; empty if all have 1."""
     counts = Counter[float]()
     for text in texts:
         if isinstance(text, Prompt):
@@ -267,7 +265,8 @@ def _weights(texts: Sequence[Document | Prompt]) -> dict[float, int]:
 
 
 def _stops(texts: Sequence[Any], target: TargetParts) -> dict[str, int]:
-    """The stop tokens that answers end in, and NO_STOP for those that end in none."""
+    """The numbers of responses by the stop token that ends them, and NO_STOP for those without
+    one."""
     ends = Counter[int | None]()
     for text in texts:
         for _, end in _spans(text.mask):
@@ -304,7 +303,7 @@ def _stopping(target: TargetParts) -> str:
 
 
 def show_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print a diagnosis, samples first, so that the figures are what one sees at the end."""
+    """Print a diagnosis, samples first, so that the figures are visible at the end."""
     legend = Text.assemble(*((f"  {word}  ", STYLES[kind]) for kind, word in LEGEND))
     for sample in diagnosis.samples:
         console.print(Text(f"\n{plain(_title(sample))}", style="bold"))
@@ -365,13 +364,12 @@ def _title(sample: ShownSequence) -> str:
 
 
 def _notes(diagnosis: Diagnosis) -> dict[str, str]:
-    """What the tables under some headings say, in words."""
+    """Notes on the tables, by their headings."""
     return {"Too long": diagnosis.too_long}
 
 
 def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
-    """Rows of cells by their headings, those that have any; a row without a name heads the
-    columns."""
+    """Rows of cells by table heading, without empty tables; a row without a name is the header."""
 
     def percent(share: float) -> list[str]:
         return [f"{100 * share:.1f} %"]

@@ -1,4 +1,4 @@
-"""The folder of a run: what it records about the run, and the lock that one process holds."""
+"""The folder of a run: its records, and its lock."""
 
 import fcntl
 import hashlib
@@ -50,7 +50,7 @@ BEGAN = "began"  # the file that says when a run began to answer prompts
 
 
 def is_early(name: str) -> bool:
-    """Whether a run may have written a file of this name before it has begun."""
+    """Whether a run may write a file of this name before it has begun."""
     names = "|".join(map(re.escape, (BUDGET, RESPONSES_READ, HELD_OUT, *files_of_trackers())))
     return bool(re.fullmatch(rf"\.?({names})(\.[0-9a-f]{{32}})?|\.lock|shares", name))
 
@@ -58,8 +58,8 @@ def is_early(name: str) -> bool:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make a run's folder and lock it during the block. Raises UserError if another process has
-    locked it. If a UserError ends the block before the run has begun, which is when it answers
-    prompts or has a config.json, the folder is left as it was, or not at all if it is new."""
+    locked it. If a UserError ends the block before the run has begun (when it answers prompts or
+    has a config.json), the folder is restored, or removed if it is new."""
     lock = folder / ".lock"
     with folder_for(folder):
         before = {lock} & {*folder.iterdir()}
@@ -113,9 +113,9 @@ def describe(
     texts: RunDocuments,
     chat_template: str | None = None,
 ) -> None:
-    """Write the run's config.json: its `settings` and what it reads, namely the target with this
-    fingerprint, the texts, the text of an own chat template, and `drafts` by what they are to the
-    run. If the folder holds a run of other texts or models, raise UserError instead. Until here, an
+    """Write the run's config.json: its `settings` and its inputs, namely the target with this
+    fingerprint, the texts, the text of an own chat template, and `drafts` by their role in the run.
+    If the folder holds a run of other texts or models, raise UserError instead. Until here, an
     error leaves the folder free for another run."""
     of = {"target": fingerprint, "training data": digest(texts.train)}
     of["held-out data"] = digest(texts.validation)
@@ -151,13 +151,13 @@ def chat_template_of_run(cfg: DataConfig, folder: Path) -> str | None:
 
 
 def note_chat_template(folder: Path, text: str | None) -> None:
-    """Keep the text of a run's own chat template in its folder."""
+    """Record the text of a run's own chat template in its folder."""
     if text is not None:
         write_whole(folder / CHAT_TEMPLATE, text)
 
 
 def note_prompts(folder: Path, identity: str, texts: RunDocuments) -> None:
-    """Write down the decoder's prompts of a run, so that later evaluations measure on the same ones
+    """Record the decoder's prompts of a run, so that later evaluations measure on the same ones
     without reading the data. Of many, the first are kept."""
     parts = {"test": texts.prompts, "validation": texts.validation_prompts}
     lines: list[dict[str, Any]] = [{name: len(prompts) for name, prompts in parts.items()}]
@@ -170,8 +170,8 @@ def note_prompts(folder: Path, identity: str, texts: RunDocuments) -> None:
 
 def noted_prompts(folder: Path, limit: int) -> tuple[list[Prompt], list[Prompt]] | None:
     """The prompts of the test and of the validation part of the run in this folder; None if it did
-    not note them, if the file is damaged or not that of the run, or if fewer than `limit` are in it
-    because there were more."""
+    not record them, if the file is damaged or not that of the run, or if it holds fewer than
+    `limit` because there were more."""
     path, identity = folder / HELD_OUT, config_of(folder).get("identity")
     if not path.is_file() or not isinstance(identity, str):
         return None
@@ -194,8 +194,8 @@ def noted_prompts(folder: Path, limit: int) -> tuple[list[Prompt], list[Prompt]]
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The config.json of a run's folder, as today's version would have written it; empty if there
-    is none. Raises UserError if the file is damaged."""
+    """The config.json of a run's folder, in the form of today's version; empty if there is none.
+    Raises UserError if the file is damaged."""
     path = folder / "config.json"
     if not path.exists():
         return {}
@@ -211,7 +211,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 def require_run_of(draft: Path, described: Any) -> None:
     """Raise UserError if a run's config.json, as `described`, is not that of the run that trained a
-    draft: both carry the identity of their run. Drafts and runs of earlier versions carry none."""
+    draft: both have the identity of their run. Drafts and runs of earlier versions have none."""
     theirs = draft_checkpoint.read_card(draft).notes.get("run")
     identity = described.get("identity") if isinstance(described, dict) else None
     require(
@@ -221,7 +221,7 @@ def require_run_of(draft: Path, described: Any) -> None:
 
 
 def data_of_run(folder: Path, draft: Path | None = None) -> DataConfig:
-    """A run's data settings, limited to the records it read (if it noted how many), so that the
+    """A run's data settings, limited to the records that it read (if recorded), so that the
     held-out side stays the same. Raises UserError if the folder holds no run or is damaged, or if
     it is not the run of this `draft`."""
     try:
@@ -241,8 +241,8 @@ def data_of_run(folder: Path, draft: Path | None = None) -> DataConfig:
 
 
 def known_data_of_run(folder: Path, draft: Path | None = None) -> DataConfig | None:
-    """`data_of_run`. If the folder holds no run, or another one than that of the draft: settings
-    with the template arguments on the draft's card, or None if it has none."""
+    """`data_of_run`. If the folder holds no run, or not that of the draft: settings with the
+    template arguments on the draft's card, or None if it has none."""
     try:
         return data_of_run(folder, draft)
     except UserError:
@@ -253,8 +253,8 @@ def known_data_of_run(folder: Path, draft: Path | None = None) -> DataConfig | N
 def origin_of_prompts(
     folder: Path, tokenizer: Any, openings: Sequence[str], draft: Path | None = None
 ) -> str:
-    """What prompts of a user's own are, in words, for the draft of this run: how many of them it
-    was trained on, by their opening prompts, as far as the folder and the data let one know."""
+    """A sentence about a user's own prompts and the draft of this run: how many of them it was
+    trained on, by their opening prompts, as far as the folder and the data show."""
     try:
         data, path = data_of_run(folder, draft), folder / BUDGET
         require(
@@ -272,10 +272,9 @@ def origin_of_prompts(
 def shape_of_run(
     folder: Path, keys: Sequence[str], family: str, draft: Path | None = None
 ) -> dict[str, Any] | None:
-    """Those of a run's settings of decoding that say what a speculation step drafts, for a draft of
-    this family in its folder: the run's own, or the hybrid that it made of it, whose chains have a
-    length of their own. None if the folder holds no run, or another one than that of the `draft`.
-    Raises UserError for a damaged file."""
+    """The run's decoding settings that define the draft topology, for a draft of this method in its
+    folder: the run's own draft, or its hybrid, whose chains have their own length. None if the
+    folder holds no run, or not that of the `draft`. Raises UserError for a damaged file."""
     path = folder / "config.json"
     if not path.exists():
         return None
@@ -314,8 +313,8 @@ def digest(documents: Sequence[Document]) -> str:
 
 
 def _upgraded(written: dict[str, Any], when: datetime) -> dict[str, Any]:
-    """A run's config.json, written `when` it was, as today's version would write it. Older ones
-    had no validation part, and do not say when the run began, nor all of how it sampled."""
+    """A run's config.json, written `when` it was, in the form of today's version. Older ones had no
+    validation part, and lack the date of the run and some settings of its sampling."""
     if isinstance(responses := written.get("responses"), dict):
         written = written | {"responses": GREEDY | responses}
     if isinstance(data := written.get("data"), dict):

@@ -1,5 +1,5 @@
-"""Held-out figures by teacher forcing: they show how a run is doing and which draft is its best.
-`forecast` says from those so far what τ will be at the end of training."""
+"""Held-out figures by teacher forcing, which show a run's progress and select its best draft.
+`forecast` extrapolates them to τ at the end of training."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ NOISE = 0.015  # standard deviation of a held-out τ about its curve
 
 
 class TerminatedTogether(Terminated):
-    """SIGTERM has reached one of the processes, and all have left after the same forward pass, so
-    that they can still save together."""
+    """SIGTERM has reached one of the processes, and all have stopped after the same forward pass,
+    so that they can still save together."""
 
 
 def evaluate(
@@ -38,9 +38,9 @@ def evaluate(
     ended: Callable[[], bool] = lambda: False,
 ) -> HeldOut:
     """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. `chain` is the
-    trained depth, up to which α is measured, and the γ of the chains that τ is of; None: both are
-    the trained depth. Rows are spread over the processes; sums are reduced before they are divided.
-    Before each forward pass, all processes call `ended`, which returns the same in all of them;
+    trained depth, up to which α is measured, and the γ of the chains for τ; None: both are the
+    trained depth. Rows are distributed over the processes; sums are reduced before division. Before
+    each forward pass, all processes call `ended`, which returns the same in all of them;
     TerminatedTogether is raised if it is true. Raises UserError if no response is long enough to
     measure τ."""
     depth, gamma = chain or (None, None)
@@ -87,8 +87,8 @@ def evaluate(
 
 
 def looks(steps: int, every: int) -> list[int]:
-    """The steps, of so many, after which a run is evaluated for its forecast, besides those after
-    every `every` steps. None for short runs, where these are enough, or where `every` is 0."""
+    """The steps after which a run is evaluated for its forecast, in addition to those after every
+    `every` steps. Empty for short runs, which do not need them, and if `every` is 0."""
     if steps < FEWEST or every == 0 or every <= SHARES[0] * steps:
         return []
     return [math.ceil(share * steps) for share in SHARES]
@@ -100,9 +100,9 @@ def forecast(
     """τ of chains of γ tokens after `steps` steps, given held-out τ after some of them; None before
     there are two. It is between 1 and γ + 1, as any τ.
 
-    τ - 1 is taken to be linear in the logarithm of the step, fitted by least squares in which later
-    evaluations weigh more, with a normal prior on the slope. docs/notebook/measuring.md has the
-    curves from which the prior comes and on which the forecast was tried.
+    The model is τ - 1 linear in the logarithm of the step, fitted by weighted least squares (later
+    evaluations weigh more) with a normal prior on the slope. docs/notebook/measuring.md has the
+    curves behind the prior and the tests of the forecast.
     """
     usable = [(step, tau - 1) for step, tau in points if FROM * steps <= step <= steps]
     if len(usable) < 2:

@@ -1,4 +1,4 @@
-"""The weights that training starts from: fresh ones, those of an earlier draft, or the closed-form
+"""The initial weights of training: random ones, those of an earlier draft, or the closed-form
 (least-squares) initialisation of drafters that have one (`Trainable.solve_closed_form`)."""
 
 import json
@@ -56,14 +56,14 @@ class InitialisationConfig:
 
 
 def named_head(config: Any) -> str | None:
-    """The folder of the draft that a drafter with this config contains; None if it contains none,
-    or builds its own."""
+    """The folder of the draft that is a part of a drafter with this config; None if there is none,
+    or if it builds its own."""
     named = getattr(config, "head", None)
     return str(named) if named and named not in DRAFTERS else None
 
 
 def earlier_drafts(initialisation: InitialisationConfig, config: Any) -> list[Path]:
-    """The folders of the drafts that a stage starts from or that its drafter contains."""
+    """The folders of the drafts that a stage starts from or that are a part of its drafter."""
     return [
         Path(draft) for draft in (initialisation.draft, named_head(config)) if draft is not None
     ]
@@ -108,8 +108,8 @@ def reference_draft(named: str | None, target: TargetParts) -> Drafter | None:
 def require_initialisation(
     initialisation: InitialisationConfig, config: Any, target: TargetParts
 ) -> None:
-    """Raise UserError for an earlier draft that no stage of this config can start from, whatever
-    its texts turn out to be: the draft of `drafter.from`, and one that is a part of the drafter."""
+    """Raise UserError if no stage with this config can start from the draft of `drafter.from` or
+    use the draft that is a part of the drafter, whatever its texts are."""
     if initialisation.draft is not None:
         _fitting(Path(initialisation.draft), initialisation.new_tokens, config, target)
     elif (named := getattr(config, "head", None)) and named not in DRAFTERS:
@@ -117,8 +117,8 @@ def require_initialisation(
 
 
 def _fitting(folder: Path, new_tokens: int, config: Any, target: TargetParts) -> Predictor:
-    """The draft in `folder`. Raises UserError unless training can go on from it with this config
-    and, in its vocabulary, `new_tokens` tokens more."""
+    """The draft in `folder`. Raises UserError unless training can continue from it with this config
+    and `new_tokens` more tokens in its vocabulary."""
     kind = family(config.name)
     require(
         kind.trains(config),
@@ -149,7 +149,7 @@ def _fitting(folder: Path, new_tokens: int, config: Any, target: TargetParts) ->
 
 
 def _with_settings_of(earlier: Predictor, config: Any) -> Any:
-    """A config with the vocabulary and the start of an earlier draft."""
+    """A config with the vocabulary and the initialisation of an earlier draft."""
     if hasattr(config, "draft_vocab"):
         size = None if earlier.vocab_S is None else len(earlier.vocab_S)
         config = replace(config, draft_vocab=size)
@@ -194,16 +194,16 @@ def _continued(
 
 
 def stride(tokens: int) -> int:
-    """The n for which an initialisation reads every n-th row of texts that have this many tokens in
-    all."""
+    """The n for which an initialisation reads every n-th row of texts with this total number of
+    tokens."""
     return max(1, tokens // CLOSED_FORM_TOKENS)
 
 
 def initialise_in_closed_form(
     drafter: Drafter, data: BatchSource, length: int, accelerator: Accelerator, progress: Progress
 ) -> None:
-    """Solve for the drafter's first weights, on evenly spaced rows of up to `length` tokens (see
-    `CLOSED_FORM_TOKENS`). The weights stay as they are if no response is long enough."""
+    """Set the drafter's initial weights by least squares, on evenly spaced rows of up to `length`
+    tokens (see `CLOSED_FORM_TOKENS`). The weights are unchanged if no response is long enough."""
     assert isinstance(drafter, Trainable)
     rows = range(0, len(data.rows), stride(sum(len(row.ids) for row in data.rows)))
     at_once = max(1, AT_ONCE // length)

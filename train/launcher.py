@@ -1,4 +1,4 @@
-"""The launcher that started this process: its processes end when it does, with a true exit code.
+"""Makes the processes of a launcher end when it does, with the right exit code.
 
 A launcher (torchrun, accelerate launch) stops the processes that it started, but not if it is
 killed itself: they would train on, or wait for one another forever, with the run's folder locked.
@@ -24,9 +24,8 @@ def is_launched() -> bool:
 
 
 def end_with_launcher() -> None:
-    """From now on, end this process within about a second of the launcher that started it, even
-    while it waits for the others. Does nothing for a process without a launcher, which may outlive
-    the shell that started it."""
+    """Make this process end within about a second of its launcher, even while it waits for the
+    others. Does nothing for a process without a launcher, which may outlive its shell."""
     if not is_launched() or any(thread.name == NAME for thread in threading.enumerate()):
         return
     threading.Thread(target=_watch, args=(os.getppid(),), name=NAME, daemon=True).start()
@@ -42,13 +41,14 @@ def _watch(launcher: int) -> None:
 
 @contextmanager
 def exiting_at_once() -> Iterator[None]:
-    """Do the last work of this process. If it was launched, it then ends at once, with the exit
-    code that the work gave.
+    """Do the last work of this process. A launched process then ends at once, with the exit code of
+    that work.
 
-    Python would first take the interpreter apart while threads of torch.distributed still run: on a
-    busy machine, more than one process in ten aborts there ("terminate called without an active
-    exception"), even after `destroy_process_group`, and the launcher then takes a finished run for
-    a failed one."""
+    Otherwise Python would shut the interpreter down while threads of torch.distributed still run:
+    on a busy machine, more than one process in ten aborts there ("terminate called without an
+    active exception"), even after `destroy_process_group`, and the launcher then reports a finished
+    run as failed.
+    """
     code: Any = 0
     try:
         yield

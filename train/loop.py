@@ -1,7 +1,7 @@
 """The training loop: one flat function, from top to bottom.
 
-Rows are packed texts. A step reads `rows · accumulate · processes` of them; how they are cut
-into micro-batches and spread over processes changes nothing but rounding.
+Rows are packed texts. A step reads `rows · accumulate · processes` of them; dividing them into
+micro-batches and processes changes nothing but rounding.
 """
 
 import math
@@ -46,7 +46,7 @@ SELECT_BY = ("tau_greedy", "tau_sampled", "alpha_sampled", "alpha_greedy")
 
 @dataclass
 class LoopConfig:
-    """How long to train, in which portions, and when to evaluate. If `eval_every` is more than a
+    """The length of training, its batch sizes, and when to evaluate. If `eval_every` is more than a
     tenth of the steps, drafts are also evaluated after a tenth and a fifth of them, for an early
     forecast of τ."""
 
@@ -74,14 +74,14 @@ class LoopConfig:
 
 
 class Diverged(UserError):
-    """A loss or gradient that is not finite; raised before anything is written of it."""
+    """A loss or gradient that is not finite, raised before anything is saved."""
 
 
 @dataclass
 class TrainRecord:
     """Training figures. The lists, by depth, are means since the last record; `lr` and
-    `gradient_norm` are those of the last step. The speed, and the share of the time that was spent
-    `waiting` for stored hidden states, are those of the whole run so far."""
+    `gradient_norm` are those of the last step. The speed, and the share of time spent `waiting` for
+    stored hidden states, are those of the whole run so far."""
 
     loss: list[float]
     sampled: list[float]
@@ -101,7 +101,7 @@ class TrainRecord:
 
 @dataclass(frozen=True)
 class UnreadStep:
-    """A step whose loss and gradient are still on the device: the host has not read them."""
+    """A step whose loss and gradient are still on the device and were not read by the host."""
 
     number: int
     rows: Sequence[int]  # that all processes read together
@@ -112,8 +112,8 @@ class UnreadStep:
 
 @dataclass
 class Learner:
-    """A draft in training: the model as accelerate prepared it, its optimisers, and how far its run
-    has come. A continued run passes over the steps that its checkpoint has taken."""
+    """A draft in training: the model as accelerate prepared it, its optimisers, and the progress of
+    its run. A continued run skips the steps that its checkpoint has taken."""
 
     forcing: TeacherForcing
     model: nn.Module
@@ -140,8 +140,8 @@ class Learner:
     time: TrainingTime | None = None  # that steps are to fit; None: as many as the settings say
 
     def look_ahead(self) -> float | None:
-        """Forecast held-out τ at T = 0 at the end (None as long as there is no forecast), and say
-        so in `outlook`."""
+        """Forecast held-out τ at T = 0 at the end of training (None without a forecast), and set
+        `outlook` to it."""
         evaluated = self.state.evaluated
         expected = forecast(evaluated, self.steps, self.state.gamma)
         self.outlook = f"  τ {evaluated[-1][1]:.2f}" if evaluated else ""
@@ -155,9 +155,9 @@ class Learner:
 
     def read_steps(self) -> tuple[Tensor, float]:
         """The sums [K, 5] over the anchors of all processes since the last record, and the norm of
-        the last step's gradient. All processes call this. Here, and only here, the host waits for
-        what the steps have computed. Raises `Diverged` if the loss or the gradient of a step that
-        was not read before is not finite: no draft or checkpoint is written before that."""
+        the last step's gradient. All processes call this. Only here does the host wait for the
+        results of steps. Raises `Diverged` if the loss or the gradient of an unread step is not
+        finite: no draft or checkpoint is written before that."""
         unread, self.unread = self.unread, []
         sums_K5 = self.accelerator.reduce(self.statistics, "sum")
         scalars = [x for step in unread for x in (*step.losses, step.norm)]
@@ -170,14 +170,14 @@ class Learner:
         return read[len(scalars) :].view(sums_K5.shape), norm
 
     def round_ended(self, part: float) -> bool:
-        """Whether training has taken the steps of its rounds so far, `part` of all, that fit their
-        time."""
+        """Whether training has taken the steps of its rounds so far, the fraction `part` of all
+        steps that fit its time."""
         fixed = self.time is not None and self.time.fixed is not None
         return fixed and self.step >= math.ceil(part * self.steps)
 
     def fit_steps(self, most: int) -> bool:
-        """Set `steps` to what fits the time for training, of at most `most`. Returns whether the
-        number has just been fixed: until it is, it is a forecast, on the rising side of the
+        """Set `steps` to the number that fits into the time of training, at most `most`. Returns
+        whether it has just been fixed; until then it is a forecast, during the warm-up of the
         learning rate. All processes call this before a step."""
         time = self.time
         assert time is not None
@@ -198,8 +198,8 @@ class Learner:
         return fixed
 
     def write_round_draft(self, folder: Path) -> None:
-        """Write the draft as it is now to a folder, unless it has been written there before. All
-        processes call this. Raises UserError if it was written before and is missing."""
+        """Write the current draft to a folder, unless it was written there before. All processes
+        call this. Raises UserError if it was written before and is missing."""
         if self.ranks.first(folder.exists):
             return
         require(
@@ -224,7 +224,7 @@ class Learner:
         self.accelerator.wait_for_everyone()
 
     def save_draft(self, folder: Path, notes: dict[str, Any] | None = None) -> None:
-        """Write the draft as it is now to a folder. All processes call this."""
+        """Write the current draft to a folder. All processes call this."""
         if self.unread:
             self.read_steps()
         whole, prefix = training_checkpoint.weights(self.model), "drafter."
@@ -245,12 +245,12 @@ def prepare_learner(
     tracker: Tracker,
     gamma: int,
 ) -> Learner:
-    """A draft at the start of its training or, if the run's folder holds a checkpoint, where the
-    newest one left it: in float32 bit for bit on as many processes as before, and on another number
-    of them within rounding. `cfg.epochs` counts those of the whole run, over which the learning
-    rate is scheduled; `run` is the run's identity. Held-out τ is that of chains of `gamma` tokens
-    or, in a continued run, of as many as when it began. Raises UserError if no checkpoint can be
-    used, or if the best draft is lost."""
+    """A draft at the start of its training or, if the run's folder holds a checkpoint, in the state
+    of the newest one: exact in float32 on the same number of processes, and up to rounding on
+    another. `cfg.epochs` counts those of the whole run, over which the learning rate is scheduled;
+    `run` is the run's identity. Held-out τ is for chains of `gamma` tokens or, in a continued run,
+    of as many as when it began. Raises UserError if no checkpoint can be used, or if the best draft
+    is lost."""
     drafter = forcing.drafter
     assert isinstance(drafter, Trainable)
     built = optim.build(forcing, schedule, drafter.sizes, drafter.learning_rates)
@@ -302,14 +302,14 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
     """Train for these of the run's epochs on the rows of a source, or for as many steps of them as
     fit the learner's time.
 
-    The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged`
-    if the loss or the gradient of a step is not finite, when the step's figures are read, and
-    UserError if the rows do not fill a step, or if the checkpoint's steps read other rows; what was
-    saved stays. On SIGTERM in any process, all write a checkpoint after the step and raise
+    The best draft goes to the run's `best`, checkpoints to its `checkpoints`. Raises `Diverged` if
+    the loss or the gradient of a step is not finite, when the step's figures are read, and
+    UserError if the rows do not fill a step, or if the checkpoint's steps read other rows; saved
+    files are kept. On SIGTERM in any process, all write a checkpoint after the step and raise
     `Terminated`.
 
-    The host reads what the device has computed only at the steps that are logged, evaluated or
-    saved (`Learner.read_steps`), once each; at all others it does not wait.
+    The host reads results of the device only at steps that are logged, evaluated or saved
+    (`Learner.read_steps`), once each; at other steps it does not wait.
     """
     cfg, state, tracker, portion = learner.cfg, learner.state, learner.tracker, learner.portion
     lengths = [len(row.ids) for row in source.rows]
@@ -445,9 +445,8 @@ def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRec
 
 @checkpoint_first()
 def finish(learner: Learner) -> None:
-    """Evaluate the draft after the last step, and write a checkpoint, where training ended with
-    another step than was planned for it: with loop.max_tokens, a later round of longer rows has
-    fewer steps left."""
+    """Evaluate the draft after the last step, and write a checkpoint, if training ended at another
+    step than planned: with loop.max_tokens, a later round with longer rows has fewer steps left."""
     state = learner.state
     if learner.step < state.step:  # a checkpoint of a run that stopped early
         return
@@ -459,8 +458,8 @@ def finish(learner: Learner) -> None:
 
 
 def trained(learner: Learner) -> Training:
-    """What training ended with. Raises UserError if the checkpoint's steps read other rows, or if
-    the best draft is lost."""
+    """The result of training. Raises UserError if the checkpoint's steps read other rows, or if the
+    best draft is lost."""
     state = learner.state
     _require_same_rows(learner, ended=True)
     learner.ranks.first(lambda: _require_best(learner.folder, state, ended=True))
@@ -481,11 +480,10 @@ def trained(learner: Learner) -> Training:
 def steps_of(
     cfg: LoopConfig, lengths: Sequence[int], epoch: int, step: int, portion: int
 ) -> tuple[list[list[int]], int]:
-    """The `portion` rows that each step of an epoch reads, and how many steps are now planned for
-    the run, which has taken `step` of them. A run lasts `cfg.epochs` whole epochs, or as many steps
-    as `max_tokens` allows. `lengths` are those of the rows. Each epoch is a new permutation; rows
-    that do not fill a step are left out. Raises UserError if an epoch has fewer rows than a step.
-    """
+    """The `portion` rows of each step of an epoch, and the number of steps now planned for the run,
+    which has taken `step` of them. A run lasts `cfg.epochs` complete epochs, or as many steps as
+    `max_tokens` allows. `lengths` are those of the rows. Each epoch is a new permutation; rows that
+    do not fill a step are skipped. Raises UserError if an epoch has fewer rows than a step."""
     per_epoch = len(lengths) // portion
     if per_epoch == 0:
         raise UserError(
@@ -504,10 +502,10 @@ def steps_of(
 
 def _evaluate_draft(learner: Learner) -> None:
     """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
-    far. SIGTERM ends this: at once in one process alone, and after the same forward pass in
-    several. They save a checkpoint first, from which a continued run evaluates. Where a forward
-    pass takes too long, `Terminated` ends one of several processes without the others; nothing is
-    saved then, since they would have to save together."""
+    far. SIGTERM ends this: at once in a single process, and after the same forward pass in several.
+    They save a checkpoint first, from which a continued run evaluates. If a forward pass takes too
+    long, `Terminated` ends one of several processes without the others; then nothing is saved,
+    since they would have to save together."""
     state, accelerator, cfg = learner.state, learner.accelerator, learner.cfg
     alone = accelerator.num_processes == 1
     try:
@@ -552,7 +550,7 @@ def _unread(orders: Sequence[Sequence[int]], learner: Learner) -> list[Sequence[
 
 
 def _require_same_rows(learner: Learner, ended: bool = False) -> None:
-    """Raise UserError if the steps that a continued run has passed over are not those that its
+    """Raise UserError unless the steps that a continued run has skipped are those that its
     checkpoint has taken: as many tokens in as many rows."""
     state, portion = learner.state, learner.portion
     passed = learner.step * portion
@@ -567,9 +565,9 @@ def _require_same_rows(learner: Learner, ended: bool = False) -> None:
 
 
 def _require_best(folder: Path, state: State, ended: bool) -> None:
-    """Raise UserError unless the run's `best` is whole and of this run, if there must be one.
-    When training has `ended`, say so if it is not the draft of the best step, which can happen
-    after a crash between saving a draft and its checkpoint."""
+    """Raise UserError unless the run's `best`, if there must be one, is complete and belongs to
+    this run. When training has `ended`, print a line if it is not the draft of the best step, which
+    can happen after a crash between saving a draft and its checkpoint."""
     if state.best is None:
         return
     best = folder / "best"
@@ -594,9 +592,8 @@ def _require_best(folder: Path, state: State, ended: bool) -> None:
 
 def _seed_dropout(seeds: Sequence[int]) -> None:
     """Seed torch's own generators, on every device, from the seeds of a micro-batch's rows, so that
-    dropout and the like depend on these alone, and on which rows are read together. So a checkpoint
-    need not hold a generator's state.
-    """
+    dropout depends only on these and on which rows are read together. A checkpoint therefore needs
+    no generator's state."""
     folded = 1
     for seed in seeds:
         folded = (folded * 1_000_003 + seed) % (1 << 63)

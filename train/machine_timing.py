@@ -1,5 +1,5 @@
-"""This machine's times, for plans and benches: steps of the target, of training and of speculation,
-without a run around them."""
+"""Timings of this machine for plans and benchmarks: steps of the target, of training and of
+speculation, outside a run."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -35,7 +35,7 @@ LENGTH = 96  # tokens of the sequence that is decoded to time speculation steps
 def training_step(
     cfg: Config, target: Target, documents: Sequence[Document], accelerator: Accelerator
 ) -> Callable[[], int]:
-    """A function that does a training step of a throwaway draft, on a run's documents, and returns
+    """A function that does a training step of a temporary draft on a run's documents, and returns
     the number of tokens read."""
     documents = documents[: 8 * cfg.loop.rows]
     drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
@@ -86,7 +86,7 @@ def timed_device(
 def timed_training(
     cfg: Config, target: Target, texts: Sequence[Document | Prompt], accelerator: Accelerator
 ) -> tuple[int, float]:
-    """The tokens and the seconds of a training step of a throwaway draft. A prompt whose response
+    """The tokens and the seconds of a training step of a temporary draft. A prompt whose response
     is not written yet is repeated in its place."""
     documents = list[Document]()
     for text in texts[: 8 * cfg.loop.rows]:
@@ -101,8 +101,8 @@ def timed_training(
 def timed_speculation(
     cfg: Config, target: Target, texts: Sequence[Document | Prompt]
 ) -> dict[int, tuple[float, PassCost]]:
-    """c, and v by γ, on this machine at each batch size, with a draft that is not trained: what it
-    proposes does not matter."""
+    """c, and v by γ, on this machine at each batch size, with an untrained draft, whose proposals
+    do not affect the times."""
     if cfg.family.copies:
         return {}
     documents = [Document(t.id, t.ids, np.ones(len(t.ids), np.bool_)) for t in texts]

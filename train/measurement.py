@@ -1,5 +1,5 @@
-"""The end of a run. Its best draft is measured, unless that was done before in the same way. Then
-the report is written and the draft exported."""
+"""The end of a run: measures its best draft, unless that was done before in the same way, writes
+the report and exports the draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -47,7 +47,7 @@ MEASURING = (
 
 @dataclass(frozen=True)
 class FinalSettings:
-    """What a run's settings say about the time after its training."""
+    """The settings for the time after a run's training."""
 
     name: str  # of the run
     data: str  # the name of its data
@@ -75,9 +75,9 @@ def finished(
     budget: Budget,
 ) -> Results | None:
     """Calibrate and measure the best draft, unless that was done before in the same way; write and
-    log a report, and export. The `budget` says how many prompts are measured. Processes that do not
-    see the run's folder (they may have disks of their own) take no part, and get None; then the
-    first measures alone."""
+    log a report, and export. The `budget` limits the number of measured prompts. Processes that do
+    not see the run's folder (on disks of their own) do not take part, and get None; then the first
+    measures alone."""
     if ranks.team is not None and not ranks.alone:  # the others help wherever the target computes
         return ranks.first(
             partial(
@@ -124,8 +124,8 @@ def finished(
 
 
 def _unmeasured(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
-    """Export the best draft of a run that is not measured. The target's parts are enough, unless
-    the draft runs the target's layers."""
+    """Export the best draft of a run without measuring it. The target's parts suffice, unless the
+    draft runs the target's layers."""
     if not cfg.needs_layers:
         target = on_demand.parts
         drafter = draft_checkpoint.read_draft(folder / "best", target).to(
@@ -203,9 +203,9 @@ def measure_draft(
     left: Callable[[], float] | None = None,
 ) -> Results:
     """Calibrate the confidence of the draft in this folder on the prompts `calibrating`, then
-    measure it on `cfg.prompts` prompts, those `asked`. Choices are made on `others`.
-    `build_combined` makes the second draft of the subject, from the calibrated one. `left` is as in
-    `evaluate`. Raises UserError as `calibrate` and `evaluate` do."""
+    measure it on `cfg.prompts` prompts of `asked`. Choices are made on `others`. `build_combined`
+    makes the second draft of the subject, from the calibrated one. `left` is as in `evaluate`.
+    Raises UserError as `calibrate` and `evaluate` do."""
     if calibrating:
         console.print(f"calibrating confidence on {len(calibrating)} prompts that are not measured")
         prompts = [p.ids.tolist() for p in calibrating]
@@ -230,8 +230,8 @@ def measure_draft(
 
 
 def others_of(texts: RunDocuments) -> list[Prompt]:
-    """The held-out prompts that are not measured, for calibration and for choices: those of the
-    validation part first, since a later evaluation may measure more of the test part."""
+    """The held-out prompts that are not measured, for calibration and for choices: first those of
+    the validation part, since a later evaluation may measure more of the test part."""
     return [*texts.validation_prompts, *texts.prompts[texts.measured :]]
 
 
@@ -266,7 +266,7 @@ def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetPa
 def note(
     cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
 ) -> None:
-    """Write down how the results in the folder's report were measured."""
+    """Record how the results in the folder's report were measured."""
     how = _how(cfg, folder, texts, target, processes)
     write_json(folder / "report" / RECORD, {"how": how})
 
@@ -274,8 +274,8 @@ def note(
 def results_of(
     cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
 ) -> Results | None:
-    """The results of the run, if they are on the disk as they were written and another measurement
-    would only repeat them, with the same draft, prompts, settings, machine and code."""
+    """The stored results of the run, if they are intact and another measurement would only repeat
+    them, with the same draft, prompts, settings, machine and code."""
     report = folder / "report"
     try:
         if read_json(report / RECORD) == {"how": _how(cfg, folder, texts, target, processes)}:
@@ -288,7 +288,7 @@ def results_of(
 def _how(
     cfg: FinalSettings, folder: Path, texts: RunDocuments, target: Target, processes: int
 ) -> str:
-    """A checksum of all that the results depend on, and of the results themselves."""
+    """A checksum of everything that the results depend on, and of the results themselves."""
     results, drafts_of = folder / "report" / FILE, [folder / "best"]
     if cfg.combine_with is not None:
         drafts_of.append(folder / f"with-{cfg.combine_with}")
@@ -310,10 +310,11 @@ def _how(
 
 @cache
 def measuring_code() -> str:
-    """The checksum of the code that measures. Half a second of work, so a process does it once."""
+    """A checksum of the code that measures. It takes half a second, so a process computes it
+    once."""
     return of_code([Path(__file__), *(p for n in MEASURING for p in _sources(SPECDEC / n))])
 
 
 def _sources(place: Path) -> list[Path]:
-    """A module, or all those of a package; nothing for a lab that is not installed."""
+    """A module's file, or all files of a package; empty for a lab that is not installed."""
     return sorted(place.rglob("*.py")) if place.is_dir() else [place] * place.is_file()

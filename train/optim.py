@@ -21,10 +21,11 @@ class OptimConfig:
     linearly to `lr`, then follows a cosine.
 
     Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) is PyTorch's. Its updates
-    are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so that `lr` and
-    `weight_decay` mean the same for both. A matrix with one row or column for each token of a
-    vocabulary does not count as hidden. Muon multiplies in bfloat16: on a CPU that does not do so
-    natively, a step takes several times as long."""
+    are scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so `lr` and
+    `weight_decay` have the same meaning for both. A matrix with one row or column for each token of
+    a vocabulary does not count as hidden. Muon multiplies in bfloat16: on a CPU that does not do so
+    natively, a step takes several times as long.
+    """
 
     lr: float | None = 1e-3  # peak learning rate; null: the drafter method's own
     hidden: str = "adamw"  # adamw or muon, for the matrices of the hidden layers

@@ -1,6 +1,6 @@
-"""Texts of settings as they were typed: Hydra and YAML read `1.10` as the number 1.1, `2024_01` as
-202401 and `1e5` as 100000.0, and cut off blanks at the end of a value. On the command line, such
-texts get quotes here; in the files of settings, they are rejected."""
+"""Text settings, kept as they were typed: Hydra and YAML read `1.10` as the number 1.1, `2024_01`
+as 202401 and `1e5` as 100000.0, and strip blanks at the end of a value. On the command line, such
+texts get quotes here; in files of settings, they are rejected."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ PACKAGE = re.compile(r"#\s*@package\s+(\S+)")
 
 
 def kinds_within(kinds: Sequence[Any], name: str) -> list[Any]:
-    """The types of the values that a key has in values of these types: a field of a dataclass, or
+    """The types of the values of a key, given the types of its owner: a field of a dataclass, or
     any key of a dictionary."""
     types = list[Any]()
     for kind in kinds:
@@ -32,14 +32,14 @@ def kinds_within(kinds: Sequence[Any], name: str) -> list[Any]:
 
 
 def _choices(kind: Any) -> tuple[Any, ...]:
-    """The types that a type allows, None aside."""
+    """The members of a union type, without None."""
     if get_origin(kind) in (Union, UnionType):
         return tuple(x for x in get_args(kind) if x is not type(None))
     return (kind,)
 
 
 def is_text(kinds: Sequence[Any]) -> bool:
-    """Whether a value of one of these types is a text, and cannot be a number."""
+    """Whether a value of one of these types must be a text."""
     return any(_choices(kind) == (str,) for kind in kinds)
 
 
@@ -49,8 +49,8 @@ def _elements(kinds: Sequence[Any]) -> list[Any]:
 
 
 def as_typed(value: str, kinds: Sequence[Any]) -> str:
-    """A value of an override whose texts, by these types, have quotes if Hydra would read something
-    else than was typed: also those in lists, in dictionaries and among the values of a sweep."""
+    """A value of an override in which texts, by these types, are quoted if Hydra would read
+    something else: also those in lists, in dictionaries and among the values of a sweep."""
     inner = value.strip()
     if (choice := CHOICE.fullmatch(inner)) and is_text(kinds):
         return _each(choice[1], kinds)
@@ -69,7 +69,7 @@ def as_typed(value: str, kinds: Sequence[Any]) -> str:
 
 
 def _each(values: str, kinds: Sequence[Any]) -> str:
-    """Values with commas between them, each as it was typed, but without blanks around it."""
+    """Values with commas between them, each as it was typed, but stripped."""
     texts = (part.strip() for part in pieces(values))
     return ",".join(
         _quoted_text(x, blanks=False)
@@ -80,7 +80,7 @@ def _each(values: str, kinds: Sequence[Any]) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """A text in pieces at its commas, but for those in quotes or brackets."""
+    """A text split at its commas, except those in quotes or brackets."""
     parts, depth, quote, escaped = [""], 0, "", False
     for c in text:
         if not escaped and c == quote:
@@ -98,7 +98,8 @@ def pieces(text: str) -> list[str]:
 
 
 def _quoted_text(word: str, blanks: bool) -> str:
-    """A text with quotes if Hydra reads another one; `blanks` around it belong to it."""
+    """A text, quoted if Hydra would read it differently; `blanks`: white space around it belongs to
+    it."""
     if word.strip() in ("", "null") or re.search(r"['\"$]", word):
         return word
     if blanks and word != word.strip():
@@ -112,9 +113,9 @@ def _quoted_text(word: str, blanks: bool) -> str:
 
 
 def require_texts_in(path: Path, group: str, kinds_of: Callable[[str], Sequence[Any]]) -> None:
-    """Raise UserError for a text in a file of settings that YAML reads as another one. `group` is
-    the folder of the file, which its keys belong to unless it has a `@package`; `kinds_of` gives
-    the types of a key's values."""
+    """Raise UserError for a text in a file of settings that YAML reads differently. `group` is the
+    folder of the file, to which its keys belong unless it has a `@package`; `kinds_of` returns the
+    types of a key's values."""
     try:
         source = path.read_text(encoding="utf-8")
         root = yaml.compose(source, Loader=yaml.SafeLoader)
@@ -131,7 +132,7 @@ def require_texts_in(path: Path, group: str, kinds_of: Callable[[str], Sequence[
 
 
 def _changed(node: Any, kinds: Sequence[Any], key: str) -> Iterator[tuple[str, Any]]:
-    """The scalars within a node of YAML that are texts by these types, but are read as others."""
+    """The scalars within a YAML node that are texts by these types but are read differently."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             inner = f"{key}.{name.value}" if key else str(name.value)

@@ -1,6 +1,6 @@
 """The main job: from a target and conversations to a measured, exported draft. `run` reads from top
-to bottom; each stage is passed what it needs. `fill_shard` is another job that shares its first
-stages: a part of what precedes training, for independent processes or machines."""
+to bottom; each stage gets only what it needs. `fill_shard` is another job with the same first
+stages: a part of the work before training, for independent processes or machines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -68,13 +68,13 @@ LESS_AT_ONCE = (
 def run(
     cfg: Config, folder: Path | str | None = None, now: Callable[[], float] = time.monotonic
 ) -> float:
-    """Run the whole job of a checked configuration in `folder` (default runs/NAME). Returns the
+    """Run the complete job of a checked configuration in `folder` (default runs/NAME). Returns the
     best held-out objective or, if the drafter has no weights to train, τ at the first temperature.
 
     An interrupted run of the same configuration is continued there. A finished one is not trained
-    again, and measured again only if something has changed that its figures depend on; its report
-    and export are always written again. `now` is the clock of `budget.minutes`. Raises UserError
-    for the user's mistakes, and `Diverged` if the loss or the gradient is not finite.
+    again, and is measured again only if its figures would change; its report and export are always
+    written again. `now` is the clock of `budget.minutes`. Raises UserError for the user's mistakes,
+    and `Diverged` if the loss or the gradient is not finite.
     """
     started, folder = now(), Path(folder or Path("runs") / cfg.name)
     with opened(cfg, folder, lock=folder) as job:
@@ -219,7 +219,7 @@ def run(
 
 
 def fill_shard(cfg: Config, folder: Path | str | None = None) -> None:
-    """Do the shard of a checked configuration: generate a part of the responses
+    """Fill the shard of a checked configuration: generate a part of the responses
     (`responses.shard`), or compute a part of the hidden states (`hidden_states.shard`), as the run
     in `folder` (default runs/NAME) would. Several processes may fill shards of a run at once.
     Raises UserError for the user's mistakes."""
@@ -269,7 +269,7 @@ class OpenJob:
         return earlier_drafts(cfg.initialisation, cfg.drafter)
 
     def split(self) -> DataSplit[Any]:
-        """What the run reads, split, with a report of it. Raises UserError as `split_of_run`."""
+        """The data of the run, split; prints a summary. Raises UserError as `split_of_run`."""
         cfg = self.settled.cfg
         return split_of_run(
             cfg.data,
@@ -287,8 +287,8 @@ class OpenJob:
         folder: Path,
         budget: Budget | None = None,
     ) -> RunDocuments:
-        """The texts of the run in `folder`, with responses and hidden states as
-        `documents_of_run` says."""
+        """The texts of the run in `folder`, with responses and hidden states (see
+        `documents_of_run`)."""
         cfg, responds = self.settled.cfg, self.settled.cfg.data.responses == "target"
         return documents_of_run(
             split=split,
@@ -305,7 +305,7 @@ class OpenJob:
         )
 
     def hidden_states(self) -> RunHiddenStates:
-        """Where the run's rows get the target's hidden states from."""
+        """The source of the target's hidden states for the run."""
         cfg = self.settled.cfg
         return RunHiddenStates.of_run(
             stored=cfg.hidden_states if cfg.stores_hidden_states else None,
@@ -321,9 +321,9 @@ class OpenJob:
 
 @contextmanager
 def opened(cfg: Config, folder: Path, lock: Path) -> Iterator[OpenJob]:
-    """Begin a job of the run in `folder`, and hold the `lock` during the block: settle its
-    configuration, check its files, load the target, and check what the run asks of it. Raises
-    UserError for the user's mistakes."""
+    """Begin a job of the run in `folder`, and hold the `lock` during the block: fix its
+    configuration, check its files, load the target, and check that the target supports the run.
+    Raises UserError for the user's mistakes."""
     run = settled(cfg, folder)
     cfg, accelerator = run.cfg, run.accelerator
     ranks, main = ranks_of(accelerator), accelerator.is_main_process
@@ -376,9 +376,9 @@ def trained_in_rounds(
     hidden_states: RunHiddenStates,
     budget: Budget,
 ) -> Training:
-    """Train in rounds, each of which takes a part of the learner's epochs; the best draft goes to
-    the run's `best`. The first round reads the rows of `source`; with on-policy training, every
-    round trains on documents of its own."""
+    """Train in rounds, each with a part of the learner's epochs; the best draft goes to the run's
+    `best`. The first round reads the rows of `source`; with on-policy training, every round trains
+    on its own documents."""
     folder, progress = learner.folder, hidden_states.progress
     on_policy, drafter = rounds.data == "on_policy", learner.forcing.drafter
     each = learner.cfg.epochs // rounds.count

@@ -1,7 +1,7 @@
-"""`plan=true`: what fills the devices, how long a run takes, what it costs and what a draft gains,
-before anything is loaded or trained.
+"""`plan=true`: the memory and time that a run needs, its cost, and the gain of a draft, before
+anything is loaded or trained.
 
-All of it follows from one table of bytes (`stages_of`) and one cost of a forward pass
+Everything follows from one table of bytes (`stages_of`) and one cost of a forward pass
 (`forward_seconds`). On this machine, steps of the target and of training are measured first; other
 devices are estimates from their data sheets. `remedies` are settings that were tried in the same
 table.
@@ -81,9 +81,9 @@ Settings = Mapping[str, Any]  # values by key, such as {"loop.rows": 2}
 
 @dataclass(frozen=True)
 class DataAmount:
-    """What a run reads: conversations to train on, of so many `tokens` before the target responds,
-    validation conversations and test prompts; how that is `known`; and all of it, unless
-    `planning.tokens` is given."""
+    """The amount of data of a run: conversations to train on, with their number of `tokens` before
+    the target responds, validation conversations and test prompts; how it is `known`; and all of
+    the data, unless `planning.tokens` is given."""
 
     conversations: int
     tokens: int
@@ -96,8 +96,8 @@ class DataAmount:
 
 
 class PlannedStage(NamedTuple):
-    """A stage of a run, or the disk: the bytes that fill it, on each device, by what they are; the
-    bytes for which there is room; and its seconds."""
+    """A stage of a run, or the disk: the bytes that it needs on each device, by purpose; the
+    available bytes; and its seconds."""
 
     name: str
     filled: dict[str, float]
@@ -114,8 +114,8 @@ class PlannedStage(NamedTuple):
 
 
 class PredictedGain(NamedTuple):
-    """What a draft gains at a batch size: the α from which some chain gains (None: none does), and
-    the γ and the speedup that are best at the expected α (γ = 0: vanilla decoding)."""
+    """The gain of a draft at a batch size: the break-even α, above which some chain gains (None:
+    never), and the best γ and speedup at the expected α (γ = 0: vanilla decoding)."""
 
     batch: int
     break_even: float | None
@@ -125,8 +125,8 @@ class PredictedGain(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a plan is computed from, besides the configuration. `costs` are c, and v by γ, for each
-    batch size; `free` are the bytes that are free on the disk of this machine."""
+    """The inputs of a plan, besides the configuration. `costs` are c, and v by γ, for each batch
+    size; `free` are the free bytes on the disk of this machine."""
 
     target: TargetSizes
     draft: DraftFootprint | None
@@ -164,7 +164,8 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     def decoding(
         held: dict[str, float], asked: int, least: int, new: int, kept: bool
     ) -> tuple[int, dict[str, float]]:
-        """How many rows are decoded together, with `new` tokens each, and what they fill."""
+        """The number of rows decoded together, with `new` tokens each, and the bytes that they
+        need."""
         row = {
             "KV cache": fitting.GROWTH * target.cached * (cfg.data.longest_prompt + new) / parts,
             "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.longest_prompt,
@@ -224,9 +225,9 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
 def _filled_by_training(
     cfg: Config, target: TargetSizes, draft: DraftFootprint, frozen: float
 ) -> dict[str, float]:
-    """What a training step holds on a device. FSDP2 divides what lasts between steps; in a step, it
-    gathers all of the draft's weights, as one unit, and the gradients are complete before they are
-    divided."""
+    """The bytes of a training step on a device, by purpose. FSDP2 divides the tensors that last
+    between steps; in a step, it gathers all of the draft's weights, as one unit, and the gradients
+    are complete before they are divided."""
     alone = not cfg.planning.fsdp or cfg.target.device_map is not None
     shards = 1 if alone else cfg.planning.devices
     share = draft.trained / shards if shards > 1 else 0  # beside the complete weights and gradients
@@ -246,8 +247,8 @@ def _filled_by_training(
 
 
 def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftFootprint) -> float:
-    """For a token: a forward and a backward pass of the draft at every depth, the target's own
-    distribution, and the target's layers where they run in training."""
+    """Operations per token: a forward and a backward pass of the draft at every depth, the target's
+    own distribution, and the target's layers if they run in training."""
     anchors = min(1.0, (draft.anchors or cfg.data.longest_document) / cfg.data.longest_document)
     online = cfg.needs_layers or not cfg.stores_hidden_states
     return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
@@ -255,7 +256,7 @@ def _operations_of_training(cfg: Config, target: TargetSizes, draft: DraftFootpr
 
 def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, mean: float) -> float:
     """Tokens of all training steps, and of held-out evaluations and a closed-form initialisation,
-    which take a forward pass. Conversations have `mean` tokens."""
+    which need a forward pass only. Conversations have `mean` tokens."""
     once = data.conversations * mean
     tokens = min(once * cfg.loop.epochs * cfg.rounds.count, cfg.loop.max_tokens or math.inf)
     step = cfg.loop.rows * cfg.loop.accumulate * cfg.planning.devices * cfg.data.longest_document
@@ -267,7 +268,7 @@ def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, me
 def _disk(
     cfg: Config, target: TargetSizes, draft: DraftFootprint | None, tokens: float
 ) -> dict[str, float]:
-    """What a run over so many tokens writes, by what it is."""
+    """The bytes that a run over `tokens` tokens writes, by purpose."""
     sizes: dict[str, float] = {}
     if draft is not None and cfg.stores_hidden_states:
         number = (
@@ -294,9 +295,9 @@ def forward_seconds(
     together: int = 1,
     launch: float = 0.0,
 ) -> float:
-    """Seconds of a forward pass over so many tokens of so many rows, on devices that compute
-    `together`: those of reading weights and caches, and those of the products. They add up, so each
-    token that is verified has its cost (docs/gpus.md compares this with measured passes)."""
+    """Seconds of a forward pass over `tokens` tokens of `rows` rows, on `together` devices: the
+    time for reading weights and caches plus the time of the products. They are added, so each
+    verified token has a cost (docs/gpus.md compares this with measured passes)."""
     speed = 1 + SEVERAL * (together - 1)
     moved = target.bytes_read(rows * tokens) + rows * context * target.cached
     operations = 2 * target.active * rows * tokens
@@ -323,13 +324,13 @@ def speculation_costs(
 
 
 def devices_for(target: TargetSizes, device: Device) -> int:
-    """How many devices hold the target, with room for a sequence."""
+    """The number of devices that hold the target, with room for a sequence."""
     return max(1, math.ceil(1.1 * target.bytes / (ROOM * device.memory)))
 
 
 def gain(batch: int, alpha: float, c: float, v: PassCost) -> PredictedGain:
-    """What a draft gains if a share `alpha` of its tokens is accepted. More acceptance is never
-    slower, so the break-even α is found by bisection, to a thousandth."""
+    """The gain of a draft with acceptance `alpha`. A higher acceptance is never slower, so the
+    break-even α is found by bisection, to a thousandth."""
     gamma, low, high = best_gamma(alpha, c, LONGEST, v), 0.0, 1.0
     while high - low > 0.001:
         middle = (low + high) / 2
@@ -340,8 +341,8 @@ def gain(batch: int, alpha: float, c: float, v: PassCost) -> PredictedGain:
 
 
 def with_settings(cfg: Config, settings: Settings) -> Config:
-    """The configuration with other values of these keys, as the command line would set them. Raises
-    UserError for values that do not go together."""
+    """The configuration with other values of these keys, as set on the command line. Raises
+    UserError for contradictory values."""
     for key, value in settings.items():
         group, name = key.split(".")
         owner = replace(getattr(cfg, group), **{"engines" if name == "from" else name: value})
@@ -363,8 +364,8 @@ def as_overrides(settings: Settings) -> str:
 
 
 def remedies(cfg: Config, facts: Facts, name: str) -> list[Settings]:
-    """Settings with which the stage of this name fits, and no stage that fits now ceases to: the
-    least change of each kind, and none that contains the keys of another."""
+    """Settings with which the stage of this name fits, and no other stage stops fitting: the least
+    change of each kind, and none that contains the keys of another."""
     unfit = {stage.name for stage in stages_of(cfg, facts) if not stage.fits}
 
     def fits(settings: Settings) -> bool:
@@ -429,8 +430,8 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
 
 
 def fitting_settings(cfg: Config, facts: Facts, more: bool = False) -> Settings | None:
-    """Settings with which all stages fit, on `more` devices if that is given; None if there are
-    none: of the remedies of a stage, always the one that leaves the fewest others."""
+    """Settings with which all stages fit, on `more` devices if given; None if there are none. They
+    are found step by step: the remedy of a stage after which the fewest stages do not fit."""
     settings: Settings = {}
     while True:
         now = with_settings(cfg, settings)
@@ -451,7 +452,7 @@ def _unfit(cfg: Config, facts: Facts) -> int:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run needs, takes and gains."""
+    """The needs, the time and the gain of a run."""
 
     cfg: Config
     facts: Facts
@@ -511,8 +512,8 @@ class RunPlan:
         )
 
     def advice(self) -> Iterator[str]:
-        """What to set for each stage that does not fit, and for all of them together; where all
-        fit, tensor parallelism if the run then takes less than two thirds of the time."""
+        """Settings for each stage that does not fit, and for all of them together. If all fit:
+        tensor parallelism, if the run then takes less than two thirds of the time."""
         for stage in self.stages:
             if not stage.fits:
                 helping = [as_overrides(s) for s in remedies(self.cfg, self.facts, stage.name)]
@@ -550,7 +551,7 @@ class RunPlan:
 
 
 def table(stages: Sequence[PlannedStage]) -> str:
-    """The table in GiB and hours: what fills a device, by stage."""
+    """The table in GiB and hours, by stage."""
     names = dict.fromkeys(name for stage in stages for name in stage.filled)
     rows = [["", *(stage.name for stage in stages)]]
     for name in names:
@@ -638,8 +639,8 @@ def plan_of_run(cfg: Config) -> RunPlan:
 
 
 def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) -> DataAmount:
-    """As much of the data as fits into so many seconds, of which measuring takes its share of a
-    budget at most."""
+    """The part of the data that fits into `seconds`, of which measuring takes at most its share of
+    a budget."""
     measuring = sum(stage.seconds for stage in stages if stage.name == "measuring")
     others = sum(stage.seconds for stage in stages) - measuring
     share = min(1.0, (seconds - min(measuring, MEASURING * seconds)) / others) if others else 1.0
@@ -652,8 +653,8 @@ def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) ->
 
 
 def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | Prompt]]:
-    """How much a run reads, and some of it: what it reads itself (`split_of_run`), unless
-    `planning.tokens` says how much that is."""
+    """The amount of data of a run, and a sample of it, read as the run does (`split_of_run`); with
+    `planning.tokens`, that amount."""
     asked, responds = cfg.planning.tokens, cfg.data.responses == "target"
     parts.tokenizer = parts.tokenizer or tokenizer_of(cfg.target)
     chat_template = own_chat_template(cfg.data)

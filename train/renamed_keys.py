@@ -1,5 +1,5 @@
-"""Keys of the configuration that have another name now: one table, for the command line, for files
-of settings and for a run's config.json."""
+"""One table of renamed configuration keys, for the command line, files of settings and a run's
+config.json."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -32,8 +32,8 @@ RENAMED_VALUES = {  # by the key's new name
 
 
 def renamed_key(key: str) -> str | None:
-    """The name that a key has now, such as responses.seed for answers.seed; None if the key has
-    kept its name."""
+    """The new name of a key, such as responses.seed for answers.seed; None if the key was not
+    renamed."""
     owner, rest = key, ""
     while owner not in RENAMED:
         owner, dot, name = owner.rpartition(".")
@@ -44,8 +44,8 @@ def renamed_key(key: str) -> str | None:
 
 
 def renamed_key_error(key: str, value: str | None = None, where: str = "") -> UserError | None:
-    """The error for an old key, which names the new one; None for any other key. `value` is the
-    one that the key was given, if it is known; `where` says in which file, such as "in FILE: "."""
+    """The error for an old key, with the new name; None for any other key. `value` is the value
+    given to the key, if it is known; `where` names a file, such as "in FILE: "."""
     if (new := renamed_key(key)) is None:
         return None
     values = RENAMED_VALUES.get(new, {})
@@ -74,7 +74,7 @@ def require_current_keys(recorded: Mapping[str, Any], where: str) -> None:
 
 
 def _keys(recorded: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The keys of nested settings, with dots between them, groups after their own keys."""
+    """The dotted keys of nested settings; groups come after their own keys."""
     for name, value in recorded.items():
         if isinstance(value, Mapping):
             yield from _keys(value, f"{prefix}{name}.")

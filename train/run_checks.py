@@ -42,8 +42,8 @@ from train.tracking import require_tracker
 
 
 def check_files(data: DataConfig, track: TrackConfig, drafts: Sequence[str | None]) -> None:
-    """Everything that can be checked before the target is loaded, by one process: the data, the
-    tracker and the drafts that the run reads. Raises UserError."""
+    """Check everything that can be checked before the target is loaded, in one process: the data,
+    the tracker and the drafts that the run reads. Raises UserError."""
     require_readable(data)
     own_chat_template(data)
     require_tracker(track)
@@ -62,11 +62,10 @@ def check_target(
     stores: Sequence[Path],
     engines: Sequence[str],
 ) -> None:
-    """Everything that can be checked before a text is read, for a run in `folder` that trains the
-    configured `drafter`: that `engines` can answer for the target, that the drafts that a run
-    begins with (`stage`, `reference`) are of this target, that the draft can be exported in the
-    layout `export`, and that the run can write to its folder and the `stores`. Raises
-    UserError."""
+    """Check everything that can be checked before a text is read, for a run in `folder` that trains
+    the configured `drafter`: that `engines` serve the target, that the drafts that a run begins
+    with (`stage`, `reference`) are for this target, that the draft can be exported in the layout
+    `export`, and that the run can write to its folder and the `stores`. Raises UserError."""
     require(
         not (engines and parts.reads_pairs is not None),
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
@@ -86,9 +85,9 @@ def check_target(
 
 
 def _require_room_for_draft(config: Any, folder: Path, parts: TargetParts) -> None:
-    """Raise UserError if a new run's disk has no room for the least that training a drafter of this
-    config writes: a checkpoint of the weights and one number for each from the optimizer, and the
-    best draft."""
+    """Raise UserError if a new run's disk has no room for the minimum that training a drafter of
+    this config writes: a checkpoint of the weights and one number for each from the optimizer, and
+    the best draft."""
     kind = family(config.name)
     lora = getattr(config, "lora", None)  # then the drafter shows its trained weights late
     begun = training_checkpoint.steps(folder / "checkpoints")
@@ -117,8 +116,8 @@ def check_prompts(prompts: Sequence[Prompt], parts: TargetParts, decode: DecodeC
 def check_texts(
     texts: RunDocuments, drafter: Drafter, parts: TargetParts, decode: DecodeConfig, alone: bool
 ) -> None:
-    """Raise UserError for texts that are too long, and for decoding that would fail later: of the
-    final evaluation, and of later rounds in which the draft writes `alone`."""
+    """Raise UserError for texts that are too long, and for decoding settings that would fail later:
+    in the final evaluation, or in later rounds in which the draft writes `alone`."""
     documents = [*texts.train, *texts.validation]
     longest = max(parts.placed(d.ids.tolist()) for d in documents)
     for name, room in (("target", parts.positions), ("drafter", drafter.limits.positions)):

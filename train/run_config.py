@@ -1,4 +1,4 @@
-"""The typed configuration, all of it in one dataclass, checked before anything runs."""
+"""The typed configuration in one dataclass, checked before anything runs."""
 
 import os
 import re
@@ -112,17 +112,17 @@ class Config:
 
     @property
     def trains_at_visits(self) -> bool:
-        """Whether training is at the anchors of a decoder's speculation steps instead of at all
+        """Whether training is at the anchors of a decoder's speculation steps, not at all
         positions."""
         return self.data.decoding_log is not None or self.rounds.data == "on_policy"
 
     @property
     def reads_plain_responses(self) -> bool:
-        """Whether the run reads the target's plain responses to the training prompts. If it trains
-        on a log, it does not: the log has the responses. On-policy rounds write responses of their
-        own, so the plain ones are then read only for the vocabulary and start of a fresh draft, for
-        tokens added to a vocabulary, and to fit a drafter or the hybrid of `combine_with` to
-        texts."""
+        """Whether the run reads the target's vanilla responses to the training prompts. It does
+        not if it trains on a log, which has the responses. On-policy rounds write their own
+        responses; vanilla ones are then read only for the vocabulary and initialisation of a new
+        draft, for tokens added to a vocabulary, and to fit a drafter or the hybrid of
+        `combine_with` to texts."""
         continued = self.initialisation.draft is not None and self.initialisation.new_tokens == 0
         fitted = self.combine_with is not None or self.family.fits_texts
         on_policy = self.rounds.data == "on_policy"
@@ -140,20 +140,20 @@ class Config:
 
     @property
     def rounds_with_texts(self) -> list[bool]:
-        """For each round of training, whether it writes texts of its own."""
+        """For each round of training, whether it writes its own texts."""
         return self.rounds.writes_texts(self.responses.sampler.temperature)
 
     @property
     def response_generation(self) -> ResponsesConfig:
-        """How the prompts are answered: by the engines of the hidden states, if no others are
-        given."""
+        """The settings for generating responses: with the engines of the hidden states, if no
+        others are given."""
         engines = self.responses.engines or self.hidden_states.engines
         return replace(self.responses, engines=engines)
 
     @property
     def responses_bring_hidden_states(self) -> bool:
-        """Whether the hidden states come with the responses: from decoding them here, or from
-        engines that do both."""
+        """Whether generating responses also gives hidden states: by decoding in this process, or
+        with engines that do both."""
         return (
             self.stores_hidden_states
             and self.response_generation.engines == self.hidden_states.engines
@@ -161,8 +161,8 @@ class Config:
 
     @property
     def stores(self) -> list[Path]:
-        """The folders outside the run's own that it fills: one for responses and one for hidden
-        states. Other runs use them too."""
+        """The folders outside its own that the run fills, one for responses and one for hidden
+        states. Other runs share them."""
         responses = [Path(self.responses.root)] if self.data.responses == "target" else []
         hidden_states = (
             [Path(self.hidden_states.path or self.hidden_states.root)]
@@ -173,14 +173,14 @@ class Config:
 
     @property
     def share(self) -> str | None:
-        """The share of the responses or hidden states that this run makes, in a form that no other
-        share has; None if it is a whole run."""
+        """The shard of the responses or hidden states that this run fills, as a unique text; None
+        if it is a complete run."""
         shares = {"responses": self.responses.shard, "hidden_states": self.hidden_states.shard}
         parts = (f"{name}-{shard}" for name, shard in shares.items() if shard is not None)
         return next(parts, None)
 
     def check(self) -> None:
-        """Raise UserError for settings that do not go together. Nothing is loaded or changed."""
+        """Raise UserError for contradictory settings. Nothing is loaded or changed."""
         drafter, rounds = self.drafter, self.rounds
         self.loss.require_complete()
         require(
@@ -290,7 +290,7 @@ class Config:
 
 
 def register() -> None:
-    """Register the schema, every drafter, those of other installed packages too, and every
+    """Register the schema, every drafter (including those of other installed packages) and every
     loss with Hydra, by name."""
     DRAFTERS.add_installed()
     OmegaConf.register_new_resolver("groups_of_settings", groups_of_settings, replace=True)
@@ -312,13 +312,13 @@ def register() -> None:
 
 
 def quoted(arguments: Sequence[str]) -> list[str]:
-    """Overrides in a form that Hydra accepts and reads as they were typed. A text that Hydra's
-    grammar refuses, such as a path with brackets, quotes, braces or letters like é in it, is
-    quoted, as is any value with an equals sign, as in decode.verification=lenience:factor=0.8, and
-    a text that looks like a number, such as name=1.10 (`as_typed`). drafter.from= becomes
-    initialisation.draft=, since no dataclass can have a field called `from`, and responses.from=
-    and hidden_states.from= become the lists responses.engines= and hidden_states.engines=. Raises
-    UserError for an old key (see `RENAMED`)."""
+    """Overrides in a form that Hydra reads as they were typed. These values get quotes: texts that
+    Hydra's grammar rejects, such as a path with brackets, quotes, braces or letters like é; values
+    with an equals sign, as in decode.verification=lenience:factor=0.8; and texts that look like a
+    number, such as name=1.10 (`as_typed`). drafter.from= becomes initialisation.draft=, since no
+    dataclass can have a field called `from`; responses.from= and hidden_states.from= become the
+    lists responses.engines= and hidden_states.engines=. Raises UserError for an old key (see
+    `RENAMED`)."""
     for argument in arguments:
         if argument[:1] != "-":
             require_current_override(argument)
@@ -328,7 +328,7 @@ def quoted(arguments: Sequence[str]) -> list[str]:
 
 
 def _engines(match: re.Match[str]) -> str:
-    """GROUP.from=URL,URL as the setting of a list."""
+    """GROUP.from=URL,URL as an override of the list."""
     urls = match[2].strip("[]").split(",") if match[2] != "null" else []
     quotes = ",".join("'" + url.strip(" '\"").replace("'", "\\'") + "'" for url in urls)
     return f"{match[1]}.engines=[{quotes}]"
@@ -359,13 +359,13 @@ def _reads(argument: str) -> bool:
 
 
 def _is_text(key: str) -> bool:
-    """Whether a key takes texts alone, or null."""
+    """Whether a key takes only texts or null."""
     return is_text(_kinds_of(key))
 
 
 def _kinds_of(key: str) -> list[Any]:
-    """The types of a key's values: by `Config` and the settings of any family, and for Hydra's own
-    folders. Those of all settings for an empty key."""
+    """The types of a key's values: by `Config` and the settings of any drafter, and for Hydra's own
+    folders. For an empty key, those of all settings."""
     if key.startswith("hydra."):
         return [str] * key.endswith("dir")
     kinds: list[Any] = [Config]
@@ -377,7 +377,7 @@ def _kinds_of(key: str) -> list[Any]:
 
 def require_texts_in_files(hydra: Any) -> None:
     """Raise UserError for a text in the files of settings that Hydra has composed, by its own
-    configuration, which YAML reads as a number: then what was typed is lost."""
+    configuration, if YAML reads it as a number, which loses the typed text."""
     chosen = {group: str(name) for group, name in hydra.runtime.choices.items() if name is not None}
     folders = [Path(x.path) for x in hydra.runtime.config_sources if x.schema == "file"]
     for folder in folders:
@@ -389,8 +389,8 @@ def require_texts_in_files(hydra: Any) -> None:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of `train.py` as Hydra reads them: the overrides, which configuration they change,
-    and whether they ask for a run or for a sweep rather than for a page of help."""
+    """Arguments of `train.py` as Hydra reads them: the overrides, the configuration that they
+    change, and whether they start a run or a sweep or only print help."""
 
     overrides: Sequence[str] = ()
     name: str = "config"
@@ -414,8 +414,8 @@ class Arguments:
         )
 
     def composed(self, overrides: Sequence[str], **more: Any) -> DictConfig:
-        """What Hydra composes for these overrides, with the files that the arguments name. Like
-        `initialize_config_dir`, but that function takes one folder only."""
+        """Hydra's composition of these overrides, with the files that the arguments name. Unlike
+        `initialize_config_dir`, it takes several folders."""
         if self.beside is not None and not Path(self.beside).is_dir():
             raise UserError(f"--config-dir {self.beside}: there is no such folder: name another")
         GlobalHydra.instance().clear()
@@ -428,7 +428,8 @@ class Arguments:
 
 def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config:
     """The configuration that `python train.py OVERRIDES` runs; nothing is written. The schema must
-    be registered. Raises UserError for whatever Hydra rejects, as `resolve` and as `checked`."""
+    be registered. Raises UserError for everything that Hydra rejects, as `resolve` and as
+    `checked`."""
     asked = asked or Arguments()
     if asked.beside is None and asked.folder == CONF:
         _require_group_names(overrides)
@@ -444,8 +445,8 @@ def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config
 
 def folder_of_hydra(asked: Arguments) -> tuple[Path, bool]:
     """The folder that Hydra makes for the run or the sweep of these arguments of `train.py`, and
-    whether it is a sweep, which the configuration may say too. Nothing is checked but what does not
-    vary in a sweep. Raises UserError as `composed` does."""
+    whether it is a sweep, which the configuration may set too. Only settings that do not vary in a
+    sweep are checked. Raises UserError as `composed` does."""
     try:
         parsed = OverridesParser.create().parse_overrides(quoted(asked.overrides))
         fixed = [x.input_line or "" for x in parsed if not x.is_sweep_override()]
@@ -457,8 +458,8 @@ def folder_of_hydra(asked: Arguments) -> tuple[Path, bool]:
 
 
 def _require_group_names(overrides: Sequence[str]) -> None:
-    """Raise UserError for a number or the like where the name of a group's file belongs, such as
-    data=1, which Hydra's own error does not show."""
+    """Raise UserError for a number or the like in place of a group's file name, such as data=1,
+    which Hydra's own error does not name."""
     for override in overrides:
         group, equals, value = override.partition("=")
         if not equals or not (CONF / group).is_dir() or group in NO_GROUPS:
@@ -475,8 +476,8 @@ def _require_group_names(overrides: Sequence[str]) -> None:
 
 
 def expand_home(config: Config) -> None:
-    """Write the user's home folder for ~ at the beginning of every setting that names a path, as a
-    shell does only at the beginning of a word."""
+    """Replace ~ by the user's home folder at the beginning of every path setting; a shell does so
+    only at the beginning of a word."""
     for key in PATHS:
         group, name = key.split(".")
         owner = getattr(config, group)
@@ -488,8 +489,8 @@ def expand_home(config: Config) -> None:
 
 def resolve(cfg: DictConfig) -> Config:
     """Hydra's composition as a `Config`, with `optim.lr` filled in. Raises UserError for an unknown
-    key (even one added with `+`), and for a value that is missing, of the wrong type or too large a
-    number. Settings that do not go together are found by `checked`."""
+    key (even one added with `+`), and for a value that is missing, of the wrong type or too large.
+    `checked` finds contradictory settings."""
     try:
         _require_moderate(OmegaConf.to_container(cfg), "")
         config = OmegaConf.to_object(cfg)
@@ -519,16 +520,16 @@ def resolve(cfg: DictConfig) -> Config:
 
 def checked(config: Config) -> Config:
     """The configuration with a loss that fits the draft topology. Raises UserError for
-    settings that do not go together; nothing is loaded."""
+    contradictory settings; nothing is loaded."""
     config = replace(config, loss=config.loss.for_tree(config.decode.paths))
     config.check()
     return config
 
 
 def of_hydra(error: Exception) -> UserError:
-    """An error of Hydra or OmegaConf as a UserError of one line. If it is about an unknown key, the
-    message suggests the nearest key of the same owner. Raises the error itself if it is a bug: a
-    ValueError or the like from this project's code."""
+    """A one-line UserError for an error of Hydra or OmegaConf. For an unknown key, the message
+    suggests the nearest key of the same owner. Raises the error itself if it is a bug: a ValueError
+    or the like from this project's code."""
     if (bug := _bug_behind(error)) is not None:
         raise bug
     cause: BaseException | None = error
@@ -565,8 +566,8 @@ def of_hydra(error: Exception) -> UserError:
 
 
 def _bug_behind(error: BaseException | None) -> BaseException | None:
-    """The error, or the one that led to it, that this project's code (but for this module) raised
-    and that is not meant for users."""
+    """The error, or its cause, that this project's code (except this module) raised and that is not
+    meant for users."""
     while error is not None:
         if not isinstance(error, UserError | HydraException | OmegaConfBaseException):
             frames = [Path(frame.filename) for frame in extract_tb(error.__traceback__)]
@@ -592,7 +593,7 @@ def _unknown_file(path: str, known: Sequence[str] | None) -> UserError:
 
 
 def groups_of_settings() -> str:
-    """The groups that a command line may choose from, with the names in them, for `--help`."""
+    """The groups and their names that a command line may choose from, for `--help`."""
     loader = GlobalHydra.instance().config_loader()
     groups = sorted({*loader.list_groups("")} - {*NO_GROUPS})
     names = {group: loader.get_group_options(group) for group in groups}
@@ -604,7 +605,7 @@ def _groups() -> list[str]:
 
 
 def _require_moderate(value: Any, key: str) -> None:
-    """Raise UserError for a whole number, in `value` or within it, that is beyond 64 bits."""
+    """Raise UserError for an integer, in `value` or within it, that is beyond 64 bits."""
     inner = dict(enumerate(value)) if isinstance(value, list) else value
     for name, x in inner.items() if isinstance(inner, dict) else ():
         _require_moderate(x, f"{key}.{name}" if key else str(name))

@@ -1,5 +1,5 @@
 """The documents and prompts of a run: conversations, pairs or plain texts, with the responses of
-the data or of the target. Of several processes, the first reads the data, all of them render and
+the data or of the target. With several processes, the first reads the data, all of them render and
 tokenise, and all get the same documents."""
 
 from collections.abc import Collection, Sequence
@@ -40,7 +40,7 @@ from train.training_rounds import RoundsConfig
 
 @dataclass
 class RunDocuments:
-    """What training and evaluation read. See `DataSplit`."""
+    """The inputs of training and evaluation. See `DataSplit`."""
 
     train: list[Document]  # without responses if only later training rounds generate them
     validation: list[Document]  # held out, to select the best draft on
@@ -63,7 +63,7 @@ def split_of_run(
     depth: int = 1,
     starts_from: Collection[Path] = (),
 ) -> DataSplit[Any]:
-    """`read_run_data`, and a report of it. Raises UserError if the run cannot use what it reads."""
+    """Call `read_run_data` and print a summary. Raises UserError if the run cannot use its data."""
     split = read_run_data(data, parts, depth, ranks, starts_from)
     console.print(f"data from {data.name}\n{split.tally}\n{DataCounts.of_split(split)}")
     if split.share > SHARE and data.held_out is None:
@@ -113,11 +113,12 @@ def documents_of_run(
     responses_read: ResponsesRead | None = None,
     budget: Budget | None = None,
 ) -> RunDocuments:
-    """The texts of a run's split. Up to `measured` of its held-out prompts are measured.
-    If the data's responses are not read, the target generates them as `responses` says, and `store`
-    keeps the hidden states that it computes meanwhile; those to the training prompts only if the
-    run `reads_training`. With `from_log`, the training documents are those of a decoder's log.
-    `responses_read` is as in `documents_with_responses`. The `budget` says how many there are."""
+    """The texts of a run's split. Up to `measured` of its held-out prompts are measured. Unless the
+    data's responses are used, the target generates them with the settings `responses`, and `store`
+    keeps the hidden states that it computes meanwhile. Responses to the training prompts are
+    generated only if the run `reads_training`. With `from_log`, the training documents are those of
+    a decoder's log. `responses_read` is as in `documents_with_responses`. The `budget` limits their
+    number."""
     train, validation, asked = split.train, split.validation, list[Prompt]()
     cut: CutResponses | None = None
     if responses is not None:
@@ -196,8 +197,8 @@ def fill_in_time(
     rounds: RoundsConfig,
     limit: int | None,
 ) -> None:
-    """Store the hidden states of a run's texts as long as the budget allows, drop those that have
-    none then, and say what is trained on. Without a budget nothing is done here."""
+    """Store the hidden states of a run's texts as long as the budget allows, drop texts without
+    them, and print the number of training texts. Without a budget, nothing is done."""
     if not budget.active:
         return
     key = f"{VALIDATION_KEY} hidden states"
@@ -213,7 +214,7 @@ def fill_in_time(
 
 
 def _without_response(prompt: Prompt) -> Document:
-    """What stands for a prompt that only later rounds answer."""
+    """A placeholder document for a prompt that only later rounds answer."""
     ids = prompt.ids
     silent = np.zeros(len(ids), np.bool_)
     weight = uniform_token_weights(len(ids), prompt.weight)

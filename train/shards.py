@@ -1,5 +1,5 @@
-"""Shares of the work that comes before training, for independent processes or machines that fill
-one folder of responses or hidden states: `responses.shard=2/8` does the second of eight shares."""
+"""Shards of the work before training, for independent processes or machines that fill one folder of
+responses or hidden states: `responses.shard=2/8` does the second of eight shards."""
 
 import re
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ AFTERWARDS = "when all shares are done, run the same command without"
 
 @dataclass(frozen=True)
 class Shard:
-    """The share with this number, from 1, of `count`."""
+    """The shard with this number, from 1, of `count`."""
 
     number: int
     count: int
 
     def part(self, items: Sequence[T]) -> Sequence[T]:
-        """Every `count`-th of the items, from this share's own first one on."""
+        """Every `count`-th item, beginning with this shard's first."""
         return items[self.number - 1 :: self.count]
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ class Shard:
 
 
 def shard_of(name: str, text: str | None) -> Shard | None:
-    """The shard that a setting of this name gives as "2/8"; None without one. Raises UserError for
+    """The shard in a setting of this name, written as "2/8"; None without one. Raises UserError for
     anything else."""
     if text is None:
         return None

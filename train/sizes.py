@@ -1,6 +1,6 @@
-"""What a plan is computed from: what devices hold and do, and how large a target and a draft are.
+"""The inputs of a plan: the memory and speed of devices, and the sizes of a target and a draft.
 
-Models are built from their configs on torch's meta device, where tensors have shapes alone, so the
+Models are built from their configs on torch's meta device, where tensors have shapes only, so the
 counts are exact and no weight is read.
 """
 
@@ -39,9 +39,9 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "
 
 @dataclass(frozen=True)
 class Device:
-    """`memory` in bytes; `bandwidth` in bytes/s and `rate` in operations/s that forward passes
-    reach; `training` in operations/s that training steps reach (None: `rate`). A layer takes
-    `launch` seconds more where Python starts the kernels of a GPU."""
+    """`memory` in bytes; `bandwidth` in bytes/s and `rate` in operations/s of forward passes;
+    `training` in operations/s of training steps (None: `rate`). A layer takes `launch` seconds more
+    if Python starts the kernels of a GPU."""
 
     name: str
     memory: float
@@ -53,8 +53,8 @@ class Device:
 
 
 def _sheet(name: str, gib: float, terabytes: float, teraflops: float) -> Device:
-    """A GPU by its data sheet. Passes are taken to reach 60 % of the bandwidth, 40 % of the rate
-    and 95 % of the memory."""
+    """A GPU by its data sheet. Forward passes are assumed to reach 60 % of the bandwidth, 40 % of
+    the rate and 95 % of the memory."""
     rates = 0.6e12 * terabytes, 0.4e12 * teraflops
     return Device(name, 0.95 * gib * GIB, *rates, launch=3e-4)
 
@@ -97,8 +97,8 @@ class PlanningConfig:
 
 @torch.inference_mode()
 def device_here(device: torch.device, dtype: torch.dtype) -> Device:
-    """This machine's device, from a second of matrix products. Passes of a model are taken to reach
-    80 % of the bandwidth and 70 % of the rate of these."""
+    """This machine's device, from a second of matrix products. Forward passes are assumed to reach
+    80 % of their bandwidth and 70 % of their rate."""
     generator = torch.Generator().manual_seed(0)
     many, one, square, wide = (
         torch.randn(*shape, generator=generator).to(device, dtype)
@@ -122,8 +122,8 @@ def fastest(run: Callable[[], object], device: torch.device, repeats: int = REPE
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Weights are counted in numbers; `itemsize` is the mean number of bytes that one takes in
-    memory, and `cached` the bytes that a token takes in the KV cache."""
+    """Weights are given as numbers of values; `itemsize` is the mean number of bytes of a value in
+    memory, and `cached` the bytes of a token in the KV cache."""
 
     title: str
     weights: int
@@ -146,36 +146,36 @@ class TargetSizes:
 
     @property
     def parts_bytes(self) -> float:
-        """Of the embedding and the head, which training keeps."""
+        """The bytes of the embedding and the head, which training keeps."""
         return (self.embedding + self.head) * self.state
 
     @property
     def active(self) -> float:
-        """The weights that one token is multiplied by."""
+        """The number of weights by which one token is multiplied."""
         return self.weights - self.embedding - self.experts * (1 - self.share)
 
     def bytes_read(self, tokens: int) -> float:
-        """The bytes of the weights that a pass over so many tokens reads: of experts, those that at
-        least one token is expected to choose."""
+        """The bytes of weights that a forward pass over `tokens` tokens reads; of experts, those
+        that at least one token is expected to choose."""
         unread = self.experts * (1 - self.share) ** tokens
         return (self.weights - self.embedding - unread) * self.itemsize
 
     def divides(self, processes: int) -> bool:
-        """Whether so many processes can hold the target together."""
+        """Whether this number of processes can hold the target together."""
         return processes > 1 and self.divided > 0 and self.heads % processes == 0
 
     def held(self, processes: int) -> float:
-        """The bytes of the weights in each of so many processes that hold the target together."""
+        """The bytes of weights in each of `processes` processes that hold the target together."""
         return (self.weights - self.divided * (1 - 1 / processes)) * self.itemsize
 
 
 @dataclass(frozen=True)
 class DraftFootprint:
-    """A draft's sizes, in numbers: `weights` are its own, `trained` those with a gradient, and
-    `moments` those that the optimizer keeps. A step of drafting multiplies by `read`, with the
-    target's head where the draft uses that. A `parallel` draft takes one step for all depths,
-    others one for each. `linear` is the total width of what its products, except the head's, read
-    and write for a token."""
+    """A draft's sizes, in numbers of values: `weights` are its own, `trained` those with a
+    gradient, and `moments` those that the optimizer keeps. A draft step multiplies by `read`,
+    including the target's head if the draft uses it. A `parallel` draft takes one step for all
+    depths, others one for each. `linear` is the total width of the inputs and outputs of its
+    products for a token, without the head's."""
 
     weights: int
     trained: int
@@ -193,9 +193,9 @@ class DraftFootprint:
 def sizes_of_target(
     cfg: TargetConfig, dtype: str, on_cpu: bool = False
 ) -> tuple[TargetSizes, TargetParts]:
-    """The sizes of the target that `cfg` names, in this dtype, and its parts without weights. On a
-    CPU, transformers loads some quantised checkpoints as plain weights. Raises UserError where
-    there is no config of a model that transformers knows."""
+    """The sizes of the target in `cfg`, in this dtype, and its parts without weights. On a CPU,
+    transformers dequantises some quantised checkpoints. Raises UserError if there is no config of a
+    model that transformers supports."""
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(model_path(cfg.path, Path(cfg.cache)), **options)
@@ -221,7 +221,7 @@ def unfilled(config: Any, dtype: torch.dtype) -> Any:
 
 
 def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -> TargetSizes:
-    """The sizes of a model, whose weights are not read."""
+    """The sizes of a model, without reading its weights."""
     named = dict(parts.model.named_parameters())  # tied weights have one name
     config, weights = parts.config, _count(named.values())
     experts, chosen = _first(config, EXPERTS), _first(config, CHOSEN)
@@ -256,8 +256,8 @@ def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -
 
 
 def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftFootprint | None:
-    """The sizes of a draft of this config; None if they cannot be known without the weights of the
-    target or of a draft model, or if it has no weights of its own to count."""
+    """The sizes of a draft of this config; None if they depend on the weights of the target or of a
+    draft model, or if it has no weights of its own."""
     kind = family(config.name)
     if kind.runs_target:
         return None
@@ -296,14 +296,14 @@ def _count(weights: Iterable[torch.Tensor]) -> int:
 
 
 def _first(config: Any, keys: tuple[str, ...]) -> int | None:
-    """The first of these keys that a config has as a number."""
+    """The value of the first of these keys that is a number in a config."""
     values = (getattr(config, key, None) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _cached(config: Any) -> int:
-    """The numbers that the KV cache holds for a token: keys and values of every layer that keeps
-    them. Recurrent and convolutional layers hold a state instead, whatever the length."""
+    """The number of values that the KV cache holds for a token: keys and values of every layer that
+    has them. Recurrent and convolutional layers hold a state of constant size."""
     kinds = getattr(config, "layer_types", None)
     layers = configs_of_layers(config)
     if isinstance(kinds, list):

@@ -1,4 +1,4 @@
-"""The trials of a sweep, and which of them was best."""
+"""The trials of a sweep and the best of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +9,8 @@ from train.tracked_run import LONGEST_TAG, TrackConfig
 
 
 def tracked(track: TrackConfig, name: str, number: int, own: Sequence[str]) -> TrackConfig:
-    """How a sweep's trial of this `number` is tracked, unless the user has said so: under a title
-    and tags of its `own` settings, in a group with the others."""
+    """The tracker settings of a sweep's trial of this `number`, unless the user has set them: a
+    title and tags with its `own` settings, in a group with the others."""
     tags = [x if len(x) <= LONGEST_TAG else f"{x[: LONGEST_TAG - 3]}..." for x in own]
     return replace(
         track,
@@ -30,8 +30,8 @@ class SweepTrial:
 
 
 def best_of(trials: Sequence[SweepTrial]) -> str:
-    """A line that says which trial has the highest objective, with the settings that tell it from
-    the others; the first of equals. Empty if there was no trial."""
+    """A line that names the trial with the highest objective, with the settings that distinguish
+    it; the first of equals. Empty if there was no trial."""
     known = [(t.objective, t) for t in trials if t.objective is not None]
     if not known:
         return f"all {len(trials)} trials diverged" if trials else ""

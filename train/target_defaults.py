@@ -1,5 +1,5 @@
-"""Settings that the target decides where they are null: how long documents, prompts and responses
-may be, and how responses are sampled.
+"""Settings that depend on the target if they are null: the maximum lengths of documents, prompts
+and responses, and the sampling of responses.
 
 `with_target_defaults` is the one place that fills them in. A run does so once, when it begins
 (`train.continued.settled`), and records the numbers in its config.json; `plan=true` and
@@ -34,8 +34,9 @@ UNREAD = {"min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0, "no_repeat_
 
 @dataclass(frozen=True)
 class TargetLengths:
-    """What the target's files say of lengths. `positions` is the most tokens of a text; None: no
-    limit, or not known. `thinks` says whether its chat template has a place for reasoning."""
+    """The lengths in the target's files. `positions` is the maximum number of tokens of a text;
+    None: no limit, or not known. `thinks` is whether its chat template has a place for
+    reasoning."""
 
     positions: int | None = None
     thinks: bool = False
@@ -43,8 +44,8 @@ class TargetLengths:
 
 @dataclass(frozen=True)
 class ServedSampling:
-    """How a server samples from the target if a request does not say: by its
-    generation_config.json. `source` says where the values are from, and which are not applied."""
+    """A server's default sampling from the target, by its generation_config.json. `source`
+    describes where the values are from, and which are not applied."""
 
     temperature: float
     top_p: float
@@ -55,10 +56,9 @@ class ServedSampling:
 def with_target_defaults(
     cfg: Config, began: Mapping[str, Any] | None = None
 ) -> tuple[Config, list[str]]:
-    """The configuration with numbers for its lengths and its sampling of responses, and what to
-    tell the user about them. Settings that are given stay as they are. `began` is the config.json
-    of the run that is continued, which keeps its own. Raises UserError if `target.path` names no
-    file or package."""
+    """The configuration with numbers for its lengths and its sampling of responses, and notes for
+    the user about them. Given settings are kept. `began` is the config.json of the run that is
+    continued, which keeps its own. Raises UserError if `target.path` names no file or package."""
     for group, names in {**LENGTHS, "responses": (*LENGTHS["responses"], *SAMPLING)}.items():
         known, settings = (began or {}).get(group) or {}, getattr(cfg, group)
         kept = {n: known[n] for n in names if getattr(settings, n) is None and n in known}
@@ -91,8 +91,8 @@ def with_target_defaults(
 
 
 def _with_lengths(cfg: Config, target: TargetLengths) -> Config:
-    """Lengths for those that are null. The document is as long as the target allows, up to
-    `LONGEST`, or as the lengths that are given need; its prompt takes a share of it, and the
+    """The configuration with lengths for those that are null. The document is as long as the target
+    allows, up to `LONGEST`, or as the given lengths need; its prompt takes a share of it, and the
     response the rest."""
     data, new = cfg.data, cfg.responses.max_new_tokens
     responds, positions = data.responses == "target", target.positions
@@ -123,9 +123,8 @@ def _with_lengths(cfg: Config, target: TargetLengths) -> Config:
 
 
 def lengths_of_target(target: TargetConfig, data: DataConfig) -> TargetLengths:
-    """What the target's config.json says of lengths, and the chat template with which its prompts
-    are rendered; no weight is read. What cannot be read is not known: loading the target tells
-    why."""
+    """The lengths by the target's config.json and by the chat template of its prompts; no weight is
+    read. Values that cannot be read are None: loading the target reports the error."""
     path = model_path(target.path, Path(target.cache))
     try:
         config = AutoConfig.from_pretrained(path, **_options(target))
@@ -143,8 +142,8 @@ def lengths_of_target(target: TargetConfig, data: DataConfig) -> TargetLengths:
 
 
 def served_sampling(target: TargetConfig) -> ServedSampling:
-    """How servers of the target sample by default. Engines take top-p and top-k for off where the
-    file does not give them. Without a file, or with do_sample=false, decoding is greedy."""
+    """The default sampling of the target's servers. Engines treat top-p and top-k as off if the
+    file does not have them. Without a file, or with do_sample=false, decoding is greedy."""
     path = model_path(target.path, Path(target.cache))
     name = "the target's generation_config.json"
     options: dict[str, Any] = {"revision": target.revision} if target.revision else {}
@@ -169,8 +168,8 @@ def served_sampling(target: TargetConfig) -> ServedSampling:
 
 
 def tokenizer_of(target: TargetConfig) -> Any:
-    """The target's tokenizer; None where there is only a config, for which transformers would make
-    an empty one."""
+    """The target's tokenizer; None if there is only a config, from which transformers would make an
+    empty one."""
     path = model_path(target.path, Path(target.cache))
     if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in TOKENIZERS):
         return None

@@ -21,7 +21,7 @@ class TensorBoardRun(TrackedRun):
 
     @classmethod
     def require_login(cls, cfg: TrackConfig) -> None:
-        """Raise UserError if TensorBoard is not installed, or cannot do what is asked of it."""
+        """Raise UserError if TensorBoard is not installed, or does not support the settings."""
         require(
             find_spec("tensorboard") is not None,
             "track.tracker=tensorboard: the package tensorboard is not installed: "
@@ -61,22 +61,22 @@ class TensorBoardRun(TrackedRun):
         return SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix)
 
     def log(self, step: int, figures: Mapping[str, object]) -> None:
-        """Log the numbers among the figures. They are on the disk afterwards, so that a run that is
-        killed loses none that its checkpoint counts."""
+        """Log the numbers among the figures and flush them to disk, so that a killed run loses none
+        that its checkpoint counts."""
         for name, x in flat_figures(figures).items():
             if isinstance(x, int | float):
                 self._writer.add_scalar(name, x, step)
         self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        """Go on in a new file, at whose beginning TensorBoard drops the later steps of earlier
+        """Continue in a new file, at whose beginning TensorBoard drops the later steps of earlier
         ones."""
         self._writer.close()
         self._writer = self._opened(self._folder, purge_step=step + 1)
 
     def log_results(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
-        """Log the main figures beside the settings (the tab HParams compares the trials of a sweep
-        by them), all figures, samples, plots, and where the draft is."""
+        """Log the main figures with the settings (the tab HParams uses them to compare the trials
+        of a sweep), all figures, samples, plots, and the path of the draft."""
         from matplotlib.image import imread
         from torch.utils.tensorboard.summary import hparams
 

@@ -1,4 +1,4 @@
-"""A run in a tracker such as Weights & Biases: its settings, and what a tracker implements."""
+"""The interface of a tracker such as Weights & Biases, and its settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ LONGEST_TAG = 64  # characters of a tag that W&B takes
 
 @dataclass
 class TrackConfig:
-    """A tracker that shows the run beside metrics.jsonl. In a sweep, the default title is the
-    sweep's name and the trial's number, the group is the sweep, and the tags are the settings that
-    the sweep varies."""
+    """A tracker that displays the run, in addition to metrics.jsonl. In a sweep, the default title
+    is the sweep's name and the trial's number, the group is the sweep, and the tags are the
+    settings that the sweep varies."""
 
     tracker: str = "wandb"  # wandb, tensorboard, or a tracker of an installed package
     # offline: no key or network needed, `wandb sync` uploads later; online; disabled
@@ -39,14 +39,14 @@ class TrackConfig:
 
 
 class TrackedRun:
-    """One run of training as a tracker shows it, from `__init__` to `finish`, in the main process.
-    A tracker is a subclass of this, named in `TRACKERS` (train/tracking.py). In the run's folder it
-    may write what has the tracker's name."""
+    """One run of training in a tracker, from `__init__` to `finish`, in the main process. A tracker
+    is a subclass, listed in `TRACKERS` (train/tracking.py). In the run's folder it may write only
+    files with the tracker's name."""
 
     @classmethod
     def require_login(cls, cfg: TrackConfig) -> None:
-        """Raise UserError if runs are to be shown online but cannot be. Called before the target is
-        loaded."""
+        """Raise UserError if runs are to be displayed online but cannot be. Called before the
+        target is loaded."""
 
     def __init__(
         self, cfg: TrackConfig, folder: Path, name: str, run_id: str, settings: Mapping[str, Any]
@@ -60,18 +60,18 @@ class TrackedRun:
         raise NotImplementedError
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after this step: training continues there and logs it again. By
-        default nothing is done, as for trackers that ignore steps they already have."""
+        """Drop figures logged after this step: training continues there and logs them again. By
+        default nothing is done, for trackers that ignore steps they already have."""
 
     def log_results(self, results: Results, pictures: Mapping[str, Path], draft: Path) -> None:
-        """Log what was measured, the report's pictures by name, and the folder of the draft."""
+        """Log the results, the report's pictures by name, and the folder of the draft."""
 
     def finish(self, exit_code: int) -> None:
         """End the run, with the exit code of the command."""
 
 
 def main_figures(results: Results) -> dict[str, float]:
-    """τ and the speedup of everything measured. An artifact of W&B takes at most 100 figures, and
+    """τ and the speedup of every measurement. An artifact of W&B takes at most 100 figures, and
     there may be more."""
     figures = results.headline()
     return {name: x for name, x in figures.items() if name.endswith(("/tau", "/speedup"))}

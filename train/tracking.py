@@ -1,4 +1,4 @@
-"""Where a run's figures go: always to metrics.jsonl, and to a tracker such as Weights & Biases or
+"""Logs a run's figures: always to metrics.jsonl, and to a tracker such as Weights & Biases or
 TensorBoard."""
 
 import json
@@ -35,14 +35,14 @@ TRACKERS = Plugins[type[TrackedRun]](
 
 
 def require_tracker(cfg: TrackConfig) -> None:
-    """Raise UserError if there is no such tracker, or if it cannot show runs as `cfg` asks."""
+    """Raise UserError if there is no such tracker, or if it does not support the settings."""
     if cfg.mode != "disabled":
         TRACKERS.named(cfg.tracker).require_login(cfg)
 
 
 def files_of_trackers() -> list[str]:
-    """What trackers may write in a run's folder: the run's files, and its id with a digest of the
-    settings."""
+    """The files that trackers may write in a run's folder: the run's files, and its id with a
+    digest of the settings."""
     names = {*TRACKERS, *TRACKERS.installed()}
     return [file for name in sorted(names) for file in (name, f"{name}-id")]
 
@@ -61,9 +61,9 @@ class Tracker:
         self, cfg: TrackConfig, name: str, settings: Mapping[str, Any], digest: str
     ) -> None:
         """Begin a run of this name in the tracker, or continue it, unless `cfg.mode` is disabled.
-        As long as the folder has no config.json, it is continued only if the settings have the same
-        `digest`. Raises UserError if the tracker does not let it begin, as W&B does not with an
-        entity that is not the user's."""
+        While the folder has no config.json, it is continued only if the settings have the same
+        `digest`. Raises UserError if the tracker rejects it, as W&B does for an entity that is not
+        the user's."""
         folder = self.path.parent
         if not self.main or cfg.mode == "disabled":
             return
@@ -84,12 +84,13 @@ class Tracker:
             self._run.log(step, figures)
 
     def checksum(self) -> str:
-        """The checksum of metrics.jsonl as it is now."""
+        """The checksum of metrics.jsonl in its current state."""
         return of_file(self.path) if self.main and self.path.exists() else ""
 
     def rewind(self, step: int, checksum: str = "") -> None:
         """Drop the records after `step` from metrics.jsonl and the tracker: a resumed run writes
-        them again. Says so if what is left is not what was logged, whose `checksum` was kept."""
+        them again. Prints a line if the remaining records do not match the `checksum` that was
+        kept."""
         if self._run:
             self._run.rewind(step)
         if self.main and self.path.exists():
@@ -111,8 +112,8 @@ class Tracker:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """End the run, with the exit code that `error` leads to, so that the next trial of a
-        sweep begins its own."""
+        """End the run with the exit code for `error`, so that the next trial of a sweep begins its
+        own run."""
         if self._run:
             self._run.finish(exit_code_of(error))
             self._run = None

@@ -1,11 +1,11 @@
-"""What a run needs to continue exactly where it stopped: weights, optimisers, position.
+"""The state that a run needs to continue exactly where it stopped: weights, optimisers, position.
 
 A checkpoint is a folder: `training.safetensors` (the weights and the optimisers' state in float32)
-and `training.json` (position, settings of the optimisers, the best figures so far). It appears
-whole or not at all. It holds no generator's state, since all that a step draws follows from its
-rows, and says nothing of processes: any number of them can continue from it. Both files have a
-checksum, and what they hold is compared with the model before it is used: an optimiser computes
-with whatever it is given.
+and `training.json` (position, settings of the optimisers, the best figures so far). It is complete
+or absent. It holds no generator's state, since all random numbers of a step depend on its rows, and
+nothing about processes: any number of them can continue from it. Both files have a checksum, and
+their content is compared with the model before it is used, since an optimiser does not check its
+state.
 """
 
 import math
@@ -53,7 +53,7 @@ class Best:
 
 @dataclass
 class State:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     rows: int = 0  # packed rows read so far: the position in the data
@@ -77,15 +77,15 @@ class State:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The whole state dict, even of a sharded model, on the main process; elsewhere it is empty.
+    """The complete state dict, even of a sharded model, on the main process; elsewhere it is empty.
     All processes call it."""
     return dict(get_model_state_dict(model, options=WHOLE))  # type: ignore[arg-type]
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of this model holds, by name, in every process and without
-    gathering anything: where the model is sharded, a tensor has the shape of the whole, but only
-    this process's part of the numbers. A tensor with two names (tied embeddings) has the first."""
+    """The tensors in a checkpoint of this model, by name, in every process and without gathering
+    anything: in a sharded model, a tensor has the full shape, but only this process's part of the
+    values. A tensor with two names (tied embeddings) has the first."""
     ours: dict[str, Any] = dict(get_model_state_dict(model))
     parts = {n: x.to_local() if isinstance(x, DTensor) else x for n, x in ours.items()}
     return {n: ours[n] for n in untied(parts)}
@@ -122,10 +122,10 @@ def load(
     ranks: Ranks,
     run: str = "",
 ) -> State | None:
-    """Restore the newest sound checkpoint of this run in `folder`; return its state, or None if
-    there is no checkpoint. The main process reads it and hands every other process its part, one
-    tensor at a time. A newer one that is damaged is reported and put aside. Raises UserError, in
-    every process, if none can be used, and Unreadable if the newest cannot be read."""
+    """Restore the newest intact checkpoint of this run in `folder`; return its state, or None if
+    there is no checkpoint. The main process reads it and sends every other process its part, one
+    tensor at a time. A newer, damaged one is reported and renamed. Raises UserError, in every
+    process, if none can be used, and Unreadable if the newest cannot be read."""
     tensors: dict[str, Tensor] = {}
     ours = named(model)
     every: dict[str, Any] = dict(get_model_state_dict(model))
@@ -179,7 +179,8 @@ def _read(
     place: Path, ours: Mapping[str, Tensor], every: Mapping[str, Tensor], run: str
 ) -> tuple[State, dict[str, Tensor]]:
     """A checkpoint's state and tensors. `ours` are the tensors of the model that it must hold, and
-    `every` those by all names. Raises UserError if it is damaged or of another run or model."""
+    `every` those by all names. Raises UserError if it is damaged or belongs to another run or
+    model."""
     state = read_record(State, place / STATE)
     require(place.name == _name(state), f"{place / STATE} is of step {state.step}")
     require(not run or state.run in ("", run), f"{place / STATE} is of another run")

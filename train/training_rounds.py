@@ -1,4 +1,4 @@
-"""Rounds of training: a new round can train on text that the current draft helps to write."""
+"""Rounds of training: a new round can train on text written with the help of the current draft."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -63,15 +63,15 @@ class RoundsConfig:
         return self.data == "on_policy" or (self.data != "target" and self.count > 1)
 
     def writes_texts(self, temperature: float) -> list[bool]:
-        """For each round, whether it has texts of its own, where the target answers at this
+        """For each round, whether it has its own texts, if the target answers at this
         temperature."""
         later = self.data != "target" or temperature > 0
         return [self.data == "on_policy", *[later] * (self.count - 1)]
 
 
 def draft_of_round(cfg: RoundsConfig, folder: Path, number: int) -> Path | None:
-    """Where round `number`, from 0, of the run in `folder` keeps the draft that helps to write its
-    texts; None if no draft does."""
+    """The folder where round `number`, from 0, of the run in `folder` keeps the draft that helps to
+    write its texts; None if no draft does."""
     helps = cfg.data == "on_policy" or (cfg.data != "target" and number > 0)
     return folder / "rounds" / str(number) / "draft" if helps else None
 
@@ -91,10 +91,10 @@ def written(
     stored: bool = False,
 ) -> list[Document]:
     """The texts that round `number`, from 0, trains on: responses to the `asked` prompts, written
-    with the draft in the folder `draft`, if there is one. Beside that folder are the responses so
-    far, so that an interrupted round continues where it stopped. `documents` are the texts of
-    round 0. `responses_read` is as in `documents_with_responses`. The `budget` says how many
-    prompts are answered; if hidden states are `stored`, they need a part of the time."""
+    with the draft in the folder `draft`, if there is one. The responses so far are stored beside
+    that folder, so that an interrupted round resumes. `documents` are the texts of round 0.
+    `responses_read` is as in `documents_with_responses`. The `budget` limits the number of prompts;
+    if hidden states are `stored`, they take a part of the time."""
     stage, key = f"texts of round {number + 1}", f"responses of round {number + 1}"
     part = 1 - READING if stored else 1.0
     if draft is None:

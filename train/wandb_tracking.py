@@ -13,12 +13,12 @@ from train.tracked_run import TrackConfig, TrackedRun, flat_figures, main_figure
 
 
 class WandbRun(TrackedRun):
-    """A run of W&B, whose files are in the folder `wandb` of the run's folder."""
+    """A run in W&B, with its files in the folder `wandb` of the run's folder."""
 
     @classmethod
     def require_login(cls, cfg: TrackConfig) -> None:
-        """W&B itself would say so only when the run begins, after the target has answered. The
-        environment may set W&B offline."""
+        """Raise UserError without a login. W&B itself would report this only when the run begins,
+        after the target has answered. The environment may set W&B offline."""
         if cfg.mode != "online":
             return
         wanted = os.environ.get("WANDB_MODE", "online")

@@ -1,5 +1,5 @@
-"""Conversations in their normal form, which data are read (`DataConfig`), and the count of what is
-left out, with the reasons (`Tally`)."""
+"""Conversations in their normal form, the settings of data (`DataConfig`), and counts of skipped
+records with the reasons (`Tally`)."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ FORMATS = ("auto", "sharegpt", "messages", "tokens", "pairs", *TEXTS)
 
 
 class Unusable(Exception):
-    """A record or conversation to be left out; the message is the reason that is counted. `tokens`
-    is the length of a document that is too long."""
+    """A record or conversation to skip; the message is the counted reason. `tokens` is the length
+    of a document that is too long."""
 
     def __init__(self, reason: str, tokens: int = 0) -> None:
         super().__init__(reason)
@@ -34,8 +34,8 @@ class Unusable(Exception):
 
 
 def settled_number(key: str, value: N | None) -> N:
-    """The number of a setting that the target decides where it is null. Raises UserError while it
-    is null, as where no target is read."""
+    """A setting that the target determines if it is null. Raises UserError while it is null, for
+    example without a target."""
     require(value is not None, f"{key}=null is not decided here: give a number")
     assert value is not None
     return value
@@ -55,7 +55,7 @@ class SourceConfig:
 
 @dataclass
 class DataConfig:
-    """Which conversations, pairs or texts are read, and how they are used."""
+    """The conversations, pairs or texts to read, and how they are used."""
 
     # file or folder of files (JSON, JSON lines, CSV, parquet, arrow; text may be compressed), name
     # of a hub dataset, or package:NAME for the one JSON file in the installed package NAME
@@ -135,8 +135,8 @@ class DataConfig:
         self._require_rendering()
 
     def _require_rendering(self) -> None:
-        """Raise UserError for settings of the chat template that contradict each other, that a
-        server sets itself, or that nothing reads."""
+        """Raise UserError for chat template settings that contradict each other, that a server sets
+        itself, or that the template does not read."""
         unread = [f"data.{name}" for name in RENDERING_SETTINGS if getattr(self, name)]
         require(
             not unread or self.format not in (*TEXTS, "tokens"),
@@ -155,8 +155,8 @@ class DataConfig:
             )
 
     def with_thinking(self, thinking: str | None) -> "DataConfig":
-        """These settings with another `thinking`, which also replaces the template arguments that
-        say the same; None: these settings."""
+        """These settings with another `thinking`, without template arguments that would contradict
+        it; unchanged if it is None."""
         if thinking is None:
             return self
         others = {k: x for k, x in self.template_args.items() if k not in THINKING_ARGUMENTS}
@@ -180,7 +180,7 @@ class DataConfig:
 
     @property
     def name(self) -> str:
-        """Where the data come from, in words."""
+        """A description of the data's source."""
         return self.path or " and ".join(source.path for source in self.sources)
 
     @property
@@ -210,7 +210,7 @@ class DataConfig:
 
     @property
     def clock(self) -> datetime | None:
-        """What a chat template takes for the present time; None: the present time."""
+        """The present time for a chat template; None: the actual present time."""
         try:
             return datetime.fromisoformat(self.date) if self.date else None
         except ValueError as error:
@@ -222,10 +222,10 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Message:
-    """A turn. `beside` has what else a chat template may write of it, under the names that servers
-    use: reasoning_content, tool_calls, tool_call_id, name. `weight` is how much a response counts
-    in the loss, relative to others; with 0 it is not trained on. `as_written` is the text with the
-    reasoning that the data have in it."""
+    """A turn. `beside` has further fields for chat templates, under the names that servers use:
+    reasoning_content, tool_calls, tool_call_id, name. `weight` is a response's relative weight in
+    the loss; a response with 0 is not trained on. `as_written` is the text including reasoning that
+    the data have in it."""
 
     role: str  # system | user | assistant | tool
     content: str
@@ -239,31 +239,31 @@ class Message:
 
     @property
     def blank(self) -> bool:
-        """Whether nothing is said. The result of a tool may be empty."""
+        """Whether the turn is empty; a tool result may be."""
         return not self.content and self.role != "tool" and "tool_calls" not in self.beside
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Token ids, and which of them are the assistant's: all false in a prompt alone."""
+    """Token ids, and a mask of the assistant's tokens: all false in a prompt alone."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
 
     @property
     def opening(self) -> str:
-        """What stands for the opening prompt: a hash of the ids before the first response. So
-        prompts that nearly equal a held-out one are not found, only those that equal it."""
+        """A substitute for the opening prompt: a hash of the ids before the first response. It
+        finds prompts equal to a held-out one, but no near duplicates."""
         end = self.mask.index(True) if True in self.mask else len(self.ids)
         return hashlib.blake2b(str(self.ids[:end]).encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`opening` is the first prompt of the whole chat, even if the file has the chat in pieces and
-    this is a later one; `distinct` then tells that chat from others with the same opening. `roles`
-    are those of the turns in the record; `tools` describe what the assistant may call. `tokens` are
-    given in place of messages if the record has token ids. `arguments` are the variables that a
+    """`opening` is the first prompt of the whole chat, even if the file splits the chat into pieces
+    and this is a later one; `distinct` then distinguishes that chat from others with the same
+    opening. `roles` are those of the turns in the record; `tools` are the definitions of tools. A
+    record of token ids has `tokens` in place of messages. `arguments` are the variables that a
     request sets for the chat template, by name."""
 
     id: str
@@ -279,7 +279,7 @@ class Conversation:
 
 
 class Repeated(dict[str, Any]):
-    """A JSON object in which a key occurred twice, with different values."""
+    """A JSON object with a key that occurs twice, with different values."""
 
 
 MOST_REASONS = 100  # of a counter
@@ -290,8 +290,7 @@ COUNTERS = ("dropped", "changed", "ignored", "unread")  # of a `Tally`
 
 
 class Tally:
-    """What happened to the records. Each record that was read is either kept, or dropped for one
-    reason."""
+    """Counts of records. Each record that was read is either kept, or dropped for one reason."""
 
     def __init__(self) -> None:
         self.read = 0
@@ -307,8 +306,8 @@ class Tally:
         return self.read - self.dropped.total()
 
     def count(self, counter: Counter[str], reason: str, example: str = "") -> None:
-        """Add one to a counter, and keep the first three examples of a reason. Reasons that quote
-        the data are shortened, made printable, and bounded in number."""
+        """Increment a counter, and keep the first three examples of a reason. Reasons that quote
+        the data are shortened, made printable, and limited in number."""
         reason = "".join(c if c.isprintable() else "\ufffd" for c in reason)[:LONGEST_REASON]
         if reason not in counter and len(counter) >= MOST_REASONS:
             reason = "other reasons"
@@ -317,7 +316,7 @@ class Tally:
             self.examples[reason].append(example)
 
     def reasons(self) -> str:
-        """The five most frequent reasons for leaving something out."""
+        """The five most frequent reasons for skipping something."""
         counts = (self.dropped + self.unread).most_common(5)
         return ", ".join(f"{n:,} {reason}" for reason, n in counts)
 
@@ -332,7 +331,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Noted:
-    """What happened to the records that were read for one conversation."""
+    """The counts that belong to the records of one conversation."""
 
     read: int
     counted: tuple[tuple[str, str, str], ...]  # counter, reason and example
@@ -344,7 +343,7 @@ class Noted:
 
 
 class Journal(Tally):
-    """A tally that keeps what it is told, for a source that is read before its turn comes."""
+    """A tally that stores its entries, for a source that is read before its turn comes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,20 +354,20 @@ class Journal(Tally):
         self._counted.append((name, reason, example))
 
     def go_on_from(self, read: int) -> None:
-        """Go on where so many records have been read from all sources."""
+        """Continue from this number of records read from all sources."""
         self.read = self._before = read
 
     def noted(self) -> Noted:
-        """What was told since the last call."""
+        """The entries since the last call."""
         noted = Noted(self.read - self._before, tuple(self._counted))
         self._before, self._counted = self.read, []
         return noted
 
 
 def texts_that_tell_apart(conversation: Conversation) -> tuple[str, ...]:
-    """What may tell a conversation from others with the same opening: its system prompt, its later
-    turns but the responses, and its responses, each shortened. Pieces of a chat have the texts of
-    the first piece."""
+    """The texts that may distinguish a conversation from others with the same opening, each
+    shortened: its system prompt, its later turns without the responses, and its responses. Pieces
+    of a chat have the texts of the first piece."""
     if conversation.distinct:
         return conversation.distinct
     opened, texts = False, {"system": list[str](), "assistant": [], "user": []}
@@ -384,7 +383,7 @@ def texts_that_tell_apart(conversation: Conversation) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text and, if it is longer than that, a word that stands for all of it."""
+    """The beginning of a text and, if the text is longer, a hash of the rest."""
     if len(text) <= DISTINCT:
         return text
     return f"{text[:DISTINCT]} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

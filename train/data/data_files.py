@@ -1,5 +1,5 @@
-"""Which files of a folder hold the records of a split: as the `datasets` library finds them in a
-copy of a hub data set, or in a folder that it has saved."""
+"""Finds the files of a split in a folder, by the rules of the `datasets` library for a copy of a
+hub data set or for a folder that it has saved."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ def split_files(
     cfg: DataConfig, kind: Callable[[Path], bool], kinds: Sequence[str], tally: Tally
 ) -> list[Path]:
     """The files of the folder `cfg.path` with the records of `cfg.split` and `cfg.subset`, sorted;
-    those of other splits, or of none, are counted as unread. `kind` says whether a file is of one
-    of the `kinds` that are read. Raises UserError if there is no such subset, split or file."""
+    files of other splits, or of none, are counted as unread. `kind` is a test for the file types
+    `kinds`. Raises UserError if there is no such subset, split or file."""
     folder = Path(cfg.path)
     if (folder / "dataset_dict.json").is_file():  # several splits, as datasets saves them
         _require_no_subset(cfg)
@@ -91,8 +91,9 @@ def _of_hub_copy(
 
 
 def _candidates(folder: Path, kind: Callable[[Path], bool]) -> dict[str, Path]:
-    """The files of a folder that may hold records, by their names within it: none that is hidden,
-    that the datasets library cached, or that the `state.json` beside it does not list."""
+    """The files of a folder that may hold records, by their names within it, without hidden files,
+    files that the datasets library cached, and files that the `state.json` beside them does not
+    list."""
     candidates, listed = dict[str, Path](), dict[Path, set[str] | None]()
     for file in sorted(folder.rglob("*")):
         inside = file.relative_to(folder)
@@ -110,7 +111,7 @@ def _candidates(folder: Path, kind: Callable[[Path], bool]) -> dict[str, Path]:
 
 
 def _listed_by_state(folder: Path) -> set[str] | None:
-    """The files that a saved set consists of; None if the folder is no saved set."""
+    """The files of a saved data set; None if the folder is none."""
     if not (folder / "state.json").is_file():
         return None
     files = _json_of(folder / "state.json").get("_data_files")
@@ -148,7 +149,7 @@ def _subsets(folder: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
-    """The patterns of file names that a subset has for each split; {}: those of the library."""
+    """The file name patterns of a subset for each split; {}: the library's defaults."""
     if not data_files:
         return {}
     from datasets.data_files import sanitize_patterns
@@ -160,7 +161,7 @@ def _patterns(data_files: Any) -> dict[str, list[str]]:
 
 
 def _splits(names: Sequence[str], patterns: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """The files of each split, of those with these names within a folder."""
+    """The files of each split among the given names in a folder."""
     for form in (PART, CONVERTED) if not patterns else ():
         parts = [form.fullmatch(name) for name in names]
         if all(parts):
@@ -203,8 +204,8 @@ def _listed(names: Any) -> str:
 
 
 def require_whole(cfg: DataConfig) -> None:
-    """Raise UserError if a file by itself is to have a subset, or a split but `train`, which the
-    datasets library calls all of it."""
+    """Raise UserError if a subset, or a split other than `train`, is requested for a single file;
+    the datasets library calls all of it `train`."""
     wrong = [f"data.subset={cfg.subset!r}"] if cfg.subset is not None else []
     wrong += [f"data.split={cfg.split!r}"] if cfg.split != "train" else []
     require(

@@ -1,6 +1,6 @@
-"""Responses that engines write: token ids go out and come back, so nothing is tokenised twice. A
-server that returns only text is believed where tokenising prompt and answer again proves that the
-prompt is a prefix."""
+"""Responses written by engines. Prompts and responses are token ids, so nothing is tokenised twice.
+A text from a server without ids is accepted only if tokenising prompt and response together begins
+with the prompt's ids."""
 
 import json
 import math
@@ -63,8 +63,8 @@ SECONDS, AT_ONCE = 2.0, 32 * 2**20
 
 @dataclass(frozen=True)
 class EngineResponse:
-    """A response's ids, the server that gave it and, if they were asked for, the states [T, D]
-    after some layers, for the prompt and the response without its last token."""
+    """A response's ids, its server and, if requested, the states [T, D] after some layers, for the
+    prompt and the response without its last token."""
 
     ids: list[int]
     server: Server
@@ -72,10 +72,10 @@ class EngineResponse:
 
 
 class CheckedServerResults(Generic[K, T]):
-    """Results of several servers, each kept only once its server was compared with the target: the
-    first `COMPARED` of each server, and as many again after every `AGAIN`. `compare` raises
-    UserError for results that are not the target's; then `drop` is passed what was kept of that
-    server since it was last compared."""
+    """Results of several servers, kept only after the server was compared with the target: the
+    first `COMPARED` results of each server, and as many again after every `AGAIN`. `compare` raises
+    UserError for results that are not the target's; then `drop` gets the results of that server
+    since its last comparison."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class CheckedServerResults(Generic[K, T]):
             self._settle(server)
 
     def finish(self) -> None:
-        """Compare what is held, however few these results are."""
+        """Compare the results still held, however few."""
         for server in [*self._held]:
             self._settle(server)
 
@@ -144,10 +144,9 @@ def responses_of(
     layers: Sequence[int] | None = None,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> Iterator[tuple[str, EngineResponse | Failed]]:
-    """The responses of at most `limit` tokens to prompts, by their names, in the order in which
-    they come, with the states after these `layers`; none is asked for once `goes_on` says no.
-    Raises UserError for a response that cannot be the target's, and as `ServerPool.results`
-    does."""
+    """The responses of at most `limit` tokens to prompts by their names, in the order of arrival,
+    with the states after these `layers`. No prompt is sent after `goes_on` returns False. Raises
+    UserError for a response that cannot be the target's, and as `ServerPool.results` does."""
     requests = [
         NamedRequest(
             name,
@@ -178,10 +177,10 @@ def responses_of(
 def ids_of(
     response: Completion, prompt: Sequence[int], target: TargetParts, limit: int
 ) -> list[int]:
-    """The ids of a response, up to and including the first that ends it, also if the engine strips
-    that id. Raises UserError if they cannot be the target's; RequestRejected if the response came
-    as text and the prompt is no prefix of the whole text's ids; ServerUnavailable if there is no
-    response in the reply, or one that was broken off."""
+    """The ids of a response, up to and including the first stop token, also if the engine strips
+    it. Raises UserError if they cannot be the target's; RequestRejected if the response came as
+    text and the prompt's ids are no prefix of the whole text's; ServerUnavailable if the reply has
+    no response, or an incomplete one."""
     ids, reason = response.ids, response.finish_reason
     if ids is None and response.text is None:
         raise ServerUnavailable("a response without ids and without text")
@@ -212,7 +211,7 @@ def ids_of(
 
 
 def _end_of(target: TargetParts) -> int:
-    """The id with which a response of the target ends. Raises UserError if nothing says so."""
+    """The id that ends a response of the target. Raises UserError if there is none."""
     if target.response_end is None:
         raise UserError(
             f"the engine ends responses by a token that it does not return, and no file of "
@@ -237,15 +236,15 @@ def _of_text(text: str, prompt: Sequence[int], target: TargetParts) -> list[int]
 
 @torch.no_grad()
 def hidden_states_of(states: Sequence[Tensor], target: TargetParts) -> tuple[Tensor, Tensor | None]:
-    """The final state [1, T, D] and the layers [1, T, F] of states after layers. The last of these
-    states is that after all layers, before the final norm, as an engine gives it."""
+    """The final state [1, T, D] and the layers [1, T, F], from an engine's states after layers. The
+    last of these is the state after all layers, before the final norm."""
     *layers, last = (x[None].to(target.device, target.dtype) for x in states)
     return target.normed(last), torch.cat(layers, -1) if layers else None
 
 
 @torch.no_grad()
 def final_of(target: Target, prompt: Sequence[int], response: EngineResponse) -> Tensor:
-    """The final states [N, D] before each token of a response, as the target reads them."""
+    """The target's own final states [N, D] before each token of a response."""
     ids_BT = torch.tensor([[*prompt, *response.ids]], device=target.device)
     _, final_1TD = target.hidden_states(ids_BT, HiddenStateSpec())
     return final_1TD[0, len(prompt) - 1 :][: len(response.ids)]
@@ -257,9 +256,10 @@ def require_same_states(
     layers: Sequence[int],
     read: Sequence[tuple[Sequence[int], Sequence[Tensor]]],
 ) -> None:
-    """Raise UserError unless the states [T, D] that an engine gave for texts, after these `layers`
-    and after all layers, are the target's own but for rounding. Another model may have the same
-    embedding, final norm and head, so that its tokens follow from its states in this one, too."""
+    """Raise UserError unless the states [T, D] of an engine, after these `layers` and after all
+    layers, equal the target's own up to rounding. Comparing tokens does not suffice: another model
+    may have the same embedding, final norm and head, and then its tokens are consistent with its
+    states."""
     places = [*layers, len(target.layers)]
     errors: list[list[Tensor]] = [[] for _ in places]
     for text, states in read:
@@ -289,9 +289,9 @@ def require_same_states(
 def require_same_model(
     target: TargetParts, read: Sequence[tuple[Tensor, Sequence[int]]], sampler: Sampler
 ) -> None:
-    """Raise UserError unless responses of engines are what the target would say, by the final
-    states [N, D] before their tokens: greedy tokens are its likeliest ones, but for near-ties, and
-    sampled ones as likely as its own."""
+    """Raise UserError unless responses of engines are consistent with the target, given its final
+    states [N, D] before their tokens: greedy tokens must be its most likely ones, except near-ties,
+    and sampled ones as likely as its own samples."""
     likeliest, surprise, spread, count = 0, 0.0, 0.0, 0
     for final_ND, response in read:
         said_N = torch.tensor(response, device=target.device)
@@ -329,9 +329,9 @@ def responses_of_engines(
     responses_read: ResponsesRead | None = None,
     clock: StageTime | None = None,
 ) -> list[Document]:
-    """`documents_with_responses` by engines that serve the target. With `keep`, they also give the
-    hidden states of the responses that they write now. Prompts without a response are skipped.
-    Raises UserError if a response is not what the target would say."""
+    """`documents_with_responses` by engines that serve the target. With `keep`, they also compute
+    the hidden states of the responses that they write now. Prompts without a response are skipped.
+    Raises UserError if a response is not the target's."""
     key, ranks = responses_key(target.parts, cfg, served=True), ranks_of(accelerator)
     folder = make_folder(Path(cfg.root) / key)
     share = shard_of("responses.shard", cfg.shard)
@@ -345,7 +345,7 @@ def responses_of_engines(
         return read_stored_responses(folder, key, target.parts.vocab_size, asked, recorded, own)
 
     def known_now() -> tuple[set[str], set[str]]:
-        """The prompts with a response, and those that engines are not to be asked for."""
+        """The prompts with a response, and those not to be sent to engines."""
         stored = stored_responses(recorded())
         names = {*stored.by_prompt, *without_response(folder, key)}
         if stored.damage and not names >= asked.keys():
@@ -389,14 +389,13 @@ def _ask(
     progress: Progress,
     clock: StageTime | None = None,
 ) -> list[str]:
-    """Let engines answer this process's share of the prompts that are not `known`; the names of the
-    files that it writes. The first
-    responses of each server, and some later ones, are compared with what the target would say. From
-    then on, each is written as it comes,
-    so that only requests under way are lost if the process is killed; with hidden states, which are
-    written before their responses, also those of the last two seconds. Prompts without a response
-    are noted at the end and not asked again, unless no engine answers any more; so are those that
-    were refused before another mistake, if others had been answered in an earlier run."""
+    """Generate responses with engines for this process's share of the prompts that are not `known`;
+    returns the names of the files written. The first responses of each server, and some later ones,
+    are compared with the target. From then on, each is written when it arrives, so only running
+    requests are lost if the process is killed; with hidden states, which are written before their
+    responses, also those of the last two seconds. Prompts without a response are recorded at the
+    end and not sent again, unless no engine responds any more. Prompts rejected before another
+    mistake are also recorded, if an earlier run had responses."""
     mine = [name for name in asked if name not in known][ranks.rank :: ranks.world]
     parts = target.parts
     client = servers_of("responses.from", cfg.engines, parts)
@@ -449,7 +448,8 @@ def _ask(
         current[server] = f"{uuid4().hex}.jsonl"
 
     def drop(server: Server, names: Sequence[str]) -> None:
-        """Remove what this process has written of a server since it was last compared."""
+        """Remove everything that this process has written for a server since its last
+        comparison."""
         if (file_name := current.get(server)) is not None:
             accepted.pop(file_name, None)
             (folder / file_name).unlink(missing_ok=True)
@@ -461,7 +461,7 @@ def _ask(
     results = CheckedServerResults[str, EngineResponse](compare, accept, drop)
 
     def note(failed: Mapping[str, Failed]) -> None:
-        """Note which prompts have no response, so that they are not asked again."""
+        """Record prompts without a response, so that they are not sent again."""
         if not failed:
             return
         lines = [
@@ -481,7 +481,7 @@ def _ask(
     sent = 0
 
     def goes_on() -> bool:
-        """Whether another prompt is sent, by the time that those so far took."""
+        """Whether to send another prompt, given the time that prompts took so far."""
         nonlocal sent
         if clock is None:
             return True

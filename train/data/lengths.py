@@ -1,4 +1,4 @@
-"""How long the prompts and documents of a run are in tokens, and how many of them exceed
+"""The lengths in tokens of a run's prompts and documents, and the number of those above
 `data.max_prompt` and `data.max_length`."""
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ PERCENTILES = {"50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 @dataclass(frozen=True)
 class DataLengths:
-    """`percentiles` has those of `PERCENTILES` in tokens, by what is measured; `longer` the number
-    of texts that are longer than some limits, of which the first is that of the settings;
-    `too_long` says what becomes of these texts, their share, and which setting changes it."""
+    """`percentiles` holds the lengths at `PERCENTILES`, by what is measured; `longer` the number of
+    texts above some limits, of which the first is that of the settings; `too_long` is a sentence on
+    the treatment of these texts, their share, and the setting that changes it."""
 
     percentiles: dict[str, list[int]]
     longer: dict[int, int]
@@ -27,8 +27,8 @@ class DataLengths:
 
     @classmethod
     def of_split(cls, cfg: DataConfig, split: DataSplit[Any]) -> "DataLengths":
-        """The lengths of all that a run reads of its data; documents that are skipped because they
-        are too long are counted, too."""
+        """The lengths of everything that a run reads of its data, including documents that are
+        skipped because they are too long."""
         texts = [*split.train, *split.held_out]
         lengths = [*(len(text.ids) for text in texts), *split.tally.too_long]
         prompts = cfg.responses == "target" and cfg.decoding_log is None
@@ -40,7 +40,7 @@ class DataLengths:
         return cls(percentiles, longer, _of_too_long(cfg, longer[min(longer)], count, lengths))
 
     def lines(self) -> list[str]:
-        """All of it, in lines."""
+        """A description, in lines."""
         rows = (
             (name, ", ".join(f"{p} {n:,}" for p, n in zip(PERCENTILES, row, strict=True)))
             for name, row in self.percentiles.items()
@@ -49,14 +49,15 @@ class DataLengths:
 
 
 def percentiles_of(lengths: Sequence[int]) -> list[int]:
-    """Those of `PERCENTILES`; 0 of nothing."""
+    """The lengths at `PERCENTILES`; 0 for no lengths."""
     lengths_read = lengths or [0]
     return [int(np.quantile(lengths_read, q, method="higher")) for q in PERCENTILES.values()]
 
 
 def advice_on_rows(lengths: Sequence[int], longest: int, rows: int) -> str | None:
-    """A line on `data.max_length`, if an epoch over documents of these lengths has few steps of so
-    many `rows` of up to `longest` tokens, and rows of half as many would hold all of them."""
+    """A line of advice on `data.max_length`, if an epoch over documents of these lengths has few
+    steps of `rows` rows with up to `longest` tokens, and rows half as long would hold all of
+    them."""
     steps, most = sum(lengths) // (rows * longest), max(lengths, default=0)
     enough = max(128, -(-most // 128) * 128)
     if steps >= FEW_STEPS or 2 * enough > longest:
@@ -69,20 +70,20 @@ def advice_on_rows(lengths: Sequence[int], longest: int, rows: int) -> str | Non
 
 
 def cuts_documents(cfg: DataConfig) -> bool:
-    """Whether documents that are too long are cut and not skipped."""
+    """Whether documents that are too long are cut rather than skipped."""
     return cfg.too_long == "truncate" and cfg.responses == "data"
 
 
 def _skipped(cfg: DataConfig, split: DataSplit[Any]) -> int:
-    """How many conversations are skipped because they, or their prompts, are too long."""
+    """The number of conversations that are skipped because they, or their prompts, are too long."""
     if cfg.responses == "target":
         return split.tally.dropped[reason_prompt_too_long(cfg.longest_prompt)]
     return len(split.tally.too_long)
 
 
 def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
-    """How many texts are longer than the limit that the settings give; of documents that are
-    skipped, also how many are longer than two and four times as much."""
+    """The number of texts above the limit in the settings; for skipped documents, also above two
+    and four times the limit."""
     texts = (*split.train, *split.held_out)
     if cfg.responses == "target":
         shortened = sum(text.shortened for text in texts if isinstance(text, Prompt))

@@ -1,5 +1,5 @@
-"""Prompts that are nearly equal: by the Jaccard similarity of their word 3-shingles, exactly and
-without comparing each with each."""
+"""Near duplicates of prompts: by the Jaccard similarity of their word 3-shingles, exactly and
+without comparing all pairs."""
 
 import re
 import unicodedata
@@ -14,13 +14,13 @@ FEW = 4  # openings that may share a shingle, however few openings there are
 
 def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
     """Indices into `train` of the prompts that nearly equal a held-out one: the Jaccard similarity
-    of their word 3-shingles is at least NEAR percent. Shingles that many prompts share, as those of
-    an instruction before every request do (`SHARED`), do not count, so prompts are compared by what
-    differs. If nine in ten of `train` are near all the same, shingles that a quarter of the prompts
-    share do not count either. None is missed: if every prompt's shingles are sorted in one order,
-    rarest first, then two prompts this similar have a shingle in common among the first
-    n − ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles (prefix filtering, Chaudhuri et
-    al. 2006). So only those are looked up, and each hit is verified."""
+    of their word 3-shingles is at least NEAR percent. Shingles common to many prompts (`SHARED`),
+    such as those of an instruction before every request, do not count. If nine in ten of `train`
+    are still near duplicates, shingles common to a quarter of the prompts do not count either. The
+    search is exact by prefix filtering (Chaudhuri et al. 2006): if every prompt's shingles are
+    sorted in one order, rarest first, two prompts this similar share a shingle among the first n −
+    ⌈n·NEAR/100⌉ + 1 of each, where n is its number of shingles. Only these are looked up, and each
+    hit is verified."""
     together = len(train) + len(held_out)
     near = _near(train, held_out, max(SHARED[0] * together, SHARED[1]))
     if 10 * len(near) > 9 * len(train) > 9:
@@ -29,7 +29,7 @@ def near_duplicates(train: Sequence[str], held_out: Sequence[str]) -> set[int]:
 
 
 def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int]:
-    """See `near_duplicates`. Shingles that more than `most` prompts share do not count."""
+    """`near_duplicates` without shingles that more than `most` prompts share."""
     theirs = [shingles_of(prompt) for prompt in held_out]
     shared = Counter(s for shingles in theirs for s in shingles)
     if len(train) + len(held_out) > most:
@@ -39,7 +39,7 @@ def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int
     common = {s for s, n in shared.items() if n > most}
 
     def counted(prompt: str, shingles: frozenset[int]) -> frozenset[int]:
-        """The shingles that count; of a prompt that has no others, one for all its words."""
+        """The shingles that count; for a prompt without any, one for all its words."""
         if common and shingles & common:
             return shingles - common or frozenset((zlib.crc32(compared_words(prompt).encode()),))
         return shingles
@@ -68,11 +68,11 @@ def _near(train: Sequence[str], held_out: Sequence[str], most: float) -> set[int
 
 
 def within_conversations(texts: Sequence[str], openings: Sequence[str]) -> set[int]:
-    """Indices of the texts, complete prompts as they were asked, that belong to a conversation with
-    one of these opening prompts, or nearly: at least NEAR percent of the opening's shingles are in
-    the text. Shingles that many openings share (an instruction) do not count. An opening of fewer
-    than three words, or with none of its own, must stand in the text as a line or between marks of
-    the template."""
+    """Indices of the texts (complete rendered prompts) that belong to a conversation with one of
+    these opening prompts or a near duplicate: at least NEAR percent of the opening's shingles are
+    in the text. Shingles that many openings share (an instruction) do not count. An opening of
+    fewer than three words, or without shingles of its own, must be in the text as a line or between
+    marks of the template."""
     distinct, asked = list(dict.fromkeys(texts)), list({*openings} - {""})
     of_texts, of_openings = [shingles_of(x) for x in distinct], [shingles_of(x) for x in asked]
     counts = Counter(s for shingles in of_openings for s in shingles)
@@ -97,7 +97,7 @@ def within_conversations(texts: Sequence[str], openings: Sequence[str]) -> set[i
 
 
 def compared_words(opening: str) -> str:
-    """What is compared of two opening prompts: their words or, if they have none, all of them."""
+    """The words by which opening prompts are compared, or all characters if there are none."""
     return " ".join(words_of(opening)) or opening
 
 

@@ -1,10 +1,10 @@
-"""What a draft was trained on, in a file that travels with it: 32 bytes a prompt.
+"""The file that records a draft's training prompts and is copied with it: 32 bytes a prompt.
 
-Each opening prompt has a key, the hash by which the split places it, and a sketch
-(b-bit minwise hashing, Li and König 2010), from which near duplicates are estimated: two prompts
-agree at about as large a share of its 24 places as their sets of word 3-shingles overlap. So
-prompts that the split takes for near duplicates mostly agree at 16 places or more. Of conversations
-that open alike, the texts by which the split placed them (`told_apart`) are in it, too.
+Each opening prompt has a key, the hash by which the split places it, and a sketch (b-bit minwise
+hashing, Li and König 2010), from which near duplicates are estimated: two prompts agree at about as
+large a share of its 24 places as their sets of word 3-shingles overlap. Prompts that the split
+treats as near duplicates mostly agree at 16 places or more. For conversations with the same
+opening, the file also has the texts by which the split placed them (`told_apart`).
 """
 
 import io
@@ -54,9 +54,9 @@ def _sketch(text: str) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """The conversations that a draft was trained on, in all of its stages. It is not `complete` if
-    a stage left no such file, or trained on a log, which does not say what was asked first.
-    `earlier_N` marks what stages before the last were trained on."""
+    """The conversations of all stages of a draft's training. It is not `complete` if a stage left
+    no such file, or trained on a log, which does not contain the opening prompts. `earlier_N` marks
+    those of stages before the last."""
 
     keys_N: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
     sketches_NC: NDArray[np.uint8] = field(default_factory=lambda: np.zeros((0, PLACES), np.uint8))
@@ -73,19 +73,19 @@ class TrainedOn:
         return cls(keys_N, whole[first_N, 8:], all(text.opening for text in texts))
 
     def joined(self, other: "TrainedOn") -> "TrainedOn":
-        """What was trained on in two stages."""
+        """The union of two stages."""
         keys_N, first_N = np.unique(np.concatenate([self.keys_N, other.keys_N]), return_index=True)
         sketches_NC = np.concatenate([self.sketches_NC, other.sketches_NC])[first_N]
         return TrainedOn(keys_N, sketches_NC, self.complete and other.complete)
 
     def after(self, earlier: "TrainedOn") -> "TrainedOn":
-        """What was trained on in a stage, and in those before it."""
+        """This stage together with those before it."""
         both = self.joined(earlier)
         return replace(both, earlier_N=np.isin(both.keys_N, earlier.keys_N))
 
     @property
     def before(self) -> "TrainedOn":
-        """What the stages before the last were trained on."""
+        """The part from stages before the last."""
         if self.earlier_N is None:
             return TrainedOn()
         return TrainedOn(self.keys_N[self.earlier_N], self.sketches_NC[self.earlier_N])
@@ -96,8 +96,8 @@ class TrainedOn:
         return [int.from_bytes(origin[:8], "big") in known for origin in origins]
 
     def nearly(self, origins: Sequence[bytes]) -> list[bool]:
-        """Which of these were trained on, or a near duplicate of them. Where nearly all have one,
-        they share an instruction, and only those count that were trained on word for word."""
+        """Which of these, or a near duplicate of them, were trained on. If nearly all have one,
+        they share an instruction, and only exact matches count."""
         exactly = self.exactly(origins)
         near = [self._near(origin) for origin in origins]
         others = sum(there and not same for there, same in zip(near, exactly, strict=True))
@@ -111,7 +111,7 @@ class TrainedOn:
         return bool((agreeing_N >= AGREEING).any())
 
     def write(self, folder: Path) -> None:
-        """Write the file into a folder: a draft's, its run's, or that of its export."""
+        """Write the file into a folder: of a draft, its run, or its export."""
         with new_file(folder / TRAINED_ON) as partial, partial.open("wb") as file:
             earlier_N = (
                 np.zeros(len(self.keys_N), bool) if self.earlier_N is None else self.earlier_N
@@ -126,8 +126,8 @@ class TrainedOn:
 
 
 def trained_on(draft: Path) -> TrainedOn | None:
-    """What the draft in this folder was trained on; None if neither the folder nor that of its run
-    says so. Raises Damaged for a file that cannot be read."""
+    """The training prompts of the draft in this folder; None if neither this folder nor that of its
+    run records them. Raises Damaged for a file that cannot be read."""
     for path in (draft / TRAINED_ON, draft.parent / TRAINED_ON):
         if not path.is_file():
             continue
@@ -146,16 +146,16 @@ def trained_on(draft: Path) -> TrainedOn | None:
 
 
 def before_this_stage(drafts: Collection[Path]) -> TrainedOn:
-    """What the drafts that a run starts from or contains were trained on, in all their stages."""
+    """The training prompts, in all stages, of the drafts that a run starts from or contains."""
     known = [trained_on(draft) for draft in drafts]
     stages = [one if one is not None else TrainedOn(complete=False) for one in known]
     return reduce(TrainedOn.joined, stages, TrainedOn())
 
 
 def without_trained_on(split: DataSplit[Any], drafts: Collection[Path]) -> None:
-    """Take out of the held-out parts of a split what the drafts that a run starts from were trained
-    on, near duplicates included: it would be measured and selected on what it knows. Raises
-    UserError if no prompt is left to measure on."""
+    """Remove from the held-out parts of a split the training prompts of the drafts that a run
+    starts from, with near duplicates: the draft would be measured and selected on known texts.
+    Raises UserError if no prompt remains to measure on."""
     if not drafts:
         return
     names, earlier = " and ".join(map(str, drafts)), before_this_stage(drafts)
@@ -173,9 +173,9 @@ def without_trained_on(split: DataSplit[Any], drafts: Collection[Path]) -> None:
 
 
 def leave_out(split: DataSplit[Any], earlier: TrainedOn, names: str) -> None:
-    """`without_trained_on`, for what is known of the drafts of these `names`. The held-out side is
-    judged as a whole, so that all of its parts leave out the same. If all of it opens as what they
-    were trained on does, only those texts are left out by which a split placed the latter."""
+    """`without_trained_on`, given the record of the drafts with these `names`. The held-out side is
+    judged as a whole, so that all its parts are treated alike. If all of it has openings like those
+    trained on, only the texts by which a split placed the latter are removed."""
     if not len(earlier.keys_N) or not (split.test and split.prompts):
         return
     parts = split.test, split.validation, split.prompts, split.validation_prompts
@@ -202,13 +202,13 @@ def leave_out(split: DataSplit[Any], earlier: TrainedOn, names: str) -> None:
 
 
 def _texts(item: Any) -> list[Any]:
-    """The texts of a conversation, which may be one or several."""
+    """The texts of a conversation, as a list."""
     return item if isinstance(item, list) else [item]
 
 
 def overlap_in_words(draft: Path, openings: Sequence[str]) -> str | None:
-    """How many of these opening prompts a draft was trained on, in words; None if its folder does
-    not say so."""
+    """A sentence on how many of these opening prompts a draft was trained on; None if its folder
+    does not record them."""
     try:
         known = trained_on(draft)
     except UserError:
@@ -224,9 +224,9 @@ def overlap_in_words(draft: Path, openings: Sequence[str]) -> str | None:
 
 
 def not_trained_on(prompts: Sequence[Prompt], draft: Path) -> tuple[list[Prompt], bool]:
-    """The prompts that the draft in this folder was not trained on, in any of its stages, without
-    near duplicates of those that it was; and whether its record of them is complete. Where all open
-    as what it was trained on does, the texts decide by which a split placed them, as in
+    """The prompts that the draft in this folder was not trained on in any stage, without near
+    duplicates of its training prompts; and whether its record is complete. If all of them have
+    openings like those trained on, the texts by which a split placed the latter decide, as in
     `leave_out`. Raises Damaged for a record that cannot be read."""
     known = trained_on(draft)
     if known is None or not len(known.keys_N):

@@ -1,6 +1,6 @@
-"""The conversations that a configuration names, in order, and what a run makes of each:
-documents to train on, prompts to answer. One by one, or many by several processes; of one source,
-or of several in the shares of their weights."""
+"""Reads the conversations of a configuration, in order, and turns each into documents to train on
+or prompts to answer: one by one, or many by several processes; from one source, or from several by
+their weights."""
 
 import math
 import random
@@ -58,16 +58,16 @@ def read_conversations(
     use: Callable[[Conversation], T],
     share: SharedWork | None = None,
 ) -> Iterator[tuple[Conversation, T]]:
-    """The conversations of `cfg` in order, each with a unique id, and what `use` makes of it, a
-    method of a `Reader` if several processes `share` the work. They change nothing but the time:
+    """The conversations of `cfg` in order, each with a unique id, and the result of `use` for it, a
+    method of a `Reader` if several processes `share` the work. Sharing changes only the time:
     conversations are read ahead, but no more than may be needed, and are counted in turn. Unusable
-    ones are counted and left out. Raises UserError if there is no conversation, and as
+    ones are counted and skipped. Raises UserError if there is no conversation, and as
     `require_spans` does if the first ones have no certain mask."""
     usable, wrong, seen = 0, list[str](), Counter[str]()
     weights = [weight for _, weight in cfg.parts]
 
     def room(weight: float | None) -> int:
-        """How many conversations of a source with this weight to read at once."""
+        """The number of conversations of a source with this weight to read at once."""
         if share is None or (weight is not None and cfg.records is not None):
             return 1  # of mixed sources, which records are read depends on what is usable
         left = AT_ONCE if cfg.limit is None else min(AT_ONCE, cfg.limit - usable)
@@ -118,7 +118,8 @@ def read_conversations(
 
 
 def _renamed(conversation: Conversation, item: T, number: int) -> tuple[Conversation, T]:
-    """The conversation whose id is the `number`-th of its kind, and what was made of it."""
+    """The conversation with a unique id, given that this is the `number`-th use of its id, and its
+    item."""
     before, after = conversation.id, f"{conversation.id}#{number}"
     renamed = replace(conversation, id=after)
     if item is conversation:
@@ -173,13 +174,13 @@ def _goes_on(last: Conversation, following: Conversation) -> bool:
 
 
 def _piece(id: str) -> tuple[str, int] | None:
-    """The name of a chat and the number of a piece of it, as an id has them."""
+    """The name of a chat and the number of one of its pieces, parsed from an id."""
     name = re.fullmatch(r"(.+)_([0-9]{1,9})", id, re.DOTALL)
     return None if name is None else (name[1], int(name[2]))
 
 
 def _skipped_piece(last: Conversation, record: Any) -> Conversation | None:
-    """What stands for a record that is skipped but continues the chat of the one before: that
+    """A placeholder for a skipped record that continues the chat of the one before: that
     conversation, with the id of the record and without roles. None for any other record."""
     id = record.get("id") if isinstance(record, dict) else None
     if not isinstance(id, str):
@@ -191,15 +192,15 @@ def _skipped_piece(last: Conversation, record: Any) -> Conversation | None:
 
 def require_readable(cfg: DataConfig) -> None:
     """Raise UserError if a local source is missing or holds no conversation. Reads up to the first
-    conversation of each; does not check hub datasets."""
+    conversation of each source; does not check hub data sets."""
     for one, _ in cfg.parts:
         if files_of(one) is not None:
             next(read_conversations(one, Tally(), lambda conversation: conversation))
 
 
 def require_spans(tally: Tally, patience: int) -> None:
-    """Raise UserError if `patience` conversations have no certain mask, or are refused by the
-    template. It is called while none is usable: then the template is at fault, not the
+    """Raise UserError if `patience` conversations have no certain mask, or are rejected by the
+    template. It is called while none is usable: the cause is then the template, not the
     conversations."""
     refused = [reason for reason in tally.dropped if reason.startswith(REFUSED)]
     if sum(tally.dropped[reason] for reason in refused) >= patience:
@@ -224,8 +225,8 @@ def require_spans(tally: Tally, patience: int) -> None:
 
 class Reader:
     """Turns conversations into token ids: by the tokenizer's chat template or, for plain texts, by
-    the tokenizer alone. Rows that are token ids already need neither. Raises UserError as `Chat`
-    does; Unusable for conversations that are to be left out."""
+    the tokenizer alone. Rows of token ids need neither. Raises UserError as `Chat` does; Unusable
+    for conversations to skip."""
 
     def __init__(self, cfg: DataConfig, tokenizer: Any) -> None:
         self.cfg, self.tokenizer = cfg, tokenizer
@@ -236,8 +237,8 @@ class Reader:
             self.by_text = Chat(tokenizer, cfg.clock, cfg.thinking, cfg.template_args)
 
     def documents(self, conversation: Conversation) -> list[Document]:
-        """A conversation up to its last response: one document, or several where the chat template
-        changes earlier answers as a chat goes on."""
+        """A conversation up to its last response: one document, or several if the chat template
+        renders earlier responses differently as a chat continues."""
         if self.by_text is not None and conversation.tokens is None:
             return self.by_text.documents(conversation, self.cfg)
         tokens = _given(conversation)
@@ -249,8 +250,8 @@ class Reader:
         return [document_of(conversation.id, tokens.ids[:end], mask, self.cfg)]
 
     def prompt(self, conversation: Conversation, whole: bool = False) -> Prompt:
-        """The longest beginning of a conversation that the target may be asked to go on from:
-        within `data.max_prompt`, or of any length."""
+        """The longest prefix of a conversation that the target may continue: within
+        `data.max_prompt` or, with `whole`, of any length."""
         most = None if whole else self.cfg.longest_prompt
         if self.by_text is not None and conversation.tokens is None:
             return self.by_text.prompt(conversation, most)
@@ -266,7 +267,7 @@ class Reader:
 
 class PlainText:
     """Reads plain texts, without a template. If the tokenizer begins every text with a special
-    token, as Llama's does, so do these texts."""
+    token, as Llama's does, these texts begin with it, too."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -280,7 +281,8 @@ class PlainText:
         return [document_of(conversation.id, ids, np.arange(len(ids)) > 0, cfg)]
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The beginning of a text, Unusable if it is over `most` tokens long (None: any length)."""
+        """The beginning of a text. Unusable if it has more than `most` tokens (None: any
+        number)."""
         begins = conversation.messages[:1]
         if begins[0].role != "user" or len(conversation.messages) > 2:
             raise Unusable("several turns, and the target has no chat template")
@@ -302,7 +304,7 @@ def _given(conversation: Conversation) -> Tokens:
 
 
 def _prompt_ends(tokens: Tokens) -> list[int]:
-    """Where responses begin, or the end of a prompt alone."""
+    """The positions where responses begin, or the end of a prompt alone."""
     if True not in tokens.mask:
         return [len(tokens.ids)]
     before = (False, *tokens.mask)
@@ -310,7 +312,7 @@ def _prompt_ends(tokens: Tokens) -> list[int]:
 
 
 def usable_or_error(use: Callable[[Conversation], T], conversation: Conversation) -> T | Unusable:
-    """What `use` makes of a conversation, or the reason why it is unusable."""
+    """The result of `use` for a conversation, or the reason why it is unusable."""
     try:
         return use(conversation)
     except Unusable as reason:
@@ -318,7 +320,7 @@ def usable_or_error(use: Callable[[Conversation], T], conversation: Conversation
 
 
 class ReaderWork:
-    """Does the tasks that a process is given by the first one, with a reader of its own."""
+    """Does the tasks that the first process assigns to a process, with its own reader."""
 
     def __init__(self, cfg: DataConfig, tokenizer: Any) -> None:
         self._made_from = cfg, tokenizer
@@ -337,8 +339,8 @@ def read_together(
     conversations: Sequence[Conversation],
     share: SharedWork | None,
 ) -> list[T | Unusable]:
-    """What `use`, a method of a `Reader` if there are several processes to `share` the
-    conversations, makes of each of them, or the reason why it is unusable."""
+    """The result of `use` for each conversation, or the reason why it is unusable. With several
+    processes that `share` the conversations, `use` must be a method of a `Reader`."""
     if share is None:
         return [usable_or_error(use, conversation) for conversation in conversations]
     return share([(use.__name__, conversation) for conversation in conversations])
@@ -348,11 +350,10 @@ def read_together(
 
 
 class ReadAhead(Generic[T]):
-    """The conversations of a source, each with what `use` makes of it, or the reason why it is
-    unusable. `room` says how many conversations are read and used in one go. Each is counted in
-    `tally` only when the caller reaches it, and an error is raised only then, so the caller does
-    not notice the reading ahead. `source` makes the stream, which counts in the tally
-    that it is passed."""
+    """The conversations of a source, each with the result of `use`, or the reason why it is
+    unusable. `room` returns the number of conversations to read at once. A conversation is counted
+    in `tally`, and its error raised, only when the caller reaches it, so the caller does not notice
+    the reading ahead. `source` makes the stream, which counts in the tally passed to it."""
 
     def __init__(
         self,
@@ -398,10 +399,10 @@ class ReadAhead(Generic[T]):
 
 
 class Mixture(Generic[T]):
-    """Items of several sources, each with the number of its source: one source after another or, if
-    they have weights, always the next of the source that is furthest behind its share of what was
-    `taken`, until one of them has no more (`ended`). Whoever uses an item counts it in `taken`, so
-    that the shares are those of usable ones."""
+    """Items of several sources, each with the number of its source. Without weights, one source
+    follows another. With weights, the next item is from the source that is furthest behind its
+    share of the items `taken`, until a source has no more (`ended`). The caller counts usable items
+    in `taken`, so the shares are those of usable items."""
 
     def __init__(self, sources: Sequence[Iterator[T]], weights: Sequence[float | None]) -> None:
         self.sources, self.weights = sources, weights
@@ -421,12 +422,12 @@ class Mixture(Generic[T]):
             yield n, item
 
     def _share(self, n: int) -> float:
-        """How far a source is, in units of its weight."""
+        """The number of items taken from a source, divided by its weight."""
         return self.taken[n] / (self.weights[n] or 1.0)
 
 
 def shuffled(items: Iterator[T], window: int, seed: int) -> Iterator[T]:
-    """Items, each drawn at random from the next `window` of them; in order if this is 0."""
+    """The items, each drawn at random from the next `window` of them; in order if `window` is 0."""
     draw, held = random.Random(seed), list(islice(items, window))
     for item in items:
         if not held:

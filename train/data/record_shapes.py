@@ -1,5 +1,5 @@
-"""Which keys of a record hold its turns, or its token ids, in the shapes that data sets, requests
-and logs write. Nothing here says what a turn means (records.py does)."""
+"""The keys of a record that hold its turns or token ids, in the formats of data sets, requests and
+logs. records.py interprets the turns."""
 
 import ast
 import json
@@ -60,8 +60,8 @@ LARGEST_ID = 2**31 - 1
 def turn_lists(record: Any, format: str) -> tuple[list[list[Any]], list[str], bool]:
     """The lists of turns in a record, the keys that hold them, and whether the lists follow each
     other (a history, a prompt, a response), of which one may repeat those before it; otherwise each
-    is the whole conversation. A key without turns does not hide another one. Raises Unusable if
-    there are no turns."""
+    list is the whole conversation. A key without turns is ignored. Raises Unusable if there are no
+    turns."""
     auto = format == "auto"
     if isinstance(record, str) and auto:
         return [[{"role": "user", "content": record}]], [], False
@@ -114,9 +114,9 @@ def are_texts(value: Any) -> bool:
 
 
 def _prompted(record: Mapping[str, Any]) -> tuple[list[list[Any]], list[str]] | None:
-    """The turns of a record with a prompt and, if there is one, its completion: those before the
-    prompt, of the prompt, and after it; and the keys that hold them. Either may be a text or turns.
-    What an instruction is about follows it after a blank line."""
+    """The turns of a record with a prompt and, if there is one, its completion (those before the
+    prompt, of the prompt, and after it), and the keys that hold them. Prompt and completion may be
+    texts or turns. The input of an instruction follows it after a blank line."""
     source = next((key for key in SOURCES if not absent(record.get(key))), "")
     prompt, read = record.get(source), [source]
     if isinstance(prompt, list) and source in PROMPTS:
@@ -154,7 +154,7 @@ def _prompted(record: Mapping[str, Any]) -> tuple[list[list[Any]], list[str]] | 
 
 
 def _history(value: Any) -> list[Any]:
-    """The turns before a prompt, which a record gives as pairs. Raises Unusable for others."""
+    """The turns before a prompt, given as pairs. Raises Unusable for other forms."""
     pairs = [] if absent(value) or value == "" else value
     for pair in pairs if isinstance(pairs, list) else [None]:
         texts = pair if isinstance(pair, list) else []
@@ -192,8 +192,8 @@ def is_record(value: Any) -> bool:
 
 
 def absent(value: Any) -> bool:
-    """Whether a key with this value is as good as missing: tables fill what a row lacks with null,
-    NaN or nothing. A blank text is there."""
+    """Whether a key with this value counts as missing: tables fill missing cells with null, NaN or
+    nothing. A blank text is not missing."""
     return value is None or value != value or (isinstance(value, list | dict) and not value)
 
 
@@ -210,8 +210,8 @@ def from_json(value: Any) -> list[Any]:
 
 
 def written_by_python(text: str) -> Any:
-    """The value of a text as Python writes it, as tables do that were saved without care; None if
-    it is none."""
+    """The value of a text in Python's syntax, as in tables that were saved with str(); None if it
+    is none."""
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -222,8 +222,8 @@ def written_by_python(text: str) -> Any:
 
 
 def unwrapped_request(record: Any) -> Any:
-    """A record in which a request to a server is wrapped, as in logs and in files of batches, with
-    its keys beside those of the record, and the server's response as the last turn."""
+    """A record that wraps a request to a server, as in logs and batch files: the request's keys
+    together with those of the record, and the server's response as the last turn."""
     if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
         return record
     for key in WRAPPERS:
@@ -249,7 +249,8 @@ def unwrapped_request(record: Any) -> Any:
 
 def responses_api_as_messages(record: Any) -> Any:
     """A record of OpenAI's Responses API as messages: `instructions`, the items of `input` and
-    those of `output`. Raises Unusable for items of other kinds, as a summary of the reasoning."""
+    those of `output`. Raises Unusable for other kinds of items, such as a summary of the
+    reasoning."""
     if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
         return record
     asked, said = record.get("input"), record.get("output")
@@ -270,7 +271,7 @@ def responses_api_as_messages(record: Any) -> Any:
 
 
 def _items(item: Any) -> list[Any]:
-    """The turns that an item of the Responses API is."""
+    """The turns for an item of the Responses API."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message" and is_turn(item):
         return [{k: x for k, x in item.items() if k not in ("type", "id", "status")}]
@@ -287,7 +288,7 @@ def _items(item: Any) -> list[Any]:
 
 def require_known_form(record: Any) -> None:
     """Raise Unusable, with the name of the form, for records that are no conversations, or that
-    would lose what makes them one."""
+    would lose essential information."""
     if not isinstance(record, dict) or any(record.get(k) for k in sum(SHAPES.values(), ())):
         return
     inner = record.get("message")
@@ -320,8 +321,8 @@ def is_tokenised(record: Any) -> bool:
 
 
 def tokens_of(record: Mapping[str, Any], prompts: bool, texts: bool) -> tuple[Tokens, set[str]]:
-    """The tokens of a record, and the keys that were read. Ids without a mask are a prompt if
-    `prompts` are asked for, or a text if `texts` are. Raises Unusable."""
+    """The tokens of a record, and the keys that were read. Ids without a mask are a prompt with
+    `prompts`, or a text with `texts`. Raises Unusable."""
     ids_key = next((k for k in IDS if _numbers(record.get(k))), None)
     if ids_key is None:
         prompt_key = next(k for k in PROMPT_IDS if _numbers(record.get(k)))
@@ -376,7 +377,8 @@ def _flags(record: Mapping[str, Any], key: str, count: int) -> tuple[bool, ...]:
 
 
 def _edges(real: Sequence[bool]) -> tuple[int, int]:
-    """Where the tokens that are no padding begin and end. Raises Unusable if they are in parts."""
+    """The start and end of the tokens that are not padding. Raises Unusable if padding divides
+    them."""
     if True not in real:
         raise Unusable("no tokens but padding")
     first, last = real.index(True), len(real) - real[::-1].index(True)

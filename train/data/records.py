@@ -1,9 +1,9 @@
-"""Records → conversations in their normal form, as servers give them to a template: the record,
-its turns, their tools, calls and results. record_shapes.py finds the turns in the record.
+"""Turns records into conversations in their normal form, as servers pass them to a template: turns,
+tools, calls and results. record_shapes.py finds the turns in the record.
 
-Keys that are not read are counted. A record that would mean something else without them is left
-out. OpenAI's and Anthropic's messages keep calls beside the text. Hermes, Glaive and xLAM write
-them into it; there they are taken out of the text, so that the target's own template writes them.
+Ignored keys are counted. A record that would mean something else without them is skipped. OpenAI's
+and Anthropic's messages have calls beside the text. Hermes, Glaive and xLAM write them into the
+text; they are parsed and removed from it, so that the target's own template renders them.
 """
 
 import json
@@ -142,7 +142,7 @@ def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
 
 
 def _within(record: Any, key: str) -> Any:
-    """The value of a key, or of a key within a key; None if it is missing."""
+    """The value of a key, or of a nested key a.b; None if it is missing."""
     if not isinstance(record, dict):
         raise Unusable("not a pair")
     outer, _, inner = key.partition(".")
@@ -167,11 +167,10 @@ def _text(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation
 
 
 def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> Conversation:
-    """A record as user and assistant turns in alternation, with the results of tools after their
-    calls, and with system turns before, between and after them. No turn is blank, and there is no
-    white space around any text but the results of tools: a space before a response would become
-    part of the response's first token. `name` is its id if it has none of its own. Raises
-    Unusable."""
+    """A record as alternating user and assistant turns, with tool results after their calls, and
+    with system turns before, between and after them. No turn is blank. Texts other than tool
+    results have no white space around them: a space before a response would become part of its
+    first token. `name` is its id if it has none of its own. Raises Unusable."""
     record, changes = responses_api_as_messages(unwrapped_request(record)), list[str]()
     if format == "auto":
         require_known_form(record)
@@ -255,15 +254,15 @@ def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:
 
 
 def _alike(turns: list[Any], others: list[Any]) -> bool:
-    """Whether turns say the same, however they are written."""
+    """Whether two lists of turns mean the same, independent of their form."""
     one, other = ([messages_of(turn, set()) for turn in some] for some in (turns, others))
     return one == other
 
 
 def _arguments(record: Mapping[str, Any]) -> tuple[bool | None, dict[str, Any], list[str]]:
-    """Whether a record says that its responses were asked for with reasoning, as to a server; the
-    other variables that it sets for the chat template; and the keys that say so. Raises Unusable
-    for arguments that contradict each other, or that would change what is rendered."""
+    """Whether a record requests reasoning for its responses, as in a request to a server; the other
+    variables that it sets for the chat template; and the keys with both. Raises Unusable for
+    arguments that contradict each other, or that would change the rendering of turns."""
     asked, named = record.get(ARGUMENTS), [ARGUMENTS]
     if isinstance(asked, str):
         try:
@@ -299,8 +298,8 @@ def _count_ignored(record: Mapping[str, Any], read: Collection[str], tally: Tall
 
 
 def messages_of(turn: Any, ignored: set[str]) -> list[Message]:
-    """A turn; before it, the results of tools that its content has (Anthropic). Its keys that are
-    not read are added to `ignored`. Raises Unusable."""
+    """The messages of a turn: first the tool results in its content (Anthropic), then the turn. Its
+    ignored keys are added to `ignored`. Raises Unusable."""
     if isinstance(turn, dict) and isinstance(parts := turn.get("content"), list):
         results = [x for x in parts if isinstance(x, dict) and x.get("type") == "tool_result"]
         rest = [x for x in parts if x not in results]
@@ -314,14 +313,14 @@ def messages_of(turn: Any, ignored: set[str]) -> list[Message]:
 
 
 def _result(part: Mapping[str, Any]) -> Message:
-    """The result of a tool, of those that a turn of the user may have as a part."""
+    """A tool result that is a part of a user's turn."""
     id = part.get("tool_use_id")
     content = "" if absent(part.get("content")) else _content(part["content"], whole=True).text
     return Message("tool", content, {"tool_call_id": id} if isinstance(id, str) else {})
 
 
 def _message(turn: Any, ignored: set[str]) -> Message:
-    """A turn. Its keys that are not read are added to `ignored`. Raises Unusable."""
+    """A message from a turn. Its ignored keys are added to `ignored`. Raises Unusable."""
     require_single(turn)
     turn = {key: x for key, x in turn.items() if not absent(x)} if isinstance(turn, dict) else {}
     theirs = sorted({str(turn[key]).strip().lower() for key in FROM if key in turn})
@@ -387,8 +386,8 @@ def _message(turn: Any, ignored: set[str]) -> Message:
 
 
 def _number_of(value: Any) -> float | None:
-    """The number that a value is or, as tables and JSON have it in a text, stands for; None if it
-    is neither a number nor true or false."""
+    """A value as a number, also if it is a number as text, as in tables and JSON; None for anything
+    but a number, true or false."""
     if isinstance(value, str):
         word = value.strip().lower()
         if word in ("true", "yes", "false", "no"):
@@ -406,7 +405,7 @@ def _number_of(value: Any) -> float | None:
 
 
 def _weight(value: Any) -> float:
-    """How much a response counts. Raises Unusable for what is no such number."""
+    """The weight of a response. Raises Unusable if it is not a valid number."""
     if not isinstance(value, bool | int | float) or not (value == 0 or LEAST <= value <= MOST):
         raise Unusable(f"a response whose weight is neither 0 nor a number from {LEAST} to {MOST}")
     return float(value)
@@ -414,7 +413,7 @@ def _weight(value: Any) -> float:
 
 @dataclass
 class Content:
-    """What is said in a turn: its text and, if it has parts, also those that are not text."""
+    """The content of a turn: its text and, if it has parts, those that are not text."""
 
     text: str = ""
     thoughts: list[str] = field(default_factory=list)
@@ -422,8 +421,8 @@ class Content:
 
 
 def _content(value: Any, whole: bool) -> Content:
-    """A text, or parts that are texts, thoughts and calls; with the white space around it if it is
-    to be `whole`, as the results of tools are. Raises Unusable for other parts."""
+    """The content of a text, or of parts that are texts, thoughts and calls. The text is stripped
+    unless it is `whole`, as for tool results. Raises Unusable for other parts."""
     read = _whole if whole else plain
     if not isinstance(value, list):
         return Content(read(value))
@@ -453,7 +452,7 @@ def _content(value: Any, whole: bool) -> Content:
 
 
 def plain(text: Any) -> str:
-    """A text without the white space around it. Raises Unusable for anything but text."""
+    """A stripped text. Raises Unusable for anything but text."""
     return _whole(text).strip()
 
 
@@ -466,7 +465,7 @@ def _whole(text: Any) -> str:
 
 
 def joined(one: Message, two: Message) -> Message:
-    """Two turns of one role as one, with a blank line between their texts; the calls of both."""
+    """Two turns of one role as one, with a blank line between their texts and the calls of both."""
     calls = [call for m in (one, two) for call in m.beside.get("tool_calls", ())]
     rest = [{k: x for k, x in m.beside.items() if k != "tool_calls"} for m in (one, two)]
     alike = rest[0] == rest[1] or ("tool_calls" in two.beside and not rest[1])
@@ -480,7 +479,7 @@ def joined(one: Message, two: Message) -> Message:
 
 
 def require_unicode(value: Any) -> None:
-    """Raise Unusable if a text within a JSON value has half of a character in it."""
+    """Raise Unusable if a text within a JSON value contains a lone surrogate."""
     if isinstance(value, dict):
         value = [*value, *value.values()]
     if isinstance(value, str):
@@ -547,7 +546,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(value: Any) -> Any:
-    """A value without the keys that a table fills with null, since other rows have them."""
+    """A value without keys that are null, which tables add because other rows have them."""
     if isinstance(value, dict):
         return {key: filled(x) for key, x in value.items() if x is not None}
     return [filled(x) for x in value] if isinstance(value, list) else value
@@ -557,8 +556,8 @@ def filled(value: Any) -> Any:
 
 
 def without_tags(message: Message) -> list[Message]:
-    """A turn, whose text may have calls or the results of tools in it, with these beside it or, if
-    it has several results, as several turns."""
+    """The messages of a turn whose text may contain calls or tool results: these are moved out of
+    the text. Several tool results become several turns."""
     if message.role == "tool":
         return [replace(message, content=result) for result in results_within(message.content)]
     if message.role != "assistant" or "tool_calls" in message.beside:
@@ -571,8 +570,8 @@ def without_tags(message: Message) -> list[Message]:
 
 
 def tools_within(text: str) -> tuple[str, list[Any]] | None:
-    """A system prompt as it is without the tools that it describes, and these tools; None if it
-    describes none in a way that is known."""
+    """A system prompt without the tools that it describes, and these tools; None if it describes
+    none in a known format."""
     if (block := DESCRIBED.search(text)) is not None:  # Hermes, and what Qwen's template writes
         starts = [at for lead in LEADS if 0 <= (at := text.find(lead)) < block.start()]
         tools = _values(block[1])
@@ -584,7 +583,7 @@ def tools_within(text: str) -> tuple[str, list[Any]] | None:
 
 
 def _values(text: str) -> list[Any]:
-    """The objects in a text, one after another or in a list; none if it is anything else."""
+    """The objects in a text, one after another or in a list; empty for anything else."""
     decoder, values, at = json.JSONDecoder(), list[Any](), 0
     try:
         while at < len(text):
@@ -597,8 +596,8 @@ def _values(text: str) -> list[Any]:
 
 
 def calls_within(text: str) -> tuple[str, list[Any]]:
-    """A response without the calls that it ends with, as Hermes and Glaive write them, and the
-    calls. Raises Unusable if they cannot be read, or if more text follows."""
+    """A response without the calls at its end, in the formats of Hermes and Glaive, and the calls.
+    Raises Unusable if they cannot be parsed, or if more text follows."""
     if GLAIVE_CALL in text:
         said, *calls = text.split(GLAIVE_CALL)
         return said.strip(), [_call_within(call.strip()) for call in calls]
@@ -615,8 +614,8 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _call_within(text: str) -> Any:
-    """A call in JSON or, as some of these data sets have it, as Python writes an object, or with
-    its arguments as JSON in single quotes."""
+    """A call in JSON or, as in some of these data sets, in Python's syntax, or with its arguments
+    as JSON in single quotes."""
     if (quoted := QUOTED.match(text)) is not None:
         arguments = json.dumps(quoted[2].replace("\\'", "'"))
         text = f"{quoted[1]}{arguments}{quoted[3]}"
@@ -630,6 +629,6 @@ def _call_within(text: str) -> Any:
 
 
 def results_within(text: str) -> list[str]:
-    """The results in the turn of a tool, without the tags that Hermes puts around each."""
+    """The tool results in a tool's turn, without the tags that Hermes puts around each."""
     results = RESULT.findall(text)
     return results if results and not RESULT.sub("", text).strip() else [text]

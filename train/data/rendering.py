@@ -1,10 +1,9 @@
-"""What a chat template writes of a chat (`ChatTemplate`), as a server renders it, but within bounds
-and at a given time (`BoundedEnvironment`, `BoundedTemplate`).
+"""Renders chats with a chat template (`ChatTemplate`) as a server does, but with limits and at a
+given time (`BoundedEnvironment`, `BoundedTemplate`).
 
-transformers compiles a template and knows what it may call. This module adds what transformers
-lacks: a template that loops without end, or whose text grows without end, is stopped after a number
-of steps, on any machine and in any thread; and the time that a template writes can be that of a
-run's beginning.
+transformers compiles a template and restricts what it may call. This module adds two things: a
+template that loops, or whose text grows, without end is stopped after a number of steps, on any
+machine and in any thread; and the time that a template writes can be that of a run's beginning.
 """
 
 import functools
@@ -60,18 +59,18 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.left = threading.local()
 
     def bound(self) -> None:
-        """Bound what the filters return; called once all of them are known."""
+        """Limit the results of the filters; called once all filters are registered."""
         for name, filter in self.filters.items():
             self.filters[name] = self._bounded(filter)
 
     def allow_steps(self, messages: Sequence[Message] = ()) -> None:
-        """Allow this thread the steps that rendering a chat may take."""
+        """Set the number of steps that this thread may take to render a chat."""
         self.left.steps = STEPS + STEPS_PER_PAIR * len(messages) ** 2
         self.left.size = LARGEST + MORE * sum(len(str(message)) for message in messages)
 
     @property
     def step(self) -> None:
-        """Takes one of the steps left. A property, since jinja2 makes every call expensive."""
+        """Take one of the remaining steps. A property, since jinja2 makes every call expensive."""
         self.take(1)
 
     @property
@@ -84,13 +83,13 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise EndlessTemplate("does not end (stopped after too many steps)")
 
     def concat(self, pieces: Iterable[str]) -> str:
-        """What jinja2 joins the output of a macro or a block with."""
+        """The function with which jinja2 joins the output of a macro or a block."""
         pieces = list(pieces)
         self.small(sum(map(len, pieces)))
         return "".join(pieces)
 
     def joined(self, *parts: Any) -> str:
-        """The texts that a template joins by `~`."""
+        """The texts that a template joins with `~`."""
         return str(self.sized("".join(map(str, parts))))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -109,7 +108,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return self.sized(super().call(context, obj, *args, **kwargs))
 
     def sized(self, value: Any) -> Any:
-        """The value, unless it is too large."""
+        """The value; raises EndlessTemplate if it is too large."""
         if isinstance(value, str | list | tuple):
             self.small(len(value))
         elif isinstance(value, int):
@@ -117,7 +116,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return value
 
     def small(self, value: Any, most: float | None = None) -> None:
-        """Raise EndlessTemplate for too large a number, before anything of that size is made."""
+        """Raise EndlessTemplate for a number that is too large, before anything of that size is
+        made."""
         if isinstance(value, int | float) and value > (self.left.size if most is None else most):
             raise EndlessTemplate(
                 "does not end (stopped at a text or a number that grows too large)"
@@ -157,9 +157,9 @@ def _call(method: str, arguments: Sequence[nodes.Expr]) -> nodes.Call:
 
 
 def environment_of_templates(clock: datetime | None) -> BoundedEnvironment:
-    """All that transformers' templates may use, within bounds and at a time (None: the present);
-    taken from an empty template, since compiling another there would compute its constants without
-    bounds."""
+    """The environment of transformers' templates, with limits and at a time (None: the present). It
+    is taken from an empty template, since compiling another one there would compute its constants
+    without limits."""
     theirs = template_environment()
     extensions: list[Any] = [type(extension) for extension in theirs.extensions.values()]
     ours = BoundedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
@@ -171,8 +171,7 @@ def environment_of_templates(clock: datetime | None) -> BoundedEnvironment:
 
 
 def compiled(environment: BoundedEnvironment, source: str, name: str) -> Template:
-    """A chat template, ready to render. Raises UserError, beginning with the `name`, if it is
-    broken."""
+    """A compiled chat template. Raises UserError, beginning with the `name`, if it is broken."""
     try:
         environment.allow_steps()
         return environment.from_string(source)
@@ -204,9 +203,9 @@ def own_chat_template(cfg: DataConfig) -> str | None:
 
 
 def prompt_rendering(cfg: DataConfig, tokenizer: Any, chat_template: str | None) -> PromptRendering:
-    """What a server must be given to render prompts as these settings do, with this text of an
-    own `chat_template`: the template arguments, and whether to reason if all prompts agree on it,
-    under the names that the template reads."""
+    """The settings with which a server renders prompts like these settings: the template arguments,
+    this text of an own `chat_template`, and, if all prompts agree on it, whether to reason, under
+    the argument names that the template reads."""
     arguments = dict(cfg.template_args)
     if cfg.format in (*TEXTS, "tokens"):
         return PromptRendering()
@@ -236,7 +235,8 @@ class BoundedTemplate:
 
     @property
     def arguments_read(self) -> Set[str]:
-        """The names of the arguments that it reads, beside what every rendering sets."""
+        """The names of the arguments that the template reads, apart from those that every rendering
+        sets."""
         known = {*self.environment.globals, *self.tokens, *RENDERED, "documents"}
         return self.variables - known
 
@@ -248,10 +248,10 @@ class BoundedTemplate:
         thinking: bool | None = None,
         arguments: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[Span]]:
-        """The text of a chat, with the generation prompt if asked for, and the places of its
-        `{% generation %}` blocks. `thinking` is given to the template under both names that
-        templates know; None leaves it to the template. `arguments` are further variables. Raises
-        Unusable if the template refuses the chat; UserError if it does not end."""
+        """The text of a chat, with the generation prompt if `prompt`, and the spans of its `{%
+        generation %}` blocks. `thinking` is passed to the template under both common names; None
+        leaves it to the template. `arguments` are further variables. Raises Unusable if the
+        template rejects the chat; UserError if it does not end."""
         chosen = {"documents": None, **self.tokens, **(arguments or {})}
         chosen |= {} if thinking is None else dict.fromkeys(THINKING_ARGUMENTS, thinking)
         written: list[str] = []
@@ -276,7 +276,8 @@ class BoundedTemplate:
 
 
 def _plain(message: Message, parts: bool) -> dict[str, Any]:
-    """A message as transformers and vLLM give it to a template, with all names of its reasoning."""
+    """A message in the form that transformers and vLLM pass to a template, with all names of its
+    reasoning."""
     content = [{"type": "text", "text": message.content}] if parts else message.content
     thought = message.beside.get("reasoning_content")
     others = {} if thought is None else {"thinking": thought, "reasoning": thought}
@@ -286,13 +287,14 @@ def _plain(message: Message, parts: bool) -> dict[str, Any]:
 class ChatTemplate:
     """Renders chats with a tokenizer's chat template, at a time (None: the present). Raises
     UserError if there is no template, if it is broken, or if the tokenizer cannot report the
-    positions of its tokens in a text; Unusable for a chat that the template refuses.
+    positions of its tokens in a text; Unusable for a chat that the template rejects.
 
     `control` are the tokens that would forge a turn; `marks` are further tokens of the template
-    that people may write, such as <think>, which a server reads as if the template had. `reasons`
-    says whether the template writes reasoning that a message has beside its text; else reasoning
-    that the data have within the text stays there. `arguments` are given to the template in each
-    rendering; one that it does not read raises UserError."""
+    that people may write, such as <think>, and that a server would read as the template's own.
+    `reasons` is whether the template writes reasoning that a message has beside its text; otherwise
+    reasoning within the text stays there. `arguments` are passed to the template in each rendering;
+    one that it does not read raises UserError.
+    """
 
     def __init__(
         self,
@@ -348,15 +350,15 @@ class ChatTemplate:
         prompt: bool = False,
         thinking: bool | None = None,
     ) -> tuple[str, list[Span]]:
-        """The text, and the places of its `{% generation %}` blocks. `thinking` asks for reasoning
-        or for none; None leaves it to the template."""
+        """The text, and the spans of its `{% generation %}` blocks. `thinking` requests reasoning
+        or none; None leaves it to the template."""
         if not self.reasons:
             messages = [_in_text(message) for message in messages]
         template = self.with_tools if tools else self.template
         return template.render(messages, tools, prompt, thinking, self.arguments)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "ChatTemplate":
-        """A writer that sets these variables of the template, too, in place of its own."""
+        """A copy with these template arguments, which replace its own."""
         merged = {**self.arguments, **arguments}
         if merged == self.arguments:
             return self
@@ -387,9 +389,9 @@ class ChatTemplate:
         return sorted(self.arguments.keys() - template.variables)
 
     def after_end(self, calls: bool, tools: Sequence[Any], thinking: bool | None) -> str:
-        """What the template writes after the end of the last response of a chat (one with tool
-        calls, if `calls`): after the first token that ends it or, if there is no such token, the
-        words that only a last response has after it."""
+        """The text that the template writes after the end of the last response of a chat (one with
+        tool calls, if `calls`): after the first token that ends the response or, without such a
+        token, the words that follow only a last response."""
         key = calls, bool(tools), thinking, str(dict(self.arguments))
         if key not in self._after_ends:
             self._after_ends[key] = self._after_end(calls, tools, thinking)
@@ -412,8 +414,8 @@ class ChatTemplate:
         return "" if end is None else tail[end:]
 
     def _tail(self, ends: Sequence[Message], tools: Sequence[Any], thinking: bool | None) -> str:
-        """What the template writes after the words of a response: the end that is common to chats
-        which end with these responses."""
+        """The text that the template writes after the words of a response: the common suffix of
+        chats that end with these responses."""
         chats = ([Message("user", "0"), response] for response in ends)
         one, other = (self.without(chat, tools, thinking)[::-1] for chat in chats)
         return one[: common_length(one, other)][::-1]
@@ -428,7 +430,7 @@ class ChatTemplate:
         return PROBE in self.without(chat, ())
 
     def _turns(self) -> str:
-        """What the template writes around turns: renderings of short chats."""
+        """The text that the template writes around turns, from renderings of short chats."""
         chat = [Message("user", "0"), Message("assistant", "0"), Message("user", "0")]
         written = ""
         for messages in (chat, [Message("system", "0"), *chat]):
@@ -441,14 +443,14 @@ class ChatTemplate:
     def without(
         self, messages: Sequence[Message], tools: Sequence[Any], thinking: bool | None = None
     ) -> str:
-        """The text of a chat that lacks something; nothing if the template refuses it."""
+        """The rendering of a chat without some part; empty if the template rejects it."""
         try:
             return self.render(messages, tools, thinking=thinking)[0]
         except Unusable:
             return ""
 
     def ending(self, text: str) -> str:
-        """The control token with which a text begins, and the white space before it; nothing if it
+        """The control token with which a text begins, with the white space before it; empty if it
         begins with something else."""
         rest = text.lstrip()
         token = next((token for token in self.added if rest.startswith(token)), "")
@@ -456,7 +458,7 @@ class ChatTemplate:
 
 
 def _reads_parts(template: BoundedTemplate, arguments: Mapping[str, Any]) -> bool:
-    """Whether a template writes texts only as parts, as those of models that see images do."""
+    """Whether a template supports texts only as parts, as those of vision models do."""
     chat = [Message("user", PROBE)]
     for template.parts in (False, True):
         try:
@@ -468,7 +470,7 @@ def _reads_parts(template: BoundedTemplate, arguments: Mapping[str, Any]) -> boo
 
 
 def _in_text(message: Message) -> Message:
-    """A message whose reasoning is in its text again, if the data had it there."""
+    """A message with its reasoning moved back into its text, if the data had it there."""
     if message.as_written is None:
         return message
     beside = {k: x for k, x in message.beside.items() if k != "reasoning_content"}
@@ -476,24 +478,24 @@ def _in_text(message: Message) -> Message:
 
 
 def _example_call(argument: str) -> dict[str, Any]:
-    """A call of a tool; its id is one that Mistral's templates accept."""
+    """An example of a tool call; its id is valid for Mistral's templates."""
     described = {"name": PROBE, "arguments": {PROBE: argument}}
     return {"id": "quokka123", "type": "function", "function": described}
 
 
 def special_tokens(tokenizer: Any) -> list[str]:
-    """The special tokens of a tokenizer that a text can contain: files also declare empty ones,
-    which every text contains."""
+    """The special tokens of a tokenizer that a text can contain, without the empty ones that some
+    files declare."""
     return [token for token in tokenizer.all_special_tokens if token.strip()]
 
 
 def first_end(text: str, tokens: Collection[str]) -> int | None:
-    """Where the first of these tokens in a text ends; None if there is none in it."""
+    """The end position of the first of these tokens in a text; None if there is none."""
     places = [(text.index(token), -len(token)) for token in tokens if token in text]
     return None if not places else min(places)[0] - min(places)[1]
 
 
 def common_length(one: str, two: str) -> int:
-    """The length of the beginning that two texts share."""
+    """The length of the common prefix of two texts."""
     pairs = enumerate(zip(one, two, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))

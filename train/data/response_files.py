@@ -1,4 +1,4 @@
-"""How prompts are answered, and the files in which their responses are kept."""
+"""The settings for generating responses, and the files that hold the responses."""
 
 import hashlib
 import json
@@ -72,7 +72,7 @@ class ResponsesConfig:
 
     @property
     def sampler(self) -> Sampler:
-        """How responses are drawn. Raises UserError while one of the settings is null."""
+        """The sampler of responses. Raises UserError while one of the settings is null."""
         return Sampler(
             temperature=settled_number("responses.temperature", self.temperature),
             top_k=settled_number("responses.top_k", self.top_k),
@@ -81,7 +81,7 @@ class ResponsesConfig:
 
     @property
     def sampling(self) -> str:
-        """How responses are drawn, in words."""
+        """A description of the sampling."""
         sampler = self.sampler
         if sampler.greedy:
             return "greedy"
@@ -90,14 +90,14 @@ class ResponsesConfig:
         return f"sampled at temperature {sampler.temperature:g}{cutoffs}"
 
     def at_once(self, gpu: bool = False) -> int:
-        """How many prompts are answered at once if their memory allows."""
+        """The number of prompts to answer at once, if memory allows."""
         return self.batch or (MANY_ON_GPU if gpu else MANY)
 
 
 def responses_key(target: TargetParts, cfg: ResponsesConfig, served: bool = False) -> str:
-    """The name of the folder for this target and way of answering, by engines if `served`. It
-    covers the ids that end a response: a response from before these changed may run past its end,
-    or stop short of it."""
+    """The name of the folder for responses of this target with these settings, by engines if
+    `served`. It includes the ids that end a response: responses generated with other ids may run
+    past their end, or stop early."""
     sampler = cfg.sampler
     how = (
         asdict(cfg) | asdict(sampler) | {"target": target.fingerprint(), "dtype": str(target.dtype)}
@@ -123,21 +123,21 @@ def name_of(prompt: Prompt) -> str:
 
 
 class ResponsesRead:
-    """Which file in a folder of responses a run has read each of its responses from. The run keeps
-    this in its own folder, and from then on reads a prompt's response from that file alone: other
-    runs that share the folder may write other responses to the same prompts, as rounding differs.
-    Raises UserError for a damaged file."""
+    """The file in a folder of responses from which a run has read each response. The run keeps this
+    record and always reads a prompt's response from that file: other runs that share the folder may
+    write other responses to the same prompts, as rounding differs. Raises UserError for a damaged
+    record."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESPONSES_READ
 
     def files(self, key: str) -> dict[str, str]:
-        """The names of files in the folder `key`, by the name of the prompt."""
+        """File names in the folder `key`, by the name of the prompt."""
         prompts_by_file = self._all().get(key, {})
         return {prompt: file for file, prompts in prompts_by_file.items() for prompt in prompts}
 
     def record(self, key: str, files: Mapping[str, str]) -> None:
-        """Record the files that responses were read from now, by the name of the prompt."""
+        """Record the files from which responses were read, by the name of the prompt."""
         before = self.files(key)
         if (after := {**before, **files}) == before:
             return
@@ -152,8 +152,8 @@ class ResponsesRead:
 
 @dataclass
 class StoredResponses:
-    """The responses in a folder and the names of the files that they are from, both by the name of
-    the prompt, and a phrase for what is damaged or unreadable there."""
+    """The responses in a folder and their file names, both by the name of the prompt, and a phrase
+    that describes damaged or unreadable files."""
 
     by_prompt: dict[str, dict[str, Any]]
     files: dict[str, str]
@@ -168,10 +168,10 @@ def read_stored_responses(
     recorded: Mapping[str, str] | None = None,
     own: Collection[str] = (),
 ) -> StoredResponses:
-    """The responses of all runs and processes in a folder. They were sealed with this `key`, and
-    those that this run `asked` for fit their prompts. Of several responses to a prompt, the one in
-    the file that is `recorded` for it is read, and no other; without one, that in a file of this
-    run's `own`. Raises Unreadable for a file that is recorded and may not be read."""
+    """The responses of all runs and processes in a folder, if their checksum fits this `key` and
+    they fit the prompts in `asked`. Of several responses to a prompt, only the one in its
+    `recorded` file is read; without a record, the one in a file of this run (`own`) has priority.
+    Raises Unreadable for a recorded file that cannot be read."""
     recorded = recorded or {}
     named = {*recorded.values()}
     responses = StoredResponses({}, {}, "")
@@ -202,7 +202,7 @@ def read_stored_responses(
 
 
 def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int]]) -> bool:
-    """Whether a response can have been written for a target with this vocabulary."""
+    """Whether a response can be from a target with this vocabulary."""
 
     def tokens(ids: Any) -> bool:
         return isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
@@ -224,7 +224,7 @@ def _sane(entry: Mapping[str, Any], vocab: int, asked: Mapping[str, Sequence[int
 
 
 def without_response(folder: Path, key: str) -> set[str]:
-    """The prompts in a folder that engines did not answer."""
+    """The prompts in a folder for which engines gave no response."""
     files = [sealed_lines(path, ("prompt",), key) for path in folder.glob(f"*{WITHOUT_RESPONSE}")]
     return {str(entry["prompt"]) for entries, _ in files for entry in entries}
 
@@ -235,8 +235,8 @@ def response_documents(
     depth: int | None,
     folder: Path,
 ) -> list[Document]:
-    """The documents of prompts whose responses are known; `response_document` gives none for some
-    of them. Raises Damaged if a prompt in the folder has lost its response."""
+    """The documents of prompts with known responses; for some of them `response_document` returns
+    None. Raises Damaged if a prompt in the folder has lost its response."""
     documents = []
     for prompt in prompts:
         if (kept := known.get(name_of(prompt))) is None:
@@ -259,7 +259,7 @@ def response_document(
     depth: int | None = None,
 ) -> Document | None:
     """The document of a prompt and its response. With a `depth`, it also holds the speculation
-    steps that drafted anything, cut to that depth; if there is no such step, the result is None."""
+    steps with drafts, cut to that depth; None if there is no such step."""
     ids = np.concatenate([np.asarray(prompt, np.int32), np.asarray(response, np.int32)])
     document = Document(name, ids, np.arange(len(ids)) >= len(prompt))
     if depth is not None:
@@ -279,9 +279,9 @@ def cut_responses(
     cfg: ResponsesConfig,
     positions: int | None = None,
 ) -> CutResponses:
-    """Count the cut responses of documents that end in the target's response. A response was cut
-    if it has the most tokens that it may have, and its last one does not end a response (`eos`).
-    The target has so many `positions` for a document."""
+    """Count the cut responses among documents that end in the target's response. A response was cut
+    if it has the maximum number of tokens and does not end with a stop token (`eos`). `positions`
+    is the target's limit for a document."""
     responses = [(int((~d.mask).sum()), d.ids[d.mask].tolist()) for d in documents if d.mask.any()]
     return _count_cut(responses, eos, cfg, positions)
 
@@ -289,7 +289,8 @@ def cut_responses(
 def cut_responses_in_cache(
     target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
 ) -> CutResponses | None:
-    """Of the responses to these prompts that earlier runs have stored; None if there are none."""
+    """The counts of `cut_responses` for stored responses to these prompts; None if there are
+    none."""
     responses = _responses_in_cache(target, prompts, cfg)
     return _count_cut(responses, target.eos, cfg, target.positions) if responses else None
 
@@ -297,8 +298,8 @@ def cut_responses_in_cache(
 def response_lengths_in_cache(
     target: TargetParts, prompts: Sequence[Prompt], cfg: ResponsesConfig
 ) -> list[tuple[int, int]]:
-    """The tokens of each of these prompts to which earlier runs have stored a response, and those
-    of the response."""
+    """The numbers of tokens of prompt and response, for each of these prompts with a stored
+    response."""
     return [(asked, len(ids)) for asked, ids in _responses_in_cache(target, prompts, cfg)]
 
 

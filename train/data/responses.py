@@ -88,22 +88,23 @@ def documents_with_responses(
     responses_read: ResponsesRead | None = None,
     time: StageTime | None = None,
 ) -> list[Document]:
-    """Documents of prompt and answer, in the order of the prompts; their masks mark the responses.
+    """Documents of prompt and response, in the order of the prompts; their masks mark the
+    responses.
 
-    The target answers some prompts at a time, and when a response ends, the next prompt takes its
-    place. As each group of prompts ends, its responses are written to a file, each with the name of
-    its prompt: an interrupted run continues there, and a run with more prompts answers only the
-    new ones. The file appears whole or not at all, so that the groups, and with them rounding, stay
-    the same. Each prompt has its own seed, so apart from rounding its response does not depend on
-    its neighbours, on interruptions, or on how many processes share the work. `keep` stores the
-    hidden states that the target computes as it answers. `responses_read` records which files the
-    run reads, so that it always reads these and never those of another run.
+    The target answers some prompts at a time; when a response ends, the next prompt takes its row.
+    After each group of prompts, the responses are written to a file by the names of their prompts,
+    from which an interrupted run resumes; a run with more prompts generates only the new responses.
+    The file is complete or absent, so that the groups, and thus rounding, stay the same. Each
+    prompt has its own seed. Apart from rounding, its response does not depend on its neighbours, on
+    interruptions, or on the number of processes. `keep` stores the hidden states that the target
+    computes meanwhile. `responses_read` records the files that the run reads, so that it never
+    reads those of another run.
 
-    With a `time`, prompts are answered in a random but fixed order, by a hash, until it is up, and
-    at least as many as its floor says; only prompts with a response have a document. Responses of
-    earlier runs count for the floor. Each process goes by its own clock.
+    With a `time`, prompts are answered in a random but fixed order (by a hash) until the time is
+    up, at least as many as its floor; only prompts with a response have a document. Responses of
+    earlier runs count for the floor. Each process uses its own clock.
 
-    With `cfg.engines` and no author, engines write the responses, as `served` says.
+    With `cfg.engines` and no author, engines write the responses (`responses_of_engines`).
     """
     if cfg.engines and author is None:
         return responses_of_engines(
@@ -159,7 +160,7 @@ def documents_with_responses(
         way = Way(author.drafter, Chain(author.gamma), sampler, author.verification)
 
     def write(group: Sequence[str]) -> list[dict[str, Any]]:
-        """The responses to prompts that are given by name."""
+        """The responses to these prompts, given by name."""
         asking = [asked[name] for name in group]
         seeds = [seed_of(name, cfg) for name in group]
         if author and author.verification is None:
@@ -190,22 +191,22 @@ def documents_with_responses(
     tokens = generating = 0  # tokens so far; responses that were begun and are not in a file
 
     def count(_row: int, ids: Sequence[int], step: Any) -> None:
-        """Count the new tokens of a response; its first come without a step."""
+        """Count the new tokens of a response; the first ones come without a step."""
         nonlocal tokens, generating
         tokens, generating = tokens + len(ids), generating + (step is None)
         progress.advance(task, len(ids))
 
     def ahead(rows: int) -> float:
-        """Seconds in which as many responses end as are written now, if they are as long as may be,
-        by the tokens so far."""
+        """The estimated seconds until the responses being written end, from the speed so far, if
+        they get as long as possible."""
         return time.used * rows * cfg.longest_response / tokens if time and tokens else 0.0
 
     def goes_on() -> bool:
-        """Whether prompts of a group that wait are still answered."""
+        """Whether waiting prompts of a group are still started."""
         return time is None or time.goes_on(ahead(at_once), time.floor - generating)
 
     def next_group(groups: list[list[str]]) -> list[str]:
-        """The prompts that are answered next, taken from the groups; none if the time is up."""
+        """Remove and return the prompts to answer next; empty if the time is up."""
         nonlocal at_once
         if time is None or not groups:
             return groups.pop(0) if groups else []
@@ -291,8 +292,8 @@ def _fitting(
     ranks: Ranks,
     needs: HiddenStateSpec,
 ) -> int:
-    """How many prompts to answer at once: as many as `cfg` says, or as fit into the memory that is
-    free in every process. Says so if these are fewer."""
+    """The number of prompts to answer at once: that in `cfg`, or as many as fit into the free
+    memory of every process. Prints a line if these are fewer."""
     longest = max(asked.values(), key=len)
     fitting = ranks.shared(
         range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.longest_response, needs)
@@ -310,10 +311,9 @@ def _fitting(
 def _groups(
     asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The prompts that have no response yet, in groups. A continued run keeps the same groups,
-    since rounding depends on a row's neighbours. Prompts of similar length go together, for less
-    padding, but are sorted only within windows, so that an interrupted run has responses of all
-    lengths."""
+    """The prompts without a response, in groups. A continued run keeps the same groups, since
+    rounding depends on a row's neighbours. Prompts of similar length go together, for less padding,
+    but are sorted only within windows, so that an interrupted run has responses of all lengths."""
     names, window = list(asked), 8 * size
     windows = (names[start : start + window] for start in range(0, len(names), window))
     order = [name for some in windows for name in sorted(some, key=lambda name: len(asked[name]))]
@@ -331,10 +331,10 @@ def _groups(
 def _groups_of(
     share: Shard, asked: Mapping[str, Sequence[int]], known: Collection[str], size: int
 ) -> list[list[str]]:
-    """The groups of a share, without the prompts that have a response. Which groups it has does not
-    depend on what the others have answered by now, nor on this machine. They are those of one
-    process, whose rounding is then the same, unless that leaves a share with far more prompts than
-    another: then groups are smaller, and all shares have as many."""
+    """The groups of a shard, without the prompts that have a response. The groups of a shard depend
+    neither on the progress of the others nor on the machine. They are those of one process, with
+    the same rounding, unless a shard would get far more prompts than another: then groups are
+    smaller, and all shards have equally many."""
     every = _groups(asked, (), size)
     most = max(sum(map(len, every[n :: share.count])) for n in range(share.count))
     even = len(asked) / share.count
@@ -353,10 +353,9 @@ def _cut(groups: Sequence[Sequence[str]], size: int) -> list[list[str]]:
 def documents_of_log(
     path: Path, depth: int, target: TargetParts, leave_out: Sequence[Prompt | Document]
 ) -> list[Document]:
-    """The answers in a log of speculation steps (see `specdec.decoding.logs`), which is a file or a
-    folder of files, except for those in the conversations of `leave_out`, at whatever turn. Raises
-    UserError if there is no file, if no response remains, or if one cannot have been written by
-    this target."""
+    """The responses in a log of speculation steps (see `specdec.decoding.logs`), which is a file or
+    a folder of files, except those in the conversations of `leave_out`, at any turn. Raises
+    UserError if there is no file, if no response remains, or if one cannot be from this target."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     require(
         bool(files) and all(file.is_file() for file in files),

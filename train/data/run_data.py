@@ -1,6 +1,6 @@
-"""What a run reads of its data: the one reader. Training, `scripts/evaluate`, `scripts/doctor`,
-`plan=true` and `scripts/generate` read through this module alone, so that all of them see the same
-prompts, the same parts and the same counts."""
+"""The one reader of a run's data. Training, `scripts/evaluate`, `scripts/doctor`, `plan=true` and
+`scripts/generate` read through this module alone, so all of them have the same prompts, the same
+parts and the same counts."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
@@ -24,10 +24,10 @@ LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_promp
 
 @dataclass(frozen=True)
 class DataCounts:
-    """How much a run reads, before the target generates any response. `train` and `validation`
-    count documents, or prompts with `data.responses=target`; `prompts` and `validation_prompts` are
-    those of the decoder. `responses` are the tokens of responses in the training documents.
-    `digest` is a hash of all token ids in their order, with their masks."""
+    """The amount of data of a run, before the target generates any response. `train` and
+    `validation` count documents, or prompts with `data.responses=target`; `prompts` and
+    `validation_prompts` are those of the decoder. `responses` are the tokens of responses in the
+    training documents. `digest` is a hash of all token ids in their order, with their masks."""
 
     records: int
     usable: int
@@ -90,12 +90,12 @@ def read_run_data(
     ranks: Ranks = ALONE,
     starts_from: Collection[Path] = (),
 ) -> DataSplit[Any]:
-    """What a run with these settings reads: prompts if the target generates the responses, else
-    documents with those of the data, or speculation steps of a log (`data.decoding_log`), each with
-    at most `depth` drafted tokens. What the drafts that it `starts_from` were trained on is not
-    measured. Of several processes, the first reads the data, and all of them render and tokenise.
-    Raises UserError if the data is missing, holds no usable conversation or nothing to measure
-    on."""
+    """The data of a run with these settings: prompts if the target generates the responses, else
+    documents with those of the data, or speculation steps of a log (`data.decoding_log`), each
+    with at most `depth` drafted tokens. Training prompts of the drafts in `starts_from` are not
+    measured. With several processes, the first reads the data, and all of them render and
+    tokenise. Raises UserError if the data is missing, holds no usable conversation or nothing to
+    measure on."""
     require(
         target.reads_pairs is None or cfg.format not in TEXTS,
         f"{target.title} is {target.reads_pairs}, which does not read plain text: give data=pairs",
@@ -129,8 +129,8 @@ def _split(cfg: DataConfig, tokenizer: Any, share: SharedWork | None = None) -> 
 def unusable_data(
     cfg: DataConfig, split: DataSplit[Any], new: int, target: TargetParts
 ) -> Iterator[str]:
-    """The reasons, in a line each, why a run cannot use what it reads. `new` is the number of
-    tokens of the longest response that the target generates."""
+    """The reasons, a line each, why a run cannot use its data. `new` is the maximum number of
+    response tokens."""
     for name, side in (("training", split.train), ("held-out", split.held_out)):
         if not side:
             yield f"no {name} conversation: give more data or change data.held_out"
@@ -163,9 +163,9 @@ def measured_prompts(
     draft: Path | None = None,
 ) -> tuple[list[Prompt], list[Prompt]]:
     """At most `limit` prompts of the test part, and at most `others` further held-out prompts, for
-    calibration and for choices: those of the validation part before the rest of the test part. They
-    are those of a run with these settings, which trained `draft` if that is given; `thinking` asks
-    them in another way. Raises UserError as `read_run_data` does."""
+    calibration and for choices: first those of the validation part, then the rest of the test part.
+    They are those of a run with these settings, which trained `draft` if it is given; `thinking`
+    overrides the setting. Raises UserError as `read_run_data` does."""
     if (otherwise := cfg.with_thinking(thinking)) == cfg:
         split = _split(cfg, tokenizer)
     else:
@@ -180,12 +180,13 @@ def measured_prompts(
 def chosen_prompts(
     test: Sequence[Prompt], validation: Sequence[Prompt], limit: int, others: int
 ) -> tuple[list[Prompt], list[Prompt]]:
-    """`measured_prompts` of all the decoder's prompts of the test and the validation part."""
+    """`measured_prompts`, given all of the decoder's prompts of the test and the validation
+    part."""
     return [*test[:limit]], [*validation, *test[limit:]][:others]
 
 
 def held_out_prompts(cfg: DataConfig, tokenizer: Any) -> list[Prompt]:
-    """The decoder's prompts of a run with these settings, as `measured_prompts` gives them."""
+    """The decoder's prompts of a run with these settings, in the order of `measured_prompts`."""
     return _split(cfg, tokenizer).prompts
 
 
@@ -196,9 +197,9 @@ def whole_prompts(
     cfg: DataConfig | None = None,
     thinking: str | None = None,
 ) -> list[Prompt]:
-    """The prompts of a file or a chat, each complete up to its last user turn, or to the results of
-    tools that follow it. Without a chat template, they are read as plain text. `cfg` are the data
-    settings of the draft's run, if it is known, and `thinking` replaces theirs. Raises UserError
+    """The prompts of a file or a chat, each complete up to its last user turn, or to the tool
+    results after it. Without a chat template, they are read as plain text. `cfg` are the data
+    settings of the draft's run, if it is known, and `thinking` overrides theirs. Raises UserError
     naming the first conversation that is unusable or has more than `room` tokens (None: any
     number)."""
     by_template = bool(tokenizer.chat_template)

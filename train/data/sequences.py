@@ -1,5 +1,5 @@
-"""What a run reads, as token ids: documents to train on, prompts to answer, and the rows that
-documents are packed into (best fit, several documents a row, none of them split)."""
+"""A run's data as token ids: documents to train on, prompts to answer, and rows of packed documents
+(best fit, several documents a row, none of them split)."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -18,14 +18,15 @@ LONGEST_KIND = 80  # characters of the template arguments that name a kind of pr
 
 @dataclass(eq=False)
 class Document:
-    """Token ids; `mask` is true where the assistant speaks, including its end-of-turn tokens (in a
-    plain text, at every token but the first).
+    """Token ids; `mask` is true at the assistant's tokens, including its stop tokens (in a plain
+    text, at every token but the first).
 
     `speculation_steps` [T, 1 + K], if given, holds the speculation steps of the decoder that wrote
     the response: at each step's anchor, the number of accepted tokens and then the drafted tokens;
     elsewhere -1.
 
-    `weight` [T], if given, is how much each token counts in a loss, relative to others."""
+    `weight` [T], if given, is the relative weight of each token in a loss.
+    """
 
     id: str
     ids: NDArray[np.int32]
@@ -58,7 +59,7 @@ class Prompt:
 
     @property
     def kind(self) -> str:
-        """What it asks for, in words, for the report."""
+        """A description of the prompt's kind, for the report."""
         words = [] if self.thinking is None else [f"with{'out' * (not self.thinking)} reasoning"]
         if self.arguments:
             words.append(arguments_in_words(self.arguments)[:LONGEST_KIND])
@@ -72,8 +73,8 @@ def document_of(
     cfg: DataConfig,
     weight: NDArray[np.float32] | None = None,
 ) -> Document:
-    """A document, cut at the length that is allowed. Raises Unusable if too little of it is the
-    assistant's."""
+    """A document, cut at the maximum length. Raises Unusable if it has too few of the assistant's
+    tokens."""
     cut = cfg.longest_document
     if mask[:cut].sum() < cfg.min_response:
         raise Unusable(f"responses shorter than min_response={cfg.min_response}")
@@ -84,24 +85,25 @@ def document_of(
 
 
 def uniform_token_weights(length: int, weight: float) -> NDArray[np.float32] | None:
-    """The weight of a document whose tokens all count alike, as `Document` has it."""
+    """The `weight` of a document in which all tokens have the same weight."""
     return None if weight == 1 else np.full(length, weight, np.float32)
 
 
 def require_short(ids: Sequence[int], cfg: DataConfig) -> None:
-    """Raise Unusable if there are too many tokens, and they are not to be cut."""
+    """Raise Unusable if there are too many tokens and they are not cut."""
     if len(ids) > cfg.longest_document and cfg.too_long == "drop":
         raise Unusable(f"longer than max_length={cfg.longest_document}", tokens=len(ids))
 
 
 def reason_prompt_too_long(most: int | None) -> str:
-    """The reason why there is no prompt."""
+    """The reason for a missing prompt: it is longer than `most` tokens."""
     return f"no prompt of at most max_prompt={most} tokens"
 
 
 @dataclass(eq=False)
 class Row:
-    """Whole documents one after another, as arrays of one length, at most that of `pack_rows`."""
+    """Complete documents one after another, as arrays of one length, at most that of
+    `pack_rows`."""
 
     ids: NDArray[np.int32]
     mask: NDArray[np.bool_]

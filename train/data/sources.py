@@ -1,6 +1,6 @@
-"""Where records come from: JSON files (even truncated ones), tables, plain text, folders, packages,
-hub datasets, and files of prompts, whatever their compression and encoding. Records are bounded in
-size. Whatever cannot be read is counted, or raises an error."""
+"""Reads records from JSON files (even truncated ones), tables, plain text, folders, packages, hub
+data sets, and files of prompts, whatever their compression and encoding. Records are limited in
+size. Everything that cannot be read is counted, or raises an error."""
 
 import bz2
 import codecs
@@ -74,7 +74,7 @@ WIDE = {  # how wide encodings begin, with a mark of their own or with white spa
 
 @dataclass
 class TextFile:
-    """`stream` gives UTF-8; `percent` says how much of the file has been read."""
+    """`stream` yields UTF-8; `percent` is the part of the file that has been read."""
 
     stream: IO[bytes]
     percent: Callable[[], int]
@@ -104,9 +104,9 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def files_of(cfg: DataConfig, tally: Tally | None = None) -> list[Path] | None:
-    """The files that `data.path` names; None if it is the name of a hub dataset. Files of other
-    splits of a folder are counted as unread. Raises UserError if there is no such file, folder,
-    subset or split, or no file of a known type in the folder."""
+    """The files of `data.path`; None if it is the name of a hub data set. Files of other splits of
+    a folder are counted as unread. Raises UserError if there is no such file, folder, subset or
+    split, or no file of a known type in the folder."""
     path, suffixes = cfg.path, SUFFIXES
     suffixes += (".tsv",) * (cfg.format == "pairs") + (".txt",) * (cfg.format in TEXTS)
     if path.startswith("package:"):
@@ -125,7 +125,7 @@ def files_of(cfg: DataConfig, tally: Tally | None = None) -> list[Path] | None:
 
 
 def _suffix(file: Path) -> str:
-    """The ending that tells the kind of a file, in lower case, without that of a compression."""
+    """The file name's suffix in lower case, without that of a compression."""
     name = Path(file.stem) if file.suffix.lower() in PACKED else file
     return name.suffix.lower()
 
@@ -144,9 +144,8 @@ def _dataset(path: str | Path, *args: Any, **kwargs: Any) -> Iterator[tuple[str,
 
 def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """Records of a JSON array, of an object that wraps one, or of JSON values one after another:
-    one a line, or each over several lines. Broken JSON is counted and left out: a broken line by
-    itself, but in an array everything that follows, since nothing shows where the next record
-    begins."""
+    one a line, or each over several lines. Broken JSON is counted and skipped: a broken line alone,
+    but in an array everything after it, since the next record cannot be found."""
     with opened(path, tally) as file:
         head = file.stream.peek(PIECE)  # type: ignore[attr-defined]
         text = head[:PIECE].decode(errors="ignore")
@@ -158,13 +157,14 @@ def _json(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
 
 
 def _lists(text: str) -> bool:
-    """Whether a text has a list in each line, in place of one list over all lines."""
+    """Whether each line of a text is a list, as opposed to one list over all lines."""
     first, _, rest = text.lstrip().partition("\n")
     return rest.lstrip().startswith("[") and _opened(first.encode()) == 0
 
 
 def _wrapped(text: str) -> int | None:
-    """Where in a text the list of records in a wrapping object begins; None if there is none."""
+    """The position in a text where the list of records in a wrapping object begins; None if there
+    is none."""
     if (start := WRAPPED.match(text)) is None:
         return None
     first = text[text.index("[", start.end()) + 1 :]
@@ -176,7 +176,7 @@ def _wrapped(text: str) -> int | None:
 
 
 def _lines(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, bytes]]:
-    """The place and the content of each line. Lines that are too long are counted and left out."""
+    """The place and the content of each line. Lines that are too long are counted and skipped."""
     for n in count(1):
         line, place = file.stream.readline(LARGEST), f"{path}, line {n}"
         if not line:
@@ -195,8 +195,8 @@ def _lines_of(path: Path, tally: Tally) -> Iterator[tuple[str, bytes]]:
 
 
 def _objects(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """JSON values one after another. One that is not complete by the end of its line goes on in the
-    next lines, up to a line that is an object by itself."""
+    """JSON values one after another. A value that is incomplete at the end of its line continues in
+    the next lines, up to a line that is an object by itself."""
     held, start, depth = bytearray(), "", 0
 
     def lost(place: str, reason: str = "broken JSON line") -> None:
@@ -234,8 +234,8 @@ def _objects(path: Path, file: TextFile, tally: Tally) -> Iterator[tuple[str, An
 
 
 def _opened(line: bytes) -> int | None:
-    """How many more brackets a line opens than it closes; None if it cannot be a part of JSON,
-    whose strings end in the line in which they begin."""
+    """The number of brackets that a line opens, less those that it closes; None if it cannot be
+    part of JSON, where strings end in the line in which they begin."""
     depth = 0
     for mark in MARKS.finditer(line):
         if mark[0] == b'"':
@@ -245,9 +245,9 @@ def _opened(line: bytes) -> int | None:
 
 
 def _values(place: str, data: bytes, lost: Callable[..., None]) -> list[Any] | None:
-    """The values in a line or in several: one, or objects one after another, with or without commas
-    between them. None if they are broken or go on. What is not UTF-8 or is nested too deeply is
-    counted as `lost`."""
+    """The values in one or several lines: one value, or objects one after another, with or without
+    commas between them. None if they are broken or incomplete. Text that is not UTF-8 or nested too
+    deeply is counted as `lost`."""
     try:
         text, values, at = data.decode("utf-8", "surrogatepass"), list[Any](), 0
         text = text.strip()
@@ -270,7 +270,7 @@ def _values(place: str, data: bytes, lost: Callable[..., None]) -> list[Any] | N
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, marked if a key has two different values in it."""
+    """A JSON object, marked as `Repeated` if a key has two different values."""
     of_keys = dict(pairs)
     if len(of_keys) < len(pairs) and any(of_keys[key] != value for key, value in pairs):
         return Repeated(of_keys)
@@ -282,8 +282,8 @@ DECODER = json.JSONDecoder(object_pairs_hook=_object)
 
 def _table(path: Path, cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, dict[str, str]]]:
     """Rows of a table, whose columns are named by its first line or, if `cfg.pair` has numbers, by
-    their numbers. An empty cell is a missing one. Bytes that are not UTF-8 become surrogates, so
-    that only the row that contains them is lost."""
+    their numbers. Empty cells are missing. Bytes that are not UTF-8 become surrogates, so that only
+    their row is lost."""
     pairs = cfg.format == "pairs"
     numbered, names = pairs and all(key.isdecimal() for key in cfg.pair), list[str]()
     quoted = _suffix(path) == ".csv"
@@ -331,7 +331,7 @@ def _cells(path: Path, quoted: bool, tally: Tally) -> Iterator[tuple[str, list[s
 
 def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]:
     """Texts of one line each, or of several lines up to a blank one. A text of several lines is cut
-    after the line with which it exceeds `LARGEST` characters."""
+    after the line in which it exceeds `LARGEST` characters."""
     lines: list[str] = []
     place, size = "", 0
     for at, line in chain(_lines_of(path, tally), [("", b"")]):
@@ -345,9 +345,9 @@ def _texts(path: Path, by_line: bool, tally: Tally) -> Iterator[tuple[str, str]]
 
 
 def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[tuple[str, Any]]:
-    """Elements of an array that begins after `skipped` characters, parsed one by one from a window
-    of text that moves over the file. Bytes that are not UTF-8 become surrogates, so that only the
-    record that contains them is lost."""
+    """Elements of an array that begins after `skipped` characters, parsed one by one from a
+    moving window of text. Bytes that are not UTF-8 become surrogates, so that only their record
+    is lost."""
     n, text, at, ended, comma = 0, "", skipped, False, False
     decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
     while True:
@@ -400,9 +400,9 @@ def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[t
 
 @contextmanager
 def opened(path: Path, tally: Tally) -> Iterator[TextFile]:
-    """A text file, read as UTF-8 without a byte order mark. gzip, bzip2, xz and zstd are known by
-    the first bytes, as are UTF-16 and UTF-32. Where compressed data are damaged or cut, the text
-    ends, and this is counted. Raises UserError for archives and the like."""
+    """A text file, read as UTF-8 without a byte order mark. gzip, bzip2, xz and zstd are recognised
+    by the first bytes, as are UTF-16 and UTF-32. If compressed data are damaged or incomplete, the
+    text ends there, and this is counted. Raises UserError for archives and the like."""
     with path.open("rb", buffering=BUFFER) as raw:
         size = max(1, path.stat().st_size)
 
@@ -429,7 +429,7 @@ def opened(path: Path, tally: Tally) -> Iterator[TextFile]:
 
 
 def _head(stream: Any) -> bytes:
-    """The first bytes of a stream, which are not consumed."""
+    """The first bytes of a stream, without consuming them."""
     return bytes(stream.peek(HEAD)[:HEAD])
 
 
@@ -446,7 +446,7 @@ def _unpacked(raw: IO[bytes], method: str) -> Any:
 
 
 class _Careful(io.RawIOBase):
-    """A decompressed stream that ends where the data are damaged, and counts that."""
+    """A decompressed stream that ends at damaged data and counts the damage."""
 
     def __init__(self, packed: Any, path: Path, tally: Tally) -> None:
         self.packed, self.path, self.tally = packed, path, tally
@@ -468,8 +468,8 @@ class _Careful(io.RawIOBase):
 
 
 class _Recoded(io.RawIOBase):
-    """A stream in another encoding, as UTF-8. A unit that is no character becomes bytes that are
-    not UTF-8, so that only the record that contains it is lost."""
+    """A stream in another encoding, converted to UTF-8. An invalid unit becomes bytes that are not
+    UTF-8, so that only its record is lost."""
 
     def __init__(self, stream: IO[bytes], encoding: str) -> None:
         self.stream, self.ready = stream, b""
@@ -499,11 +499,11 @@ class _Recoded(io.RawIOBase):
 
 def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conversation]:
     """Prompts to evaluate on, from a text file with one prompt per line, or from JSON lines or a
-    JSON array. JSON holds strings, or records in any form that data may have
-    (`conversation_of_record`): their tools, system turns and template arguments are those of the
-    prompt. Of a record with the "turns" of a user alone, as in Spec-Bench, only the first is used,
-    since later ones depend on a response. Raises UserError naming the line or item that is none of
-    these. What records say that changes nothing here is counted in `tally`."""
+    JSON array. JSON holds strings, or records in any known form (`conversation_of_record`); their
+    tools, system turns and template arguments are part of the prompt. Of a record with only the
+    user's "turns", as in Spec-Bench, the first is used, since later ones depend on a response.
+    Raises UserError naming the line or item that is none of these. Ignored fields are counted in
+    `tally`."""
     cfg, tally, conversations = DataConfig(responses="target"), tally or Tally(), []
     for place, record in _prompt_records(Path(path), tally):
         tally.read += 1

@@ -1,6 +1,6 @@
 """Splits conversations into training and held-out ones, and the latter into a validation part, on
-which drafts are selected, and a test part, which is reported; and turns them into what a run reads.
-"""
+which drafts are selected, and a test part, which is reported; and converts them into documents or
+prompts."""
 
 import hashlib
 from collections import Counter, defaultdict
@@ -44,11 +44,12 @@ T = TypeVar("T")
 class DataSplit(Generic[T]):
     """The items of both sides, and the fraction of all conversations that is held out.
 
-    The held-out side has two parts: on `validation` the best draft is selected, and on `test` it is
-    measured. `validation_share` is the fraction of the held-out conversations in the former;
-    `prompts` and `validation_prompts` are the decoder's prompts of the two. If too little is held
-    out for two parts (`chosen_validation`), the share is 0, both parts are all that is held out,
-    and there are no `validation_prompts`."""
+    The held-out side has two parts: the best draft is selected on `validation` and measured on
+    `test`. `validation_share` is the fraction of held-out conversations in `validation`; `prompts`
+    and `validation_prompts` are the decoder's prompts of test and validation. If too few are held
+    out for two parts (`chosen_validation`), `validation_share` is 0, each part is the whole
+    held-out side, and there are no `validation_prompts`.
+    """
 
     train: list[T] = field(default_factory=list)
     held_out: list[T] = field(default_factory=list)
@@ -73,11 +74,12 @@ def split_conversations(
     The side of a conversation, and its part of the held-out side, depend only on its opening prompt
     (`is_held_out`). They stay the same when data or a limit is added, with two exceptions: the
     held-out share of small data is chosen by its size (`chosen_share`), and conversations with a
-    frequent opening are told apart by more than the opening (`told_apart`).
+    frequent opening are placed by more than the opening (`told_apart`).
 
     Training conversations that nearly duplicate a held-out one are dropped, and so are those of the
     validation part that nearly duplicate one of the test part. Raises UserError if the data is
-    missing or holds no usable conversation."""
+    missing or holds no usable conversation.
+    """
     split, train, opened = DataSplit[T](), list[T](), list[str]()
     distinct: list[tuple[str, ...]] = []
     kept: list[tuple[Conversation | None, T]] = []  # with those that `ask` may need
@@ -133,9 +135,9 @@ def split_conversations(
 def _divide(
     split: DataSplit[Any], openings: Sequence[str], fraction: float | None
 ) -> list[bool | None]:
-    """Divide the held-out side of a split, of which these are the opening prompts, into validation
-    and test. Returns for each whether it is in the test part; None: in neither, because it is a
-    validation conversation that nearly duplicates one of the test part."""
+    """Divide the held-out side of a split, with these opening prompts, into validation and test.
+    Returns for each whether it is in the test part; None: in neither, because it is a validation
+    conversation that nearly duplicates one of the test part."""
     if fraction is None:
         fraction = chosen_validation(openings, split.share)
     tested: list[bool | None] = [not is_validation(x, split.share, fraction) for x in openings]
@@ -198,9 +200,9 @@ def split_prompts(
 def trained_openings(
     cfg: DataConfig, tokenizer: Any, openings: Collection[str], places: Sequence[int] | None
 ) -> set[str]:
-    """Which of these opening prompts, compared word by word as in `is_held_out`, are those of
-    conversations on the training side, of which a run reads those at `places` (None: all). The data
-    are tokenised only if they have such a conversation at all."""
+    """Those of the opening prompts that are on the training side of a run, compared word by word as
+    in `is_held_out`. The run reads the conversations at indices `places` (None: all). The data are
+    tokenised only if they contain such a conversation."""
     asked = {compared_words(opening): opening for opening in openings}
 
     def known(conversation: Conversation) -> bool:
@@ -229,14 +231,14 @@ def trained_openings(
 def told_apart(
     openings: Sequence[str], distinct: Sequence[tuple[str, ...]], cfg: DataConfig
 ) -> tuple[list[str], float]:
-    """The texts by which conversations are split, and the share of them that is held out
-    (`chosen_share`, if none is given). The texts are their openings but, of an opening that many
-    conversations have (more than FEW, and PART of as many as are held out), also what is `distinct`
-    in each of them: the system prompt and, as long as many have the same text, the later turns. The
-    data's responses tell conversations apart last, and not at all if the target answers. Many
-    conversations that nothing tells apart are trained on, and the share is not chosen by them. If
-    no others can be held out, some openings are, with all of their conversations. Raises UserError
-    if even the fewest of them are too many."""
+    """The texts by which conversations are split, and the fraction of them to hold out
+    (`chosen_share`, if none is given). The texts are the openings. If many conversations have the
+    same opening (more than FEW, and PART of as many as are held out), their texts also include what
+    is `distinct` in each: the system prompt and, as long as many have the same text, the later
+    turns. The data's responses come last, and not at all if the target answers. Many conversations
+    that nothing distinguishes are trained on, and do not count in the fraction. If no others can be
+    held out, some openings are, with all of their conversations. Raises UserError if even the
+    fewest of them are too many."""
     whole, texts = len(openings), list(openings)
     if cfg.held_out == 0:
         return texts, 0.0
@@ -297,13 +299,13 @@ def told_apart(
 
 
 def _trained(text: str, fraction: float) -> str:
-    """A text with a number after it, so that it is not held out."""
+    """The text with a number appended so that it is not held out."""
     numbered = (f"{text} {n}" for n in count())
     return next(x for x in numbered if not is_held_out(x, fraction))
 
 
 def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
-    """Whether a conversation may be held out, whichever of its texts decides (`told_apart`)."""
+    """Whether a conversation may be held out by any of its texts (`told_apart`)."""
     texts = {conversation.opening: " ".join(words_of(conversation.opening))}
     for more in texts_that_tell_apart(conversation):
         words = " ".join(words_of(more))  # once: the words of joined texts are theirs in turn
@@ -313,17 +315,15 @@ def may_be_held_out(conversation: Conversation, fraction: float) -> bool:
 
 def is_held_out(opening: str, fraction: float) -> bool:
     """Whether a conversation is held out: by a hash of the words of its opening prompt, ignoring
-    case, punctuation and spaces, so the response does not depend on any other data. (A
-    locality-sensitive hash would put nearly all prompts that share a long instruction on one side.)
-    """
+    case, punctuation and spaces, so the result does not depend on other data. (A locality-sensitive
+    hash would put nearly all prompts with a common long instruction on one side.)"""
     return place_of(opening) < fraction * 2**64
 
 
 def chosen_share(openings: Sequence[str], whole: int | None = None, limit: int = ENOUGH) -> float:
-    """The fraction of conversations with these opening prompts to hold out if no other is given:
-    SHARE, or enough of small data for ENOUGH conversations, though at most MOST of them. They may
-    be a part of the `whole` data, of which no others are held out, and a `limit` may
-    be set to their number."""
+    """The fraction of conversations with these opening prompts to hold out by default: SHARE, or
+    enough of small data for ENOUGH conversations, though at most MOST of them. They may be a part
+    of the `whole` data, from which no others are held out, and `limit` may bound their number."""
     whole = len(openings) if whole is None else whole
     count = max(1, min(ENOUGH, int(whole * MOST), limit))
     places = sorted(map(place_of, openings))
@@ -339,13 +339,13 @@ def chosen_share(openings: Sequence[str], whole: int | None = None, limit: int =
 
 def is_validation(opening: str, held_out: float, fraction: float) -> bool:
     """Whether a conversation, if it is held out, is in the validation part: the `fraction` of the
-    held-out side whose hashes are the smallest."""
+    held-out side with the smallest hashes."""
     return is_held_out(opening, held_out * fraction)
 
 
 def chosen_validation(openings: Sequence[str], held_out: float) -> float:
-    """The fraction of the held-out side, which has these opening prompts, for the validation part
-    if no other is given: VALIDATION, or of small data what gives both parts LEAST_PART
+    """The default fraction of the held-out side, which has these opening prompts, for the
+    validation part: VALIDATION, or for small data as much as gives both parts LEAST_PART
     conversations; 0 if they are too few for two parts."""
     count = len(openings)
     usual = sum(is_validation(opening, held_out, VALIDATION) for opening in openings)
@@ -366,8 +366,8 @@ def chosen_validation(openings: Sequence[str], held_out: float) -> float:
 
 
 def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
-    """About how many of so many held-out conversations are in the validation and in the test part,
-    as `chosen_validation` divides them if no fraction is given."""
+    """The approximate numbers of held-out conversations in the validation and the test part, as
+    divided by `chosen_validation` if `fraction` is None."""
     validation = round(held_out * (VALIDATION if fraction is None else fraction))
     if fraction is None:
         validation = max(validation, LEAST_PART) if held_out >= 2 * LEAST_PART else 0
@@ -375,7 +375,7 @@ def parts_of(held_out: int, fraction: float | None) -> tuple[int, int]:
 
 
 def place_of(opening: str) -> int:
-    """The place of an opening prompt among 2^64, by a hash of its words."""
+    """A number below 2^64 for an opening prompt, from a hash of its words."""
     return _place(compared_words(opening))
 
 

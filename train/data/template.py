@@ -1,9 +1,8 @@
-"""What are the token ids of a chat, and which of them are the model's? A conversation → documents
-with a mask over the assistant's tokens, or the prompt that the target is to answer, by the target's
-chat template.
+"""Turns a conversation into token ids with the target's chat template: documents with a mask over
+the assistant's tokens, or the prompt that the target is to answer.
 
-rendering.py says what the template writes, `ResponseSpans` where the responses are in that text,
-and `Chat` turns both into ids. Whatever is uncertain is left out: a mask is never a guess.
+rendering.py renders the template, `ResponseSpans` finds the responses in the rendered text, and
+`Chat` turns both into ids. Uncertain responses are skipped: a mask is never a guess.
 """
 
 import json
@@ -50,12 +49,13 @@ SEVERAL = "in several texts, since the template changes earlier responses as the
 
 
 class ResponseSpans:
-    """The `wanted` responses of a chat that ends with one, in the `text` that the template writes.
+    """Finds the `wanted` responses of a chat that ends with one in the `text` that the template
+    writes.
 
     `spans` [turn → start, end] has the covered responses, each with the token that ends it. A
-    response is covered if the text before it is exactly the prompt that a server would read. Each
-    other response needs a text of its own, which ends with it; `why` gives the reason if the last
-    response is not covered. `thinking` says whether a response was asked for with reasoning.
+    response is covered if the text before it is exactly the prompt that a server would render. Any
+    other response needs its own text that ends with it; `why` is the reason if the last response is
+    not covered. `thinking` is whether the prompt of a response requests reasoning.
 
     The text differs from what the template writes of this chat in three cases:
     - The token that begins the next turn ends a response: the text goes on up to that token.
@@ -65,7 +65,8 @@ class ResponseSpans:
       (gpt-oss leaves out the reasoning of calls, Gemma 4 the empty thought of a prompt that asks
       for none): the text is that prompt, followed by the response.
 
-    Raises Unusable if the template and the mask disagree for the whole chat."""
+    Raises Unusable if the template and the mask disagree for the whole chat.
+    """
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class ResponseSpans:
             raise Unusable(DISAGREE)
 
     def _before(self, i: int) -> str | None:
-        """What a server would read that is to give a response; None if the template refuses it."""
+        """The prompt that a server renders for a response; None if the template rejects it."""
         try:
             thinking = self.thinking(i)
             return self.writer.render(self.messages[:i], self.tools, True, thinking)[0]
@@ -112,8 +113,8 @@ class ResponseSpans:
             return None
 
     def _in_block(self, i: int, block: Span) -> Span | None:
-        """The span of a `{% generation %}` block, which goes on up to the token that ends the
-        response. It begins no earlier than the generation prompt ends."""
+        """The span of a `{% generation %}` block, extended to the token that ends the response. It
+        does not begin before the generation prompt ends."""
         start, end = block
         before = self._before(i)
         if before is not None and not self.text.startswith(before):
@@ -128,8 +129,8 @@ class ResponseSpans:
         return start, self._ended(i, start + len(said), self._closed(i, said))
 
     def _compared(self, i: int) -> Span | None:
-        """The span of a response by what the template writes up to its beginning and to its end;
-        None if that is not what it writes in the whole text."""
+        """The span of a response, found by rendering the chat up to its beginning and up to its
+        end; None if these renderings are no prefixes of the whole text."""
         message = self.messages[i]
         if (before := self._before(i)) is None:
             return None
@@ -166,11 +167,12 @@ class ResponseSpans:
         return None
 
     def _after_its_prompt(self, i: int, before: str) -> Span | None:
-        """The span of the last response in a text that is the prompt for it, and then the response.
+        """The span of the last response in a text that consists of its prompt and the response.
 
-        What the template writes of the response begins after the generation prompt, which it writes
-        before the response, too. A prompt that closes an empty thought may have more than that:
-        then the response follows the closed thought. Raises Unusable for any other difference."""
+        The response's rendering begins after the generation prompt, which the template also writes
+        before the response. A prompt that closes an empty thought may have more than that: then the
+        response follows the closed thought. Raises Unusable for any other difference.
+        """
         message, thinking = self.messages[i], self.thinking(i)
         history = self.writer.without(self.messages[:i], self.tools, thinking)
         other = self.writer.without([*self.messages[:i], _probe(message)], self.tools, thinking)
@@ -198,10 +200,9 @@ class ResponseSpans:
         return len(before), self._ended(i, len(before + body), self._closed(i, body))
 
     def _after_a_thought(self, i: int, header: str, after: Callable[[str], int | None]) -> str:
-        """What the template writes of the last response, where the generation prompt has a thought
-        of which the template writes the end, or nothing. `after` says where a part of the
-        generation prompt ends in what the template writes. Raises Unusable if the thought is open,
-        or if this is no thought."""
+        """The rendering of the last response, if the generation prompt has a thought of which the
+        template writes the end, or nothing. `after` returns where a part of the generation prompt
+        ends in the rendering. Raises Unusable if the thought is open, or if it is none."""
         message = self.messages[i]
         known = {OPENS, CLOSES, *self.writer.added}
         cuts = [n for n in range(len(header)) if any(header.startswith(t, n) for t in known)]
@@ -225,8 +226,9 @@ class ResponseSpans:
         return said[next(ends, 0) :]
 
     def _as_the_target_writes(self, i: int, before: str) -> Span | None:
-        """The span of the last response, whose reasoning the template leaves out: between the marks
-        that it knows, as the target writes it after the generation prompt, which may open it."""
+        """The span of the last response, whose reasoning the template drops: it is inserted between
+        the template's marks, as the target writes it after the generation prompt, which may open
+        the thought."""
         message = self.messages[i]
         silent = {k: x for k, x in message.beside.items() if k != "reasoning_content"}
         bare = [*self.messages[:i], replace(message, beside=silent, as_written=None)]
@@ -249,9 +251,9 @@ class ResponseSpans:
         return len(before), self._ended(i, len(before + said), self._closed(i, said))
 
     def _up_to_its_end(self, i: int, said: str) -> str:
-        """What the template writes of a response without what follows the first token that ends it:
-        the target stops there. If the template ends a response by no token, but has words after the
-        last one, these are not the target's either."""
+        """The rendering of a response up to the first token that ends it, where the target stops.
+        If the template ends a response with no token but adds words to the last one, these are
+        removed, too."""
         message = self.messages[i]
         calls = "tool_calls" in message.beside
         rest = self.writer.after_end(calls, self.tools, self.thinking(i)).strip()
@@ -276,7 +278,7 @@ class ResponseSpans:
             raise Unusable(f"reasoning, {UNWRITTEN}")
 
     def _closed(self, i: int, said: str) -> bool:
-        """Whether the template writes an end after a response."""
+        """Whether the template writes an end token after a response."""
         if any(said.endswith(token) for token in self.writer.control):
             return True
         content = self.messages[i].content
@@ -285,8 +287,7 @@ class ResponseSpans:
 
     def _ended(self, i: int, end: int, closed: bool) -> int:
         """The end of a response, including the token that ends it. A token that begins a system
-        turn does not count as that token: a target never writes it when it is asked for a
-        response."""
+        turn does not count: a target never writes it in a response."""
         if closed:
             return end
         if i == self.last and AFTERWARDS in self.notes:
@@ -305,8 +306,8 @@ class ResponseSpans:
         return end + len(ending)
 
     def _continued(self, i: int, end: int) -> str:
-        """What the template writes after the text's last response if the chat goes on, where it may
-        leave the reasoning of that answer out."""
+        """The text that the template writes after the text's last response if the chat continues;
+        it may drop that response's reasoning."""
         results = ["tool"] if "tool_calls" in self.messages[i].beside else []
         last_line = self.text[:end].rpartition("\n")[2]
         for role in (*results, "user"):
@@ -324,10 +325,10 @@ class ResponseSpans:
 
 class Chat:
     """Turns conversations into token ids by a tokenizer's chat template, at a time (None: the
-    present), with or without reasoning as `thinking` says (see `DataConfig`), and with further
-    `arguments`, which those of a conversation replace. Raises UserError as
-    `ChatTemplate` does; Unusable for a conversation that the template rejects or writes in part, or
-    whose text contains one of the template's control tokens: that would forge a turn."""
+    present), with or without reasoning (`thinking`, see `DataConfig`), and with further
+    `arguments`, which those of a conversation replace. Raises UserError as `ChatTemplate` does;
+    Unusable for a conversation that the template rejects or renders only in part, or whose text
+    contains one of the template's control tokens: that would forge a turn."""
 
     def __init__(
         self,
@@ -341,12 +342,11 @@ class Chat:
         self.tails: dict[str, list[int]] = {}  # ends of prompts, and their tokens
 
     def documents(self, conversation: Conversation, cfg: DataConfig) -> list[Document]:
-        """The responses of a conversation, each after what a server would read that is to give it,
-        in as few documents as there can be: one, if the template writes a chat's earlier responses
-        as it wrote them when they were last. The assistant's spans come from the template's
-        `{% generation %}` blocks or, if it has none, from comparing what it renders before each
-        response with what it renders up to the end of that answer. Unusable if all spans are
-        uncertain, or if a token crosses the edge of one."""
+        """The responses of a conversation, each after the prompt that a server would render, in as
+        few documents as possible: one, if the template renders earlier responses as it did when
+        they were the last. The assistant's spans come from the template's `{% generation %}` blocks
+        or, if it has none, from comparing the rendering before each response with the rendering up
+        to its end. Unusable if all spans are uncertain, or if a token crosses the edge of one."""
         messages, tools = conversation.messages, conversation.tools
         while messages and messages[-1].role != "assistant":
             messages = messages[:-1]
@@ -407,10 +407,9 @@ class Chat:
     def _encoded(
         self, conversation: Conversation, responses: ResponseSpans, cfg: DataConfig
     ) -> dict[int, Document]:
-        """The responses of one text, by the turn with which a document ends: all in one document,
-        but for responses whose prompt has other tokens by itself, as a server reads it, than before
-        a response (by the rules of GPT-2's tokenizer, where it ends with a blank line). Each of
-        those has its own."""
+        """The documents of one text, by the turn with which they end. All responses share one
+        document, except those whose prompt is tokenised differently without the response (by
+        GPT-2's rules, if it ends with a blank line); each of these has its own."""
         encoding = self.tokenizer(
             responses.text, add_special_tokens=False, return_offsets_mapping=True
         )
@@ -454,8 +453,8 @@ class Chat:
         return dict(sorted(rows.items()))
 
     def _alone(self, prompt: str, ids: list[int], offsets: Sequence[Span]) -> list[int]:
-        """The tokens of a prompt by itself; `ids` are those that it has before a response. Up to
-        its last special token they are the same."""
+        """The tokens of a prompt by itself; `ids` are its tokens when a response follows. They are
+        the same up to its last special token."""
         added = self.writer.added_ids
         kept = next((n for n in range(len(ids), 0, -1) if ids[n - 1] in added), 1) - 1
         tail = prompt[offsets[kept][0] :] if ids else prompt
@@ -467,7 +466,7 @@ class Chat:
         return [*ids[:kept], *self.tails[tail]]
 
     def _asked(self, conversation: Conversation, response: Message | None) -> bool | None:
-        """Whether a response is asked for with reasoning; None leaves it to the template."""
+        """Whether a response's prompt requests reasoning; None leaves it to the template."""
         if self.thinking in ("on", "off"):
             return self.thinking == "on"
         if self.thinking == "mixed":
@@ -477,10 +476,10 @@ class Chat:
         return conversation.thinking
 
     def prompt(self, conversation: Conversation, most: int | None = None) -> Prompt:
-        """The longest beginning of a conversation that a server would be asked to answer, and that
-        has at most `most` tokens (None: any number), including the generation prompt: it ends with
-        a user turn, or with the results of all tools that were called together, and includes any
-        system turns that follow directly. Unusable if there is none."""
+        """The longest prefix of a conversation that a server would be asked to answer and that has
+        at most `most` tokens (None: any number), including the generation prompt: it ends with a
+        user turn, or with the results of all tools that were called together, and includes system
+        turns that follow directly. Unusable if there is none."""
         messages, tools = conversation.messages, conversation.tools
         writer = self.writer.with_arguments(conversation.arguments)
         require_no_control(_texts_within(messages, tools, conversation.arguments), writer.control)
@@ -524,9 +523,9 @@ class Chat:
         text: str,
         responses: bool,
     ) -> list[str]:
-        """Notes on what the chat has besides texts but the template does not write, where the chat
-        means the same without it. Raises Unusable where it does not: if tools, a call or the result
-        of one is missing, or the reasoning in `responses` that are trained on."""
+        """Notes on parts of the chat that the template does not write, if the chat means the same
+        without them. Raises Unusable if it does not: if tools, a call or its result is missing, or
+        the reasoning in `responses` that are trained on."""
         notes = []
         if calls := [call for m in messages for call in m.beside.get("tool_calls", ())]:
             silent = [_less(m, "tool_calls") for m in messages]
@@ -561,18 +560,19 @@ class Chat:
 
 
 def _probe(response: Message) -> Message:
-    """A response that says something else, with reasoning if this one has it."""
+    """A response with another text, with reasoning if this one has it."""
     thought = {"reasoning_content": PROBE} if "reasoning_content" in response.beside else {}
     return replace(response, content=PROBE, beside=thought, as_written=None)
 
 
 def _forms(text: str) -> tuple[str, ...]:
-    """A text as it is, and as JSON has it."""
+    """A text unchanged, and escaped as in JSON."""
     return text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _written(part: str, text: str, without: str) -> bool:
-    """Whether a text has a part, which may be escaped as in JSON, more often than `without` has."""
+    """Whether a text contains a part, possibly escaped as in JSON, more often than `without`
+    does."""
     return any(text.count(form) > without.count(form) for form in _forms(part) if form) or not part
 
 
@@ -606,7 +606,7 @@ def _unread(writer: ChatTemplate, tools: Sequence[Any]) -> list[str]:
 
 
 def _earlier(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
-    """The roles and texts of the last turns, with the middle of long ones left out."""
+    """The roles and texts of the last turns, with the middle of long texts removed."""
     half, turns = CHARACTERS // 2, []
     for message in messages[-TURNS:]:
         text = message.content
@@ -633,7 +633,7 @@ def require_no_control(texts: Sequence[str], control: Iterable[str]) -> None:
 
 def _token_places(offsets: Sequence[Span], span: Span) -> tuple[int, int]:
     """The first token of a span, and the first one after it. Raises Unusable if a token crosses an
-    edge, or might: some tokenizers leave a token's leading space out of its offsets."""
+    edge, or might: some tokenizers exclude a token's leading space from its offsets."""
     first, last = (bisect_left(offsets, edge, key=lambda x: x[0]) for edge in span)
     for i, edge in ((first, span[0]), (last, span[1])):
         if i > 0 and offsets[i - 1][1] != edge:

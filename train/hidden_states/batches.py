@@ -1,5 +1,5 @@
-"""Where training gets the target's hidden states: `OnlineBatches` runs the target whenever rows are
-requested; `StoredBatches` (store.py) reads stored ones."""
+"""Sources of the target's hidden states for training: `OnlineBatches` runs the target for each
+request; `StoredBatches` (store.py) reads stored ones."""
 
 import time
 from collections import deque
@@ -42,8 +42,8 @@ class BatchSource(Protocol):
     def rows(self) -> Sequence[Row]: ...
 
     def expect(self, requests: Sequence[Sequence[int]]) -> None:
-        """Say which batches will be asked for, in order, so that stored ones may be read ahead;
-        none: nothing more will be."""
+        """Announce the batches that will be requested, in order, so that stored ones may be read
+        ahead; empty: no more will be."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Ids, hidden states, final hidden states and the summary of p for the rows at these
@@ -102,7 +102,7 @@ def assembled(
     needs: HiddenStateSpec,
     read: Callable[[Row, slice], HiddenStateTensors],
 ) -> Batch:
-    """A batch put together from the hidden states of single documents, which `read` gives."""
+    """A batch made of the hidden states of single documents, which `read` returns."""
     ctx, mask_BT = texts(rows, device)
     by_row = [[read(row, x) for x in documents(row)] for row in rows]
 
@@ -142,7 +142,7 @@ def assembled(
 
 
 def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
-    """Rows as tensors [B, T] padded on the right to the longest, without hidden states; their
+    """Rows as tensors [B, T] without hidden states, padded on the right to the longest, and their
     mask."""
 
     def padded(name: str, fill: int = 0) -> Tensor:
@@ -154,8 +154,8 @@ def texts(rows: Sequence[Row], device: torch.device) -> tuple[Context, Tensor]:
 
 
 class BatchesReadAhead:
-    """Reads up to `count` batches ahead of the one that is taken, in the order in which they are
-    expected, in one thread. What a batch holds does not depend on when it is read."""
+    """Reads up to `count` batches ahead of the current one, in the expected order, in one thread.
+    The content of a batch does not depend on when it is read."""
 
     def __init__(self, read: Callable[[Sequence[int]], Batch], count: int) -> None:
         self._read, self._count = read, count
@@ -164,8 +164,8 @@ class BatchesReadAhead:
         self._pool: ThreadPoolExecutor | None = None
 
     def expect(self, requests: Sequence[Sequence[int]]) -> None:
-        """From now on, these batches will be taken, in this order. Those that were expected before
-        are dropped; if there are none, the thread ends."""
+        """Expect these batches next, in this order. Formerly expected ones are dropped; if there
+        are no new ones, the thread ends."""
         for _, future in self._under_way:
             future.cancel()
         self._under_way.clear()
@@ -180,8 +180,8 @@ class BatchesReadAhead:
         self._ask()
 
     def take(self, indices: Sequence[int]) -> Batch | None:
-        """The batch of these rows; None if it is not the next that was expected. Raises what
-        reading it raised."""
+        """The batch of these rows; None if it is not the next expected one. Raises any error from
+        reading it."""
         if not self._under_way or list(self._under_way[0][0]) != list(indices):
             return None
         _, future = self._under_way.popleft()
@@ -195,8 +195,8 @@ class BatchesReadAhead:
 
 
 class StoredBatches:
-    """Rows whose documents are all stored. A document whose hidden states are damaged goes to
-    `again`, in a row of its own, which must store them anew."""
+    """Rows whose documents are all stored. A document with damaged hidden states is passed to
+    `again`, in a row of its own, to be stored again."""
 
     def __init__(
         self,
@@ -229,8 +229,8 @@ class StoredBatches:
         return batch
 
     def _on_host(self, indices: Sequence[int]) -> Batch:
-        """The batch before it is moved to the device, in pinned memory if that is a GPU. Raises
-        Damaged, and mends nothing."""
+        """The batch before it is moved to the device, in pinned memory for a GPU. Raises Damaged,
+        without repairing anything."""
         rows, host = [self.rows[i] for i in indices], torch.device("cpu")
         batch = assembled(rows, host, self.needs, self.store.read_document)
         return moved(batch, Tensor.pin_memory) if self.device.type == "cuda" else batch
@@ -249,7 +249,7 @@ class StoredBatches:
 
 
 def moved(value: T, move: Callable[[Tensor], Tensor]) -> T:
-    """A tensor, or a dataclass or tuple that holds some, with each of them moved."""
+    """A tensor, or a dataclass or tuple with tensors in it, with `move` applied to each of them."""
     if isinstance(value, Tensor):
         return move(value)  # type: ignore[return-value]
     if isinstance(value, tuple):

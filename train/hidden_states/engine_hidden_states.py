@@ -36,7 +36,7 @@ LEAST = 0.5  # share of an engine's next tokens, one after each text, that its s
 
 @dataclass(frozen=True)
 class DocumentStates:
-    """What a server made of a text: the states [T, D] after some layers, and the next token."""
+    """A server's output for a text: the states [T, D] after some layers, and the next token."""
 
     states: Sequence[Tensor]
     after: int
@@ -50,7 +50,7 @@ def fill_from_engines(
     on_demand: TargetLoader,
     bars: Progress,
 ) -> None:
-    """Store the hidden states of all documents of rows, which engines read. Raises UserError if a
+    """Store the hidden states of all documents of rows, computed by engines. Raises UserError if a
     document cannot be read, and if the states are not those of this target: the first ones of each
     server, and some later ones, are compared with the target's own."""
     target = on_demand.parts
@@ -108,8 +108,8 @@ def fill_from_engines(
 def states_of_documents(
     engines: ServerPool, texts: dict[int, list[int]], layers: Sequence[int], width: int
 ) -> Any:
-    """The states after these layers [T, D] of each text, and the token that the engine would write
-    next, in the order in which they come."""
+    """The states after these layers [T, D] of each text, and the engine's next token, in the order
+    of arrival."""
     requests = [
         NamedRequest(i, CompletionRequest(ids, 1, Sampler(0.0), seed=0, states="prompt"))
         for i, ids in texts.items()

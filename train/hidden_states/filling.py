@@ -1,5 +1,5 @@
 """The target's hidden states for the rows of a run: read from a store, which is filled first, or
-computed whenever they are requested. Training does not know which.
+computed for each request. Training does not depend on which.
 
 The target in this process fills a store, either as it reads texts (with `OnlineBatches` as the
 source) or while it answers prompts; or engines do (engine_hidden_states.py).
@@ -55,7 +55,7 @@ PORTION, LONG = 8, 24
 
 
 def needs_of(config: Any, parts: TargetParts) -> HiddenStateSpec:
-    """What a drafter of this configuration reads of the target, known before it is built."""
+    """The hidden states that a drafter of this configuration reads, known before it is built."""
     kind = family(config.name)
     sizes = kind.plan(config, parts)  # not on the meta device, since it may load the target
     with torch.device("meta"):
@@ -64,8 +64,8 @@ def needs_of(config: Any, parts: TargetParts) -> HiddenStateSpec:
 
 @dataclass
 class RunHiddenStates:
-    """Where the rows of a run get the target's hidden states from. `store` is None if they are
-    computed whenever they are requested."""
+    """The source of the target's hidden states for a run. `store` is None if they are computed for
+    each request."""
 
     target: TargetLoader
     needs: HiddenStateSpec | None  # what is stored
@@ -90,8 +90,8 @@ class RunHiddenStates:
         accelerator: Accelerator,
         progress: Progress,
     ) -> "RunHiddenStates":
-        """Those that a drafter of this configuration reads, kept where `stored` says (None: not at
-        all). Raises UserError if the store holds hidden states of another kind."""
+        """The hidden states for a drafter of this configuration, kept as `stored` says (None: not
+        stored). Raises UserError if the store holds hidden states of another kind."""
         needs, store = None, None
         if stored is not None:
             needs = needs_of(drafter, target.parts)
@@ -143,8 +143,8 @@ class RunHiddenStates:
         part: float = 1.0,
         floor: int = 0,
     ) -> list[Document]:
-        """Store the hidden states of texts as long as the budget allows. Returns the texts that
-        have them, in their order; all, where nothing is stored or there is no budget."""
+        """Store the hidden states of texts as long as the budget allows. Returns the texts with
+        hidden states, in order; all texts if nothing is stored or there is no budget."""
         store, needs = self.store, self.needs
         if store is None or needs is None or not budget.active:
             return list(texts)
@@ -193,7 +193,7 @@ class RunHiddenStates:
         self._fill_parts(needs, missing)
 
     def _fill_parts(self, needs: HiddenStateSpec, missing: Sequence[Row]) -> None:
-        """Store the hidden states of rows; each process does a part of them."""
+        """Store the hidden states of rows, divided over the processes."""
         with (
             memory_for("computing the target's hidden states", "lower data.max_length"),
             self._ranks.part(missing) as mine,
@@ -212,8 +212,8 @@ class RunHiddenStates:
     def _fill_chats(
         self, needs: HiddenStateSpec, store: HiddenStateStore, documents: Sequence[Document]
     ) -> None:
-        """Store the hidden states of chats whose several texts share their beginnings, which are
-        read once; engines do this by themselves."""
+        """Store the hidden states of chats with several texts, whose common prefixes are read once.
+        Engines do this themselves."""
         if self.engines or not any(document.chat for document in documents):
             return
         groups = chats_to_read(documents, store)
@@ -238,8 +238,8 @@ class RunHiddenStates:
         store.refresh()
 
     def _again(self, needs: HiddenStateSpec, row: Row) -> None:
-        """Store the hidden states of a row that turned out to be damaged. Raises UserError where
-        one process alone cannot."""
+        """Store the hidden states of a row that were found damaged. Raises UserError if one process
+        alone cannot do it."""
         assert self.store is not None
         require(
             self.target.team is None,
@@ -298,8 +298,8 @@ def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Pr
 
 
 def chats_to_read(documents: Sequence[Document], store: HiddenStateStore) -> list[list[Document]]:
-    """The documents of each chat that has several, in order, of which some are not stored yet and
-    enough is shared."""
+    """The documents of each chat with several, in order, if some are not stored yet and a large
+    enough part is common to them."""
     by_chat: dict[str, list[Document]] = {}
     for document in documents:
         if document.chat and document.speculation_steps is None:
@@ -315,9 +315,9 @@ def shared_part(group: Sequence[Document]) -> float:
 
 
 def first_unread(group: Sequence[Document]) -> Iterator[int]:
-    """From which token on each document is read: up to there, it is like the one before. What has
-    been taken as shared once cannot be taken back, so a document that differs within it is read
-    anew."""
+    """For each document, the token from which on it is read: before it, the document equals the
+    previous one. A shared prefix cannot be extended later, so a document that differs within it is
+    read completely."""
     known = 0
     yield known
     for one, two in pairwise(group):
@@ -327,7 +327,8 @@ def first_unread(group: Sequence[Document]) -> Iterator[int]:
 
 
 def shared_length(one: NDArray[np.int32], two: NDArray[np.int32]) -> int:
-    """How many tokens two texts share at their beginning, at most all but the last of either."""
+    """The number of tokens in the common prefix of two texts, excluding the last token of
+    either."""
     most = min(len(one), len(two)) - 1
     differ = np.flatnonzero(one[:most] != two[:most])
     return int(differ[0]) if len(differ) else most
@@ -340,8 +341,8 @@ def fill_chats(
     groups: Sequence[Sequence[Document]],
     progress: Progress,
 ) -> int:
-    """Store the hidden states of chats; the number of tokens that the target has read. A text
-    continues in the cache of the one before it, from where they differ."""
+    """Store the hidden states of chats. Returns the number of tokens that the target has read. A
+    text continues in the cache of the one before it, from the point where they differ."""
     total = sum(len(d.ids) for group in groups for d in group)
     store.prepare(total)
     task = progress.add_task("target hidden states of chats", total=total)

@@ -1,8 +1,7 @@
 """The target's hidden states on disk, by document: a `HiddenStateStore` is filled from any source,
-and `StoredBatches` is a source that reads it. A document is looked up by its tokens, so a run finds
-it whatever its other documents are and however it packs them into rows. The header of a file has a
-checksum of each document in it, which is checked whenever the document is read; damaged ones are
-computed again."""
+and `StoredBatches` is a source that reads it. A document is found by its tokens, independent of the
+run's other documents and of packing. The header of a file has a checksum of each document in it,
+which is checked at each reading; damaged documents are computed again."""
 
 import hashlib
 import json
@@ -118,7 +117,7 @@ class HiddenStatesConfig:
 
 @dataclass(frozen=True)
 class HiddenStateOrigin:
-    """What the hidden states of a store were made from. Hidden states of another kind are never
+    """The origin of the hidden states in a store. Hidden states of another origin are never
     read."""
 
     fingerprint: str  # of the target
@@ -138,7 +137,7 @@ class HiddenStateOrigin:
 
     @property
     def block(self) -> int:
-        """How many numbers of a layer share a scale."""
+        """The number of values of a layer that share a scale."""
         return block_size(self.width)
 
     def bytes(self, tokens: int) -> int:
@@ -152,7 +151,7 @@ class HiddenStateOrigin:
 
 class HiddenStateStore:
     """Hidden states of documents in a folder, in files of a few hundred documents each. A damaged
-    file is put aside, and one of which another user forbids the reading is skipped. Raises
+    file is renamed, and one that another user does not let this process read is skipped. Raises
     UserError if the folder holds hidden states of another kind, and Unreadable if a file cannot be
     read for another reason, such as too many open files."""
 
@@ -239,10 +238,10 @@ class HiddenStateStore:
         return after and self.has(row.ids[x])
 
     def record(self, target: Target) -> Record:
-        """A record that makes `decode` keep the hidden states that the target computes as it
-        answers, so that it need not read its answers again. Whatever exceeds `RECORDED` bytes is
+        """A record that makes `decode` keep the hidden states that the target computes while it
+        answers, so that it need not read its responses again. Everything beyond `RECORDED` bytes is
         stored at once, and `write` stores the rest. The target never reads the last token of a
-        response, so that token's hidden states are stored as 0. Nothing uses them: its p is at the
+        response, so that token's hidden states are stored as 0. They are not used: its p is at the
         position before it, and anchors read only positions before themselves."""
 
         def keep(text: list[int], ctx: Context) -> None:
@@ -266,7 +265,7 @@ class HiddenStateStore:
         self._decoded[name_of(np.array(text, np.int32))] = self.in_bits(kept)
 
     def in_bits(self, hidden_states: HiddenStateTensors) -> HiddenStateTensors:
-        """The hidden states of a document as they are stored."""
+        """The hidden states of a document in the format of the store."""
         if self.kind.bits is None:
             return hidden_states
         codes, scale = rounded_to_8_bits(hidden_states["layers"], self.kind.block)
@@ -274,11 +273,11 @@ class HiddenStateStore:
 
     @property
     def unwritten(self) -> int:
-        """Bytes of hidden states that are kept and not yet written."""
+        """The bytes of hidden states that are held and not yet written."""
         return sum(x.nbytes for kept in self._decoded.values() for x in kept.values())
 
     def write(self) -> None:
-        """Store what was recorded since the last call."""
+        """Store everything recorded since the last call."""
         if self._decoded:
             self.add_documents(self._decoded)
             self._decoded = {}
@@ -296,15 +295,16 @@ class HiddenStateStore:
         write_json(self.folder / "meta.json", asdict(self.kind))
 
     def announced(self, tokens: int) -> str:
-        """What storing the hidden states of so many tokens will add, and how much room there is."""
+        """A sentence with the size of the hidden states of `tokens` tokens, and the free disk
+        space."""
         folder = next(p for p in (self.folder, *self.folder.absolute().parents) if p.exists())
         free, size = shutil.disk_usage(folder).free, self.kind.bytes(tokens)
         added = f"{in_megabytes(size)} to be added, {in_megabytes(free)} are free"
         return f"hidden-state cache {self.folder}: {added}"
 
     def prepare_for_responses(self, prompts: Sequence[Sequence[int]], new: int) -> None:
-        """`prepare` for prompts that are answered with up to `new` tokens each: say how much their
-        hidden states may add, and how much room there is. Raises UserError if the disk has no room
+        """`prepare` for prompts with responses of up to `new` tokens each: print the maximum size
+        of their hidden states and the free disk space. Raises UserError if the disk has no room
         even for the prompts."""
         least = sum(map(len, prompts)) + len(prompts)
         most = least + len(prompts) * (new - 1)
@@ -319,9 +319,9 @@ class HiddenStateStore:
             )
 
     def add_documents(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
-        """Write the hidden states of documents, which are given by name, as one file: those that
-        are not stored yet. Computed beside other texts they would be rounded otherwise, and a run
-        that has read the stored ones must find the same again."""
+        """Write the hidden states of documents, given by name, as one file, except those that are
+        stored already. Computed beside other texts they would be rounded differently, and a run
+        that has read the stored ones must find the same ones again."""
         by_name = {n: hidden_states for n, hidden_states in by_name.items() if n not in self._files}
         if not by_name:
             return
@@ -342,7 +342,7 @@ class HiddenStateStore:
 
     def read_document(self, row: Row, x: slice) -> HiddenStateTensors:
         """The hidden states of the document at `x` in a row. Raises Damaged if they are not stored,
-        or not as they were written."""
+        or if they were changed."""
         of_text = names_of_parts(self.kind.sampler, bool(self.kind.layers))
         with self.lock:
             hidden_states = self._document(name_of(row.ids[x]), of_text, (x.stop - x.start,))
@@ -356,8 +356,8 @@ class HiddenStateStore:
         return hidden_states
 
     def discard(self, row: Row, x: slice) -> None:
-        """Put aside the file that holds the damaged document, at `x` of this row. The sound
-        documents in it are written again."""
+        """Rename the file with the damaged document, at `x` of this row. The intact documents in it
+        are written again."""
         names = [name_of(row.ids[x])]
         names += [name_of_steps(row, x)] if row.speculation_steps is not None else []
         for path in {self._files.pop(name) for name in names if name in self._files}:
@@ -375,8 +375,8 @@ class HiddenStateStore:
                 self.add_documents(sound)
 
     def remove(self, texts: Iterable[Sequence[int]]) -> None:
-        """Remove the hidden states of texts that this process has stored and that are wrong. Files
-        of other processes stay."""
+        """Remove wrong hidden states of texts that this process has stored. Files of other
+        processes are kept."""
         names = {name_of(np.array(text, np.int32)) for text in texts}
         for name in names:
             self._decoded.pop(name, None)
@@ -394,7 +394,7 @@ class HiddenStateStore:
     def _document(
         self, name: str, parts: Sequence[str], size: tuple[int, ...]
     ) -> HiddenStateTensors:
-        """The parts of a document. Raises Damaged unless their first sizes are these."""
+        """The parts of a document. Raises Damaged unless their first sizes are `size`."""
         if name not in self._files:
             raise Damaged(f"{self.folder} lacks a document's hidden states")
         path = self._files[name]
@@ -419,8 +419,8 @@ class HiddenStateStore:
         return known
 
     def _sound(self, path: Path, name: str) -> HiddenStateTensors:
-        """All parts of a document in a file. Raises Damaged unless they fit its checksum, and
-        Unreadable if the file cannot be read."""
+        """All parts of a document in a file. Raises Damaged for a wrong checksum, and Unreadable if
+        the file cannot be read."""
         try:
             with reading(path):
                 file, begins = self._open(path), f"{name}."
@@ -433,7 +433,7 @@ class HiddenStateStore:
         return hidden_states
 
     def _context(self, name: str) -> str:
-        """What a document's hidden states belong to, for its checksum."""
+        """The context of a document's checksum: what its hidden states belong to."""
         return f"{self.key} {name}"
 
     def _require_kind(self) -> None:
@@ -453,13 +453,13 @@ class HiddenStateStore:
 
 
 def part_of(row: Row, at: NDArray[np.int_]) -> Row:
-    """A row of the tokens at these places of another."""
+    """A row of the tokens at these places of another row."""
     return Row(**{n: x[at] for n, x in vars(row).items() if x is not None})
 
 
 def put_aside(path: Path) -> str:
-    """Give a damaged file a name under which it is not read; that name. It is not deleted: another
-    run may have written it."""
+    """Rename a damaged file so that it is not read, and return the new name. It is not deleted:
+    another run may have written it."""
     aside = path.with_name(f"{path.name}.damaged")
     with suppress(OSError):  # another process was faster, or the folder is another user's
         path.rename(aside)
@@ -512,7 +512,7 @@ def documents(row: Row) -> Iterator[slice]:
 
 
 def name_of(ids: NDArray[np.int32]) -> str:
-    """The name that a document is stored under: a hash of its tokens."""
+    """The name under which a document is stored: a hash of its tokens."""
     return hashlib.blake2b(ids.astype(np.int32).tobytes(), digest_size=12).hexdigest()
 
 
@@ -524,7 +524,7 @@ def name_of_steps(row: Row, x: slice) -> str:
 
 
 def block_size(width: int) -> int:
-    """The largest number of neighbours, up to `BLOCK`, that divides a state of this width."""
+    """The largest divisor of `width` that is at most `BLOCK`."""
     return next(size for size in range(min(BLOCK, width), 0, -1) if width % size == 0)
 
 
@@ -539,7 +539,7 @@ def rounded_to_8_bits(states: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def restored_from_8_bits(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states [..., F] of which `rounded` made these."""
+    """The states [..., F] that `rounded_to_8_bits` encoded."""
     blocks = codes.unflatten(-1, (scale.shape[-1], -1)).float() * scale.float()[..., None]
     whole: Tensor = blocks.flatten(-2).to(dtype)
     return whole
