@@ -1,6 +1,6 @@
-"""Arguments that scripts share: a draft, the target it was trained for, and how to decode.
+"""Arguments that scripts share: a draft, the target it was trained for, and decoding.
 
-Most options of decoding set the field of `DecodeConfig` that has the same name.
+Most options of decoding set the field of `DecodeConfig` with the same name.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         self.intermixing = False
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Also writes the user's home folder for ~ in paths: a shell leaves it in --out=~/here."""
+        """Also replaces ~ by the user's home folder in paths: a shell does not in --out=~/here."""
         parsed = super().parse_args(args, namespace)
         for name, value in vars(parsed).items():
             if isinstance(value, Path):
@@ -62,8 +62,9 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's own method reads positional arguments that may be left out as soon as it can,
-        so that those after an option would be unknown. It calls this one for a subcommand, too."""
+        """Supports optional positional arguments after an option: argparse's own method consumes
+        them as soon as it can, so that those after an option would be unknown. argparse calls this
+        for a subcommand, too."""
         if self.intermixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)
         self.intermixing = True  # the method for intermixed arguments calls this one
@@ -88,7 +89,7 @@ def parser_of(doc: str | None) -> Parser:
 
 
 def add_placing(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say where the target's layers go."""
+    """Add the options for the placement of the target's layers."""
     option = parser.add_argument
     words = "auto: spread the target's layers over GPUs, the CPU's memory and the disk"
     option("--device-map", choices=[AUTO], help=words)
@@ -97,8 +98,8 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
 
 
 def placing(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `TargetConfig` that the options of `add_placing` give. Raises UserError for a
-    size without a place."""
+    """The fields of `TargetConfig` set by the options of `add_placing`. Raises UserError for a size
+    without a place."""
     sizes = dict[str, str]()
     for text in args.max_memory or ():
         place, equals, size = text.partition("=")
@@ -125,8 +126,8 @@ def target_of(
 def add_setting(
     parser: argparse.ArgumentParser, name: str, words: str, option: str | None = None
 ) -> None:
-    """Add an option for a field of `DecodeConfig`, of its type and with its default: --NAME, or
-    another `option`."""
+    """Add an option for a field of `DecodeConfig`, with its type and default: --NAME, or another
+    `option`."""
     default: Any = getattr(DecodeConfig(), name)
     how: dict[str, Any] = {"action": "store_true"}
     if not isinstance(default, bool):
@@ -137,7 +138,7 @@ def add_setting(
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is measured, and how often."""
+    """Add the options for what is measured, and how often."""
     add_setting(parser, "prompts", "how many prompts to measure acceptance on", "--limit")
     add_setting(parser, "timed", "how many of them to time, for the speedup")
     add_setting(parser, "temperatures", "measured one after another")
@@ -179,13 +180,13 @@ def add_decoding(parser: argparse.ArgumentParser) -> None:
 
 
 def add_thinking(parser: argparse.ArgumentParser) -> None:
-    """Add --thinking, which chat templates read."""
+    """Add --thinking, an argument for chat templates."""
     words = "ask for reasoning, or for none; default: as in the draft's run (data.thinking)"
     parser.add_argument("--thinking", choices=("on", "off"), help=words)
 
 
 def render_with_thinking(target: TargetParts, thinking: str | None) -> None:
-    """Note that --thinking replaces how the draft's run rendered prompts."""
+    """Record that --thinking replaces the setting of the draft's run."""
     if thinking is not None:
         theirs = target.rendering
         asked = DataConfig(template_args=theirs.arguments).with_thinking(thinking)
@@ -211,7 +212,7 @@ def require_beams_alone(
 def require_no_others(
     parser: argparse.ArgumentParser, args: argparse.Namespace, read: Collection[str], mode: str
 ) -> None:
-    """Raise UserError for options that were given and are not `read` in this mode."""
+    """Raise UserError for given options that are not `read` in this mode."""
     for name, value in vars(args).items():
         ignored = name not in read and value != parser.get_default(name)
         option = "--with" if name == "copying" else f"--{name.replace('_', '-')}"
@@ -227,10 +228,9 @@ def paths_of(text: str) -> Any:
 
 
 def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
-    """The settings that the options give, checked, and where the shape of a draft comes from: from
-    the options or, if they say nothing about it, from the draft's run, or from the draft alone.
-    `more` gives fields that have no option of the same name. Raises UserError for a value that does
-    not fit."""
+    """The settings given by the options, checked, and the source of the draft topology: the
+    options, the draft's run, or the draft alone. `more` has fields without an option of the same
+    name. Raises UserError for a value that does not fit."""
     named = {field.name for field in fields(DecodeConfig)}
     given = {name: x for name, x in vars(args).items() if name in named and x is not None} | more
     origin = "as the options say"
@@ -261,7 +261,7 @@ def prompts_of_run(
     args: argparse.Namespace, data: DataConfig, target: TargetParts, others: int
 ) -> tuple[list[Prompt], list[Prompt]]:
     """At most `args.limit` held-out prompts of the run that made the draft `args.draft`, whose data
-    settings are `data`, and at most so many `others`, for calibration and for choices."""
+    settings are `data`, and at most `others` more, for calibration and for choices."""
     noted = None
     if not (args.thinking or args.target):
         noted = noted_prompts(args.draft.parent, args.limit)
@@ -272,8 +272,8 @@ def prompts_of_run(
 
 
 def tell_shape(cfg: DecodeConfig, origin: str, drafter: Drafter, target: TargetParts) -> None:
-    """Say what each speculation step drafts and where that was chosen (see `decoding`), and whether
-    the draft was trained for it. Raises UserError as `require_fitting` does."""
+    """Print the draft topology and its source (see `decoding`), and whether the draft was trained
+    for it. Raises UserError as `require_fitting` does."""
     require_fitting(cfg, drafter, target)
     console.print(f"drafts {cfg.shape_in_words(drafter.depth)}, {origin}")
     if warning := beyond_training(cfg, drafter):

@@ -1,11 +1,11 @@
-"""The connector by which vLLM writes the target's hidden states to files, for
+"""The connector with which vLLM writes the target's hidden states to files, for
 `hidden_states.from=`.
 
 It runs inside vLLM, which `scripts/serve` starts with it, so it imports nothing from the project.
 vLLM's own connector (ExampleHiddenStatesConnector, version 0.32) copies the states through streams
-and events of CUDA; on machines without CUDA, this one copies them at once. Everywhere, it also says
-in its response which layers the states are of, so that a client never takes one layer for another,
-and marks its folder and its files, so that a client never deletes a file of somebody else's.
+and events of CUDA; on machines without CUDA, this one copies them at once. On all machines, it
+reports the layers of the states in its response, so that a client never confuses layers, and marks
+its folder and its files, so that a client never deletes a file of somebody else.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ MARK = {"written_by": "draftsmith"}
 
 
 class Copied:
-    """Stands for the event that a copy has ended, where copies end at once."""
+    """Replaces the event for the end of a copy, where copies are synchronous."""
 
     def query(self) -> bool:
         return True
@@ -35,7 +35,7 @@ class Copied:
 
 
 class HiddenStates(ExampleHiddenStatesConnector):
-    """vLLM's connector, on machines without CUDA too."""
+    """vLLM's connector, also for machines without CUDA."""
 
     @property
     def layers(self) -> list[int]:
@@ -66,7 +66,7 @@ class HiddenStates(ExampleHiddenStatesConnector):
 
     @staticmethod
     def _write_tensors(tensors: Any, event: Any, filename: str, lock: int | None) -> None:
-        """vLLM's own way of writing a file, with our marks in its folder and its header."""
+        """vLLM's own function for writing a file, with our marks in its folder and its header."""
         try:
             event.synchronize()
             folder = os.path.dirname(filename)

@@ -1,4 +1,4 @@
-"""A finished run's draft, measured once more with other settings of the decoder."""
+"""Measures a finished run's draft once more, with other settings of the decoder."""
 
 from functools import lru_cache
 from itertools import islice
@@ -40,8 +40,8 @@ def opened(run: Path, prompts: int) -> Opened:
 
 def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
     """Measure a run's draft with `changes` to its decoder's settings, on the prompts of its report
-    `of`, or read these results if they are in the folder `name` of the run's folder already. Raises
-    UserError for settings that this draft cannot follow."""
+    `of`. If the results are already in the folder `name` of the run's folder, read them. Raises
+    UserError for settings that this draft does not support."""
     kept = run / name
     if not (kept / FILE).exists():
         at_hand = opened(run, of.prompts + 1)  # one more, to make choices on

@@ -1,5 +1,5 @@
-"""How large a head should be: what more layers, width, draft vocabulary or depth add to τ, and what
-they cost."""
+"""Compares head sizes: what more layers, width, draft vocabulary or depth add to τ, and what they
+cost."""
 
 import statistics
 from collections.abc import Sequence
@@ -71,7 +71,8 @@ def capacity(
 
 
 def _best(at: Measured, v: float) -> tuple[float, int]:
-    """The highest predicted speedup, and its γ. `v` is the cost of a pass over γ + 1 tokens."""
+    """The highest predicted speedup, and its γ. `v` is the cost of a forward pass over γ + 1
+    tokens."""
     alpha = [x.value for x in at.conditional_acceptance]
     factors = walltime_by_gamma(alpha, at.costs.c.value, len(alpha), pass_cost({at.way.gamma: v}))
     best = max(factors[1:])

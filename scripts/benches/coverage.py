@@ -1,4 +1,4 @@
-"""How often the intervals of the reports hold the true figure, by simulation."""
+"""Simulates how often the intervals of the reports contain the true figure."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, NamedTuple
@@ -156,7 +156,7 @@ def _seconds(random: np.random.Generator, work: np.ndarray, spread: float) -> np
 
 
 def timed(random: np.random.Generator, n: int, spread: float) -> Interval:
-    """A speedup of 1, each prompt timed in both ways; it varies from prompt to prompt by 15 %."""
+    """A speedup of 1, with each prompt timed both ways; it varies from prompt to prompt by 15 %."""
     tokens = np.exp(random.normal(4, spread, n))
     own = np.exp(random.normal(-(0.15**2) / 2, 0.15, n))  # of mean 1
     plain, drafted = _seconds(random, tokens, spread), _seconds(random, tokens * own, spread)
@@ -164,8 +164,8 @@ def timed(random: np.random.Generator, n: int, spread: float) -> Interval:
 
 
 def combined(random: np.random.Generator, n: int) -> Interval:
-    """τ from many prompts, times the seconds of a plain step over those of a speculation step, here
-    1."""
+    """τ from many prompts, times the ratio of the seconds of a vanilla step to those of a
+    speculation step, here 1."""
     alpha, speculation_steps = _prompts(random, COUNTED, SKEWED, (2, 3))
     kept = speculation_steps + _accepted(random, alpha, speculation_steps)
     steps, passes = (np.exp(random.normal(4, SKEWED, n)) for _ in range(2))
@@ -174,7 +174,8 @@ def combined(random: np.random.Generator, n: int) -> Interval:
 
 
 def difference(random: np.random.Generator, n: int) -> Interval:
-    """Two drafts on the same prompts, the second accepted nine times where the first is ten."""
+    """Two drafts on the same prompts; nine tokens of the second are accepted for ten of the
+    first."""
     alpha, speculation_steps = _prompts(random, n, SKEWED, (2, 3))
     first, second = (
         speculation_steps + _accepted(random, a, speculation_steps) for a in (alpha, 0.9 * alpha)
@@ -183,12 +184,13 @@ def difference(random: np.random.Generator, n: int) -> Interval:
 
 
 def medians(random: np.random.Generator, n: int) -> Interval:
-    """Two parts of a speculation step, timed in turn on a machine whose speed drifts."""
+    """Two parts of a speculation step, timed in turn on a machine with a drifting speed."""
     drift = np.exp(random.normal(0, 0.05, n))
     return median_interval(drift * _noise(random, n), drift * _noise(random, n))
 
 
 def _gains(random: np.random.Generator, n: int, ways: int) -> bool:
-    """Whether the interval of any of these ways lies above 1, all of whose speedups are 1."""
+    """Whether the interval of any of `ways` ways lies above 1, although all their speedups are
+    1."""
     found = [timed(random, n, SKEWED) for _ in range(ways)]
     return any(x.claims and x.low > 1 for x in found)

@@ -1,4 +1,5 @@
-"""A speculation step at T > 0 whose rows are drawn together, beside one that draws row by row."""
+"""Compares a speculation step at T > 0 whose rows are drawn together with one that draws row by
+row."""
 
 import statistics
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ TREE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]]
 
 
 class GeneratorDraws(RowDraws):
-    """Numbers of a single row, from its `torch.Generator`."""
+    """Random numbers of a single row, from its `torch.Generator`."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__([0], generator.device)
@@ -44,7 +45,8 @@ class GeneratorDraws(RowDraws):
 
 
 class RowByRow:
-    """The decoder's draws as they were: a generator for each row, and a loop over the rows."""
+    """The decoder's draws as in earlier versions: a generator for each row, and a loop over the
+    rows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         made = [torch.Generator(device).manual_seed(b) for b in range(rows)]
@@ -154,7 +156,7 @@ def _random_pair(method: str, vocab: int, device: str) -> tuple[Target, Drafter]
 def _step(
     target: Target, drafter: Drafter, shape: Shape, batch: int, new: int, by_row: bool
 ) -> dict[str, float]:
-    """Seconds of a speculation step, by phase and altogether."""
+    """Seconds of a speculation step, by phase and in total."""
     draw = torch.Generator().manual_seed(1)
     prompts = torch.randint(target.vocab_size, (batch, PROMPT), generator=draw).tolist()
     way = Way(drafter, shape, sampler=sampler.Sampler(1.0))

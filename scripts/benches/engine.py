@@ -1,4 +1,4 @@
-"""The same exported head in vLLM on the CPU and in our decoder, answering prompts greedily."""
+"""Compares an exported head in vLLM on the CPU with our decoder, by greedy responses."""
 
 import json
 import os
@@ -33,8 +33,8 @@ VENV = Path(os.environ.get("DRAFTSMITH_SERVING_VENV", HERE.parent / ".venv-servi
 
 
 class VllmWorker:
-    """vLLM in a process of its own (scripts/vllm_worker.py), which answers one prompt at a time
-    once `serve` has told it what to serve. Its methods raise UserError if vLLM fails."""
+    """vLLM in a separate process (scripts/vllm_worker.py), which answers one prompt at a time after
+    `serve`. Its methods raise UserError if vLLM fails."""
 
     def __init__(self) -> None:
         self.log, pipe = tempfile.TemporaryFile("w+"), subprocess.PIPE  # noqa: SIM115
@@ -66,8 +66,8 @@ class VllmWorker:
         dtype: str,
         compiled: bool = False,
     ) -> None:
-        """Serve these folders, in place of what was served before. `drafter` is that of the
-        draft; None decodes plainly."""
+        """Serve these folders, in place of those served before. `drafter` is that of the draft;
+        None: vanilla decoding."""
         if self.serving:
             self._asked("")
         how: dict[str, Any] = {"draft": None, "method": None, "parallel": False}
@@ -87,7 +87,7 @@ class VllmWorker:
         return TimedGeneration(said["ids"], said["seconds"], drafts, per_position)
 
     def _asked(self, line: str) -> dict[str, Any]:
-        """What scripts/vllm_worker.py responses to a line."""
+        """The reply of scripts/vllm_worker.py to a line."""
         assert self.process.stdin is not None and self.process.stdout is not None
         with suppress(BrokenPipeError):  # it has died, and its log says why
             self.process.stdin.write(line + "\n")
@@ -108,9 +108,9 @@ class Serving(Timing):
 def engine(draft: Path, timing: Serving) -> None:
     """The same head in vLLM on the CPU and in our decoder.
 
-    Shows τ, accepted counts and tokens/s of both. They take turns on each prompt, response
-    greedily, and are timed with their prefill. If a static tree is expected to be fastest, our
-    decoder is timed with it too; vLLM's CPU backend has no trees.
+    Shows τ, accepted counts and tokens/s of both. They take turns on each prompt, decode greedily,
+    and are timed with their prefill. If a static tree is expected to be fastest, our decoder is
+    timed with it too; vLLM's CPU backend has no trees.
     """
     family = draft_checkpoint.read_card(draft).family
     draft_export.layout_of(family, "hf")
@@ -168,8 +168,8 @@ def on_shared_text(
 ) -> Iterator[tuple[TimedGeneration, TimedGeneration]]:
     """Our responses and vLLM's along one of our texts, where both write the same tokens.
 
-    In bfloat16 near-ties flip. When vLLM leaves the text, it is put back on it after the token at
-    which they differ. A stretch ends γ tokens early, so that its last speculation step drafts only
+    In bfloat16 near-ties flip. When vLLM departs from the text, it restarts after the first token
+    that differs. A stretch ends γ tokens early, so that its last speculation step drafts only
     tokens that both write.
     """
     start = 0

@@ -1,4 +1,4 @@
-"""An engine and the run that it answers for, killed again and again at random moments."""
+"""Kills an engine and the run that it serves, again and again at random moments."""
 
 import json
 import random
@@ -32,9 +32,9 @@ def engine_kills(
 ) -> None:
     """SIGKILLs of vLLM, of a run with `hidden_states.from`, and of both, at random moments.
 
-    After each kill, what was killed is started again. No start of the run may request more
-    responses than were missing then. At the end, the run must have one response to each prompt and
-    must have trained. Its responses are compared with those of a run that is never killed.
+    After each kill, the killed processes are started again. No start of the run may request more
+    responses than were missing. At the end, the run must have one response to each prompt and must
+    have trained. Its responses are compared with those of a run that is never killed.
     """
     draw, rows = random.Random(seed), list[list[str]]()
     with TemporaryDirectory() as temporary:
@@ -92,8 +92,8 @@ def require_missing(missing: int, asked: int) -> None:
 
 
 class EngineKilledRun:
-    """A run of train.py whose responses and hidden states come from an engine, in a folder of its
-    own."""
+    """A run of train.py whose responses and hidden states come from an engine, in its own
+    folder."""
 
     def __init__(self, folder: Path, url: str, conversations: int) -> None:
         folder.mkdir()
@@ -112,7 +112,7 @@ class EngineKilledRun:
         return self.process is not None and self.process.poll() is None
 
     def launch(self) -> None:
-        """Start it, unless it runs."""
+        """Start the run, unless it is running."""
         if not self.running:
             self.process = started(self.command, self.folder / "log")
 
@@ -122,19 +122,18 @@ class EngineKilledRun:
             self.process.wait()
 
     def stopped(self) -> None:
-        """Wait until it stops by itself, as it should where no engine answers any more."""
+        """Wait until the run stops by itself, as it should when no engine responds."""
         if self.process is not None and self.process.wait(ENDS) not in (2, -signal.SIGKILL):
             raise UserError(f"the run ended with {self.process.returncode}: {self._said()}")
 
     def ended(self) -> None:
-        """Wait until it has ended well."""
+        """Wait until the run has ended successfully."""
         if self.process is not None and self.process.wait(ENDS):
             raise UserError(f"the run ended with {self.process.returncode}: {self._said()}")
         require((self.folder / "run" / "export").is_dir(), f"no draft: {self._said()}")
 
     def responses(self) -> dict[str, Sequence[int]]:
-        """The responses that are kept, by the name of the prompt. Raises UserError if one has
-        two."""
+        """The stored responses, by the name of the prompt. Raises UserError if a prompt has two."""
         lines = [
             x for p in self.folder.glob("responses/**/*.jsonl") for x in p.open(encoding="utf-8")
         ]

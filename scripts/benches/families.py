@@ -31,14 +31,14 @@ def families(
     tokens: Annotated[int, "to train on; the default takes under 10 minutes a family"] = 60_000,
     families: Annotated[Sequence[str], "default: all"] = tuple(DRAFTERS),
 ) -> None:
-    """Every family, trained and untrained, at equal training tokens, in one table.
+    """Every drafting method, trained and untrained, at equal training tokens, in one table.
 
     Makes the runs that `folder` lacks, and continues after an interruption, as recipe does. Trees
-    are dynamic, with 12 nodes; families that copy are measured with chains only. Training reads the
+    are dynamic, with 12 nodes; methods that copy are measured with chains only. Training reads the
     target's hidden states from a cache, so training tokens/s do not include the target's passes.
-    The predicted speedup is τ / (γc + v). A family whose run is refused, for example because it
-    needs another kind of target, is listed with the reason. A family may have overrides of its own,
-    as in "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
+    The predicted speedup is τ / (γc + v). A method whose run is rejected, for example because it
+    needs another kind of target, is listed with the reason. A method may have its own overrides, as
+    in "hybrid drafter.head=runs/families/NAME/best drafter.copying=suffix".
     """
     found, refused = dict[str, tuple[Results, Results | None]](), dict[str, str]()
     named = {given.split()[0]: given.split()[1:] for given in families}
@@ -100,8 +100,7 @@ def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
 
 
 def parameters(draft: Path) -> int:
-    """How many floating-point numbers a saved draft's weights hold, which leaves out ids and
-    counts."""
+    """The number of floating-point values in a saved draft's weights, without ids and counts."""
     with safe_open(draft / draft_checkpoint.WEIGHTS, framework="pt") as file:
         parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
         floats = (x for x in parts if x.get_dtype() in draft_checkpoint.FLOATS)
@@ -109,8 +108,8 @@ def parameters(draft: Path) -> int:
 
 
 def tree_of(run: Path, chain: Results) -> Results | None:
-    """Measure a run's draft again with dynamic trees, or read these results if they are there. None
-    if the family copies or refuses to draft trees."""
+    """Measure a run's draft again with dynamic trees, or read these results if they exist. None if
+    the drafter copies or does not support trees."""
     if family(chain.drafter).copies:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Everything that must be measured on a GPU, in pieces spread over calls of under ten minutes.
+"""Everything that must be measured on a GPU, in pieces that fit into calls of under ten minutes.
 
-Each piece is a separate command. Its outcome is kept as JSON in a folder, and a finished piece is
-not run again. When the minutes of a call are nearly over, a piece that can resume is interrupted,
-and continues in the next call. Any other piece starts only if it should fit into the time left, or
-if it is the first of the call.
+Each piece is a separate command. Its outcome is stored as JSON in a folder, and a finished piece is
+not run again. When the minutes of a call are nearly over, a piece that can resume is interrupted
+and continues in the next call. Any other piece starts only if it should fit into the remaining
+time, or if it is the first of the call.
 """
 
 import os
@@ -35,9 +35,9 @@ STRONG = ("budget.minutes=30", "data.limit=20000", "loop.epochs=3", "loop.rows=8
 
 @dataclass(frozen=True)
 class GpuPart:
-    """A command that measures something and takes about `minutes`. If it `resumes`, it continues
-    where it was interrupted. `after` names a piece that must have succeeded first. `figures`
-    matches the beginning of the output lines to keep: by default, all but those of progress."""
+    """A command that measures something and takes about `minutes`. If it `resumes`, it can continue
+    after an interruption. `after` names a piece that must have succeeded first. `figures` matches
+    the beginning of the output lines to keep: by default, all except progress."""
 
     name: str
     command: Sequence[str]
@@ -132,7 +132,7 @@ def gpu(
 
 
 def known(piece: GpuPart, folder: Path) -> PartOutcome:
-    """The outcome of a piece in earlier calls with the same command, or else a fresh one."""
+    """The outcome of a piece in earlier calls with the same command, or else an empty one."""
     path, fresh = folder / f"{piece.name}.json", PartOutcome(list(piece.command))
     found = read_record(PartOutcome, path) if path.exists() else fresh
     return found if found.command == fresh.command else fresh
@@ -142,7 +142,7 @@ def carried_out(
     piece: GpuPart, before: PartOutcome, seconds: float, dry: bool, folder: Path
 ) -> PartOutcome:
     """Run a piece for at most `seconds`, then interrupt it as Ctrl-C does, and kill it if it does
-    not end. A piece that cannot resume has then failed."""
+    not end. A piece that cannot resume then counts as failed."""
     device = {"DRAFTSMITH_TEST_DEVICE": "cuda"}
     if dry:  # without compiling, which would take minutes
         device = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}

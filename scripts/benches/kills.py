@@ -1,4 +1,4 @@
-"""Runs on two processes that are killed again and again, and end as if nothing had happened."""
+"""Kills runs on two processes again and again; they must end as if undisturbed."""
 
 import json
 import random
@@ -34,7 +34,7 @@ SOON = 0.06  # seconds after a place's beginning within which the kill comes; a 
 
 @dataclass
 class KilledRun:
-    """A run of two processes: how they share the draft, whose answers it reads, and its deaths, as
+    """A run of two processes: how they share the draft, whose responses it reads, and its kills, as
     the arguments of `tests.kills.Death`."""
 
     kind: str
@@ -59,8 +59,8 @@ def kills(
     Four runs of a tiny random target on the CPU in float32, with the responses and hidden states of
     the target or of the data, are killed in responses, hidden states, training and checkpoints.
     After each kill the same command is started again. Then the launcher alone is killed, and its
-    ranks must end. At last each run must have the losses, figures, weights and optimisers of one
-    that was left alone.
+    ranks must end. At the end, each run must have the losses, figures, weights and optimisers of an
+    undisturbed one.
     """
     with TemporaryDirectory() as temporary:
         place = make_folder((folder or Path(temporary)).resolve())
@@ -84,10 +84,10 @@ def kills(
 
 
 def _killed(place: Path, run: KilledRun) -> list[list[str]]:
-    """Kill the run at all of its moments, let it end, and compare it with the one that was left
-    alone. Returns the moments. On a fast machine, a phase may end within a delay, and the next kill
-    then finds nothing to cut: the run is begun anew, with delays half as long. Raises UserError if
-    a process fails or lives on, if the runs differ, or if kills come too late `ATTEMPTS` times."""
+    """Kill the run at all of its moments, let it end, and compare it with an undisturbed run.
+    Returns the moments. On a fast machine, a phase may end within a delay, and the next kill then
+    comes too late: the run is started again, with delays half as long. Raises UserError if a
+    process fails or survives, if the runs differ, or if kills come too late `ATTEMPTS` times."""
     for attempt in range(ATTEMPTS):
         name, rows = f"killed-{attempt}", list[list[str]]()
         overrides = _overrides(place, run, name)
@@ -117,9 +117,9 @@ def _killed(place: Path, run: KilledRun) -> list[list[str]]:
 
 
 def planned(count: int, seed: int) -> list[KilledRun]:
-    """The four runs with `count` deaths of ranks in all, and one of the launcher in each. A run's
-    deaths follow its phases, the later ones in turn. The first phase is cut at its first place and
-    then at its second, since a first death near its end could leave nothing to cut."""
+    """The four runs with `count` kills of ranks in total, and one of the launcher in each. A run's
+    kills follow its phases, the later ones in turn. The first phase is killed at its first place
+    and then at its second, since a first kill near its end could come too late."""
     draw = random.Random(seed)
     runs = [KilledRun(kind, responses) for responses in ("target", "data") for kind in FLAGS]
     for n in range(count + len(runs)):
@@ -153,7 +153,7 @@ def _overrides(place: Path, run: KilledRun, name: str) -> list[str]:
 
 
 def _require_ended(notes: Path, within: float = 60.0) -> None:
-    """Raise UserError unless both ranks end, all by themselves if the launcher was killed."""
+    """Raise UserError unless both ranks end, without help if the launcher was killed."""
     until = time.monotonic() + within
     for path in notes.glob("[01]"):  # one that was killed at once may have noted nothing
         while _lives(int(path.read_text(encoding="utf-8"))):
@@ -162,7 +162,7 @@ def _require_ended(notes: Path, within: float = 60.0) -> None:
 
 
 def _lives(process: int) -> bool:
-    """Whether a process runs. One whose end nobody has asked for yet is a zombie, and has ended."""
+    """Whether a process runs. A zombie, whose exit status was not read, has ended."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -170,7 +170,7 @@ def _lives(process: int) -> bool:
 
 
 def _python(code: str) -> str:
-    """What a line of Python prints that uses the tests' own modules."""
+    """The output of a line of Python that uses the tests' own modules."""
     code = f"from pathlib import Path; {code}"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     require(done.returncode == 0, f"{code}: {done.stderr[-2000:]}")

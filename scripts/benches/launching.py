@@ -19,8 +19,8 @@ def launched(
     command: Sequence[str], processes: int = 2, kind: str = "DDP", pinned: bool = False
 ) -> "subprocess.CompletedProcess[str]":
     """The outcome of a Python command in this many processes of one thread each, on the CPU. They
-    share the draft by `kind`; stdout has both streams. They may be `pinned` to as many
-    cores. One process is started without a launcher."""
+    share the draft by `kind`; stdout has both streams. They may be `pinned` to as many cores. A
+    single process is started without a launcher."""
     given = {k: v for k, v in os.environ.items() if not k.startswith(("HYDRA_", "ACCELERATE_"))}
     given |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     given |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)}
@@ -43,8 +43,8 @@ def launched(
 
 
 def started(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
-    """A command in the project's folder, as the leader of a process group of its own. What it says
-    is added to a log."""
+    """A command in the project's folder, as the leader of its own process group. Its output is
+    appended to a log."""
     with log.open("a", encoding="utf-8") as file:
         return subprocess.Popen(
             command,

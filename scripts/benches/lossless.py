@@ -83,8 +83,8 @@ def lossless(
 
 
 def kept(folder: Path | None, key: list[object], measure: Callable[[], Any]) -> Any:
-    """The result of `measure`, or the one that was kept for the same `key` in `folder` before.
-    Several processes may share the folder."""
+    """The result of `measure`, or the stored one for the same `key` in `folder`. Several processes
+    may share the folder."""
     if folder is None:
         return measure()
     name = hashlib.blake2b(json.dumps(key).encode(), digest_size=12).hexdigest()
@@ -117,10 +117,10 @@ def samples(
 ) -> None:
     """A two-sample test at T = 1: are plain and speculative continuations distributed alike?
 
-    For each prompt, `samples` continuations of 3 tokens are drawn plainly, and as many
-    speculatively. Their χ² of homogeneity, with a cell for each continuation and rare ones pooled,
-    is summed over prompts. The speculative side is repeated with a verification method that is
-    broken on purpose: it keeps every drafted token.
+    For each prompt, `samples` continuations of 3 tokens are drawn with vanilla decoding, and as
+    many by speculation. Their χ² of homogeneity, with a cell for each continuation and rare ones
+    pooled, is summed over prompts. As a control, the speculative side is repeated with a broken
+    verification method that keeps every drafted token.
     """
     require(
         verification in VERIFICATION_METHODS,

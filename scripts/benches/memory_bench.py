@@ -40,8 +40,8 @@ def memory(
 ) -> None:
     """The memory that a training step on a single long text adds at its peak, on a CPU.
 
-    Each family is measured in a process of its own. The text and the target's states are drawn at
-    random, since memory does not depend on them; the target's embedding and head are there before.
+    Each method is measured in its own process. The text and the target's states are random, since
+    memory does not depend on them; the target's embedding and head are loaded before.
     """
     families = [word for word in given if "=" not in word]
     overrides = [word for word in given if "=" in word]
@@ -67,7 +67,7 @@ def memory(
 
 
 def step() -> None:
-    """Do one training step, and say what the process held before and added, in GB."""
+    """Do one training step, and print the memory that the process held before and added, in GB."""
     job = json.loads(sys.argv[1])
     register()
     cfg = composed([*job["overrides"], f"data.max_length={job['tokens']}"])

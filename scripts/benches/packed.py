@@ -1,4 +1,4 @@
-"""Products by packed weights beside the public operator's, on this machine."""
+"""Compares products by packed weights with the public operator on this machine."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -28,10 +28,10 @@ def packed(
 ) -> None:
     """How many times as fast products by packed weights are as the public operator's, cold.
 
-    The rule in `specdec/runtime/cpu/packed_linear.py` says which of both is used; a star marks
-    where it takes the packed weight. It should be extended for a kind of CPU where stars stand
-    beside figures well below 1, or figures well above 1 have none. One thread is used, as several
-    wait for each other while other processes compute.
+    The rule in `specdec/runtime/cpu/packed_linear.py` chooses between them; a star marks the packed
+    weight. Extend the rule for a kind of CPU with stars beside figures well below 1, or with
+    figures well above 1 without a star. One thread is used, since several threads wait for each
+    other while other processes compute.
     """
     require(bool(set(dtypes) <= {str(x)[6:] for x in DTYPES}), f"--dtypes {dtypes}: unknown dtype")
     torch.set_num_threads(1)

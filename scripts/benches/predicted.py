@@ -1,4 +1,4 @@
-"""α and speed of runs beside what the closed forms of Leviathan et al. 2023 predict."""
+"""Compares α and speed of runs with the predictions of Leviathan et al. 2023."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ def alpha_of(at: Measured) -> float:
 def cost_of_a_pass(
     found: Mapping[str, Results], more: Iterable[Measured] = ()
 ) -> leviathan.PassCost:
-    """v by γ: at each γ, the median of what was measured for v with all drafts and in `more`."""
+    """v by γ: at each γ, the median of v over all drafts and `more`."""
     points: dict[int, list[float]] = {}
     ats = [at for made in found.values() for at in made.asked]
     for at in (*ats, *more):

@@ -1,4 +1,4 @@
-"""The training throughput of several processes beside that of one."""
+"""Compares the training throughput of several processes with that of one."""
 
 import json
 from collections.abc import Sequence

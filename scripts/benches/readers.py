@@ -1,5 +1,5 @@
-"""Whether everyone who reads a run's data reads the same: training, evaluation, the doctor and the
-plan, for random configurations of data, template, source and split."""
+"""Checks that training, evaluation, the doctor and the plan read the same data, for random
+configurations of data, template, source and split."""
 
 import json
 import random
@@ -54,7 +54,7 @@ Value = str | int | float | None
 
 @dataclass
 class ReadingOutcome:
-    """What the readers of one configuration say: by their names, how much they read and the
+    """The results of the readers of one configuration, by their names: how much they read and the
     decoder's prompts, or why they reject the data."""
 
     settings: Sequence[str]
@@ -79,8 +79,8 @@ def readers(
     Each configuration draws data (chats, tools, arguments, broken and repeated records, rows of
     token ids, pairs, texts), a chat template, sources (a file, a folder, several with and without
     weights, shuffled) and a split, and is run on a tiny random target with a draft that needs no
-    training. The run, an evaluation of its folder with and without its notes, the doctor and the
-    plan must agree on every prompt, every token and every count, or reject the data alike.
+    training. The run, an evaluation of its folder with and without its records, the doctor and the
+    plan must agree on every prompt, token and count, or all reject the data.
     """
     with TemporaryDirectory() as temporary:
         found = outcomes(Path(temporary), count, seed)
@@ -208,7 +208,7 @@ def _written(draw: random.Random, folder: Path, kind: str, seed: int) -> Path:
 def _chat(
     draw: random.Random, name: str, opening: str, said: Callable[[int], str], alone: bool
 ) -> dict[str, Any]:
-    """A record of a chat, with what requests to servers have in them."""
+    """A record of a chat, with fields of requests to servers."""
     turns: list[dict[str, Any]] = [{"role": "user", "content": opening}]
     for _ in range(draw.choice([1, 1, 1, 2, 4])):
         turns += [{"role": "assistant", "content": said(25)}, {"role": "user", "content": said(9)}]
@@ -243,7 +243,7 @@ def _outcome(folder: Path, settings: Sequence[str]) -> ReadingOutcome:
         return DataCounts(**config_of(place)["read"]), _text([*noted[0], *noted[1]])
 
     def of_evaluation() -> tuple[DataCounts, str]:
-        """By reading the data again, as an evaluation does where a run noted no prompts."""
+        """Read the data again, as an evaluation does if a run recorded no prompts."""
         parts = measured_prompts(data_of_run(place), tokenizer, ALL, ALL)
         return DataCounts(**config_of(place)["read"]), _text([*parts[0], *parts[1]])
 

@@ -1,9 +1,9 @@
-"""Recipes compared at equal tokens: what start and loss add, and which loss is best.
+"""Compares recipes at equal tokens: what initialisation and loss add, and which loss is best.
 
-Every arm is trained with every seed at every learning rate, each time in a process of its own, and
-is judged at its best rate. α is measured on the same text for all drafts, the target's plain
-responses, which do not depend on the draft. So arms are compared prompt by prompt, with the counts
-of each prompt added over the seeds.
+Every arm is trained with every seed at every learning rate, each time in its own process, and is
+judged at its best rate. α is measured on the same text for all drafts, the target's vanilla
+responses, which do not depend on the draft. Arms are compared prompt by prompt, with the counts of
+each prompt added over the seeds.
 """
 
 import subprocess
@@ -38,7 +38,7 @@ Counts = tuple[list[float], list[float]]  # numerators and denominators, one of 
 @dataclass
 class Arm:
     """The runs of one arm at one learning rate, one for each seed. Figures are counts per prompt,
-    added over the seeds; `at` is 0 for T = 0 and 1 for T = 1."""
+    added over the seeds; index `at` is 0 for T = 0 and 1 for T = 1."""
 
     name: str
     rate: str
@@ -61,7 +61,7 @@ class Arm:
         return self.counts(0, lambda p: p.emitted, lambda p: p.speculation_steps)
 
     def walked(self, at: int) -> Counts:
-        """τ of a decoder that walks the plain responses."""
+        """Simulated τ: that of a decoder replayed over the vanilla responses."""
         return self.counts(at, lambda p: p.walked[0], lambda p: p.walked[1])
 
     @property
@@ -75,7 +75,7 @@ class Arm:
 
 
 class Refused(UserError):
-    """Raised for a run whose configuration is wrong, such as a drafter for another target."""
+    """Raised for a run with a wrong configuration, such as a drafter for another target."""
 
 
 def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str) -> Results:
@@ -149,7 +149,7 @@ def recipe(
     seeds: int = 3,
     rates: Annotated[Sequence[str], "learning rates"] = ("3e-4", "1e-3", "2e-3"),
 ) -> None:
-    """Six arms of start and loss, over several seeds, each at its best learning rate.
+    """Six arms of initialisation and loss, over several seeds, each at its best learning rate.
 
     Trains the runs that `folder` lacks. After an interruption, the same command continues: finished
     runs are not trained again, and the others are resumed.
@@ -201,7 +201,7 @@ def bits(
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("bits"),
     seeds: int = 3,
 ) -> None:
-    """What a draft loses by hidden states stored in 8 bits, at equal tokens, over several seeds.
+    """The loss of quality from hidden states stored in 8 bits, at equal tokens, over several seeds.
 
     Trains the runs that `folder` lacks, and continues after an interruption, as recipe does.
     """
@@ -228,10 +228,10 @@ def losses(
 ) -> None:
     """Losses for one drafter at equal tokens, over several seeds, each at its best rate.
 
-    Trains the runs that `folder` lacks, and continues after an interruption, as recipe does. Walked
-    τ is that of a decoder that walks the plain responses: its actual τ at T = 0, and its expected τ
-    at T = 1. An arm may have overrides of its own, as in
-    "adaspec loss.reference=runs/NAME/best".
+    Trains the runs that `folder` lacks, and continues after an interruption, as recipe does.
+    Simulated τ replays a decoder over the vanilla responses: its actual τ at T = 0, and its
+    expected τ at T = 1. An arm may have its own overrides, as in "adaspec
+    loss.reference=runs/NAME/best".
     """
     named = {arm.split()[0]: f"loss={arm}".split() for arm in arms}
     _, best = trained(named, overrides, folder, seeds, rates)

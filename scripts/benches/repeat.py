@@ -1,4 +1,5 @@
-"""Equal runs, one after the other on an idle and on a busy machine: are they equal bit for bit?"""
+"""Checks that equal runs, one after the other on an idle and on a busy machine, are equal bit for
+bit."""
 
 import hashlib
 import json
@@ -49,9 +50,9 @@ def repeat(
 ) -> None:
     """Runs with the same seed: are their responses, hidden states, losses and drafts bit-identical?
 
-    Each run is a process with caches of its own, so each computes everything. The target is a
-    random Llama of width 384 in float32, whose layers are large enough to be packed; torch takes as
-    many threads as it does by itself. Every second run has busy processes beside it.
+    Each run is a process with its own caches, so each computes everything. The target is a random
+    Llama of width 384 in float32, whose layers are large enough to be packed; torch uses its
+    default number of threads. Other processes keep the machine busy during every second run.
     """
     FORKS.set_forkserver_preload(["train.pipeline", "transformers.models.llama.modeling_llama"])
     with TemporaryDirectory() as temporary:
@@ -94,7 +95,7 @@ def trained(place: Path, name: str, overrides: Sequence[str]) -> Path:
 
 
 def parts(folder: Path) -> dict[str, str]:
-    """Checksums of what a run has computed, by name."""
+    """Checksums of the results of a run, by name."""
     lines = [
         {"prompt": r["prompt"], "ids": r["ids"]}
         for path in (folder / "responses").rglob("*.jsonl")
@@ -129,7 +130,7 @@ def _train(command: list[str], log: Path) -> None:
 
 @contextmanager
 def computing(count: int) -> Iterator[None]:
-    """Processes that do nothing but compute, during the block."""
+    """Keep the machine busy with processes that only compute, during the block."""
     beside = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield

@@ -20,8 +20,8 @@ ASKED = '"POST /v1/completions HTTP/1.1" 200'  # in its log, after each response
 
 
 class ServedEngine:
-    """An engine at an address of this machine, with these arguments of `scripts/serve`, and with
-    `theirs` of its own. Its log and its hidden states are in a folder. It can be killed and started
+    """An engine at an address of this machine, with these arguments of `scripts/serve` and its own
+    arguments `theirs`. Its log and its hidden states are in a folder. It can be killed and started
     again."""
 
     def __init__(self, folder: Path, *ours: str, theirs: Sequence[str] = ()) -> None:
@@ -61,5 +61,5 @@ class ServedEngine:
 
     @property
     def responses(self) -> int:
-        """How many requests were answered, in all its lives."""
+        """The number of answered requests, over all starts."""
         return self.log.read_text(errors="replace", encoding="utf-8").count(ASKED)

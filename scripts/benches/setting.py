@@ -1,4 +1,4 @@
-"""What the benchmarks of decoding measure: a target, drafts for it, and held-out prompts."""
+"""The subjects of the decoding benchmarks: a target, drafts for it, and held-out prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from train.folder import data_of_run
 
 @dataclass
 class Timing:
-    """Which responses a benchmark makes: to how many held-out prompts, and with which settings."""
+    """The responses that a benchmark makes: the number of held-out prompts, and the settings."""
 
     prompts: int = 12
     new: Annotated[int, "new tokens per response, at least 2"] = 96
@@ -30,7 +30,7 @@ class Timing:
 
     @property
     def modes(self) -> dict[str, bool]:
-        """For each suffix of a row's name, whether passes are compiled."""
+        """For each suffix of a row's name, whether forward passes are compiled."""
         return {"": False} | ({", compiled": True} if self.compiled else {})
 
 
@@ -52,7 +52,7 @@ class BenchSetting:
 def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> BenchSetting:
     """The target of the first draft, all `drafts`, and prompts from the held-out side of the first
     draft's run: those to answer, and up to `others` more. Prints a summary. Raises UserError if
-    there is no prompt to answer or, with `others`, none besides."""
+    there is no prompt to answer or, with `others`, no other prompt."""
     run, count = drafts[0].parent, timing.prompts
     require(timing.new > 1, f"--new {timing.new}: give 2 or more, since prefill emits the first")
     target = target_of(drafts[0], timing.dtype)
@@ -75,8 +75,8 @@ def setting(drafts: Sequence[Path], timing: Timing, others: int = 0) -> BenchSet
 
 
 def drafters_of(drafts: Sequence[Path], target: Target) -> dict[str, Drafter]:
-    """Drafts by the name of their run, or of their family if they need no training. Raises
-    UserError for a family that must learn from texts first, and for a name given twice."""
+    """Drafts by the name of their run, or of their method if they need no training. Raises
+    UserError for a method that must learn from texts first, and for a name given twice."""
     found: dict[str, Drafter] = {}
     for draft in drafts:
         untrained = not draft.exists() and DRAFTERS.get(str(draft))

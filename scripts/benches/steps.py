@@ -3,9 +3,9 @@ checkout that it compares. It imports `specdec` and `train` from the checkout on
 times that checkout's own `train.machine_timing.training_step`.
 
 At its start it writes a line of JSON with the tokens of a step and the kind of device. Then it
-answers each line of its input, a request, with another: for `step` it does a training step and
-tells the seconds; for `products` it also does each of the step's matrix products by itself, and
-tells their seconds and floating-point operations.
+answers each request, a line of input, with a line of output. For `step` it does a training step and
+returns the seconds. For `products` it also does each of the step's matrix products separately, and
+returns their seconds and floating-point operations.
 """
 
 import json
@@ -27,7 +27,7 @@ REPEATS = 5  # timings of each product, after one that does not count
 
 
 class Layout(NamedTuple):
-    """What decides how fast a tensor is multiplied."""
+    """The properties of a tensor on which the speed of a product depends."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -45,7 +45,8 @@ class Layout(NamedTuple):
 
 
 class Products(TorchDispatchMode):
-    """Counts the matrix products of what runs within it, by operator and layouts of inputs."""
+    """Records the matrix products of the code that runs within it, by operator and layouts of
+    inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +61,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def seconds(self, clock: Callable[[Callable[[], Any]], float]) -> float:
-        """The sum of the products' median times, each timed by itself on random numbers."""
+        """The sum of the products' median times, each timed separately on random numbers."""
         total = 0.0
         for (func, layouts), count in self.counts.items():
             inputs = [layout.drawn() for layout in layouts]

@@ -1,5 +1,5 @@
-"""Every architecture that transformers makes as a target: which are read, decoded, trained for and
-exported, and which are refused in one line."""
+"""Tries every architecture of transformers as a target: which can be loaded, decoded, trained for
+and exported, and which are rejected with an error message."""
 
 import copy
 import datetime
@@ -110,8 +110,8 @@ OTHER = {
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What came of one step with one target. `step` is load, decode, or the drafter that was
-    trained, with the settings that matter; `detail` is the reason, in one line."""
+    """The outcome of one step with one target. `step` is load, decode, or the trained drafter, with
+    its settings; `detail` is the reason, in one line."""
 
     step: str
     state: str
@@ -133,10 +133,10 @@ def targets(
 ) -> None:
     """Every architecture as a target, from a tiny random model of it; writes docs/targets.md.
 
-    Each is loaded as a user's target is, decoded with chains and trees, whose greedy tokens must be
-    transformers' own, and trained for: every family does a whole run of two steps, from the texts
-    to the measurement and the export. Other outcomes than success or one clear line before training
-    are faults, and the exit code is then 1. Takes some 20 minutes on 2 cores.
+    Each is loaded like a user's target and decoded with chains and trees, whose greedy tokens must
+    be those of transformers. Then every drafting method does a complete run of two steps, from the
+    texts to the measurement and the export. Any outcome other than success or one clear line before
+    training is a fault, with exit code 1. Takes some 20 minutes on 2 cores.
     """
     known = {arch.name: arch for arch in tiny.architectures()}
     for name in only:
@@ -168,9 +168,9 @@ def targets(
 def each(
     chosen: Sequence[Tiny], runs: dict[str, Config], folder: Path, processes: int, seconds: int
 ) -> Iterator[tuple[Tiny, list[StepOutcome]]]:
-    """The outcomes of each architecture, as they come. Each runs in a process of its own, forked
-    from this one, which has imported everything: a crash or a hang is an outcome too. Those that
-    `folder` holds already are not made again, unless one is a fault."""
+    """The outcomes of each architecture, in the order of completion. Each runs in its own process,
+    forked from this one, which has imported everything: a crash or a hang is an outcome too.
+    Outcomes that `folder` already holds are not made again, unless one is a fault."""
     gc.freeze()  # what is imported is not looked through again in every process
     fork, waiting, running = get_context("fork"), list(chosen), dict[Any, tuple[Tiny, Any, float]]()
     while waiting or running:
@@ -213,8 +213,8 @@ def slug(name: str) -> str:
 
 
 def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
-    """Write the outcomes of one architecture to a file in `folder`, and all that is printed to
-    another. This process does nothing else, so it may change what is global."""
+    """Write the outcomes of one architecture to a file in `folder`, and its output to another. This
+    process does nothing else, so it may change global state."""
     torch.set_num_threads(1)
     # for these kinds transformers loads another tokenizer than the one that was saved
     tokenization_auto.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.clear()
@@ -232,7 +232,7 @@ def tried_apart(arch: Tiny, runs: dict[str, Config], folder: Path) -> None:
 
 
 def outcomes_of(arch: Tiny, runs: dict[str, Config], folder: Path) -> Iterator[StepOutcome]:
-    """All that a user may do with a target of one architecture, in turn."""
+    """The outcomes of all steps of a user with a target of one architecture."""
     steps = TargetSteps()
     with steps.step("made", refuses=Exception) as made:
         tiny.save(arch, folder / "target")
@@ -279,7 +279,8 @@ class TargetSteps:
         late: Callable[[], bool] = lambda: False,
         refuses: type[Exception] = UserError,
     ) -> Iterator[Any]:
-        """An error of type `refuses` is a refusal, unless it is `late`; any other is a fault."""
+        """A block whose errors become an outcome: an error of type `refuses` is a refusal, unless
+        it is `late`; any other is a fault."""
 
         class Value:
             value: Any = None
@@ -314,8 +315,8 @@ def transformers_model(arch: Tiny, folder: Path) -> Any:
 
 
 def decoded(target: Target, theirs: Any) -> None:
-    """Decode two prompts of unequal length: plainly, with chains, and with trees. Raises an
-    AssertionError where the greedy tokens are not those of transformers' own `generate`."""
+    """Decode two prompts of unequal length with vanilla decoding, chains, and trees. Raises an
+    AssertionError if the greedy tokens are not those of transformers' own `generate`."""
     texts = [list(range(20, 41)), list(range(60, 73))]
     prompts, expected = [], []
     for ids in texts:
@@ -355,8 +356,8 @@ def decoded(target: Target, theirs: Any) -> None:
 
 
 def configured(families: Sequence[str]) -> dict[str, Config]:
-    """Small runs, by what distinguishes them: one of each family that is trained, and one for each
-    setting of `OTHER` that the family has."""
+    """Small runs, by their distinguishing settings: one of each trained method, and one for each
+    setting of `OTHER` that the method has."""
     register()
     found = {}
     for name in families or DRAFTERS:
@@ -369,7 +370,7 @@ def configured(families: Sequence[str]) -> dict[str, Config]:
 
 
 def small(config: Any) -> list[str]:
-    """The overrides of `SMALL` for the settings that a family has."""
+    """The overrides of `SMALL` for the settings that a method has."""
     return [f"drafter.{key}={value}" for key, value in SMALL.items() if hasattr(config, key)]
 
 
@@ -386,8 +387,8 @@ def placed(run: Config, arch: Tiny, folder: Path, data: Path) -> Config:
 
 
 def drawn(target: Target, cfg: Config) -> bool:
-    """Build a family's drafter from every start. Raises an AssertionError if this changes anything
-    of the target, or if a weight is not finite."""
+    """Build a drafter with every initialisation. Raises an AssertionError if this changes the
+    target, or if a weight is not finite."""
     kind, before = DRAFTERS[cfg.drafter.name], state_of(target)
     for start in (
         initialisations_of(cfg.drafter) if hasattr(cfg.drafter, "initialisation") else [None]
@@ -401,7 +402,7 @@ def drawn(target: Target, cfg: Config) -> bool:
 
 
 def state_of(target: Target) -> tuple[Any, ...]:
-    """All of a target that building a draft must leave as it was."""
+    """Everything in a target that building a draft must not change."""
     config = target.model.config
     return (
         copy.deepcopy(config.to_dict()),
@@ -418,8 +419,8 @@ def begun(run: Path) -> bool:
 
 
 def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
-    """Do a run, and export its draft in every layout of its family. Unless the run is to be
-    `whole`, its draft decodes a prompt instead of being measured, which takes longest."""
+    """Do a run, and export its draft in every layout of its method. Unless the run is to be
+    `whole`, its draft decodes a prompt in place of the measurement, which takes longest."""
     pipeline.finished = measured if whole else without_measurement
     train.run(cfg, run)
     assert begun(run), "the run ended without a training step"
@@ -453,7 +454,7 @@ def without_measurement(
 
 
 def summary(outcomes: Sequence[StepOutcome]) -> str:
-    """How many steps had which outcome, and why a target was refused."""
+    """The number of steps with each outcome, and the reasons why targets were rejected."""
     if len(outcomes) == 1:
         return f"{outcomes[0].state}: {outcomes[0].detail}"
     states = Counter(o.state for o in outcomes)
@@ -549,13 +550,14 @@ def table(rows: list[list[str]]) -> list[str]:
 
 
 def folded(summary: str, lines: list[str]) -> list[str]:
-    """Lines of Markdown that the reader unfolds."""
+    """Lines of Markdown in a block that the reader can unfold."""
     opened = f'<details markdown="1"><summary>{summary}</summary>'
     return [opened, "", *lines, "", "</details>"]
 
 
 def share_of_causal(found: Sequence[tuple[Tiny, list[StepOutcome]]]) -> str:
-    """How many causal models are decoded with chains and trained EAGLE-3 heads for."""
+    """A sentence on the number of causal models that are decoded with chains and have a trained
+    EAGLE-3 head."""
     causal = [x for arch, x in found if arch.decoder and NONE not in {o.state for o in x}]
     wanted = {("decode", OK), (tiny.WANTED, OK)}
     whole = sum(wanted <= {(o.step, o.state) for o in x} for x in causal)
@@ -575,7 +577,8 @@ def kind_of(arch: Tiny) -> str:
 
 
 def refused_by_kind(read: dict[Tiny, list[StepOutcome]]) -> dict[str, set[str]]:
-    """The drafters that every causal model, and those that every encoder-decoder, refuses."""
+    """The drafters that are rejected for every causal model, and those for every
+    encoder-decoder."""
     every = dict[str, set[str]]()
     for arch, outcomes in read.items():
         refused = {o.step for o in outcomes if o.state == REFUSED}
@@ -584,13 +587,13 @@ def refused_by_kind(read: dict[Tiny, list[StepOutcome]]) -> dict[str, set[str]]:
 
 
 def refusals(arch: Tiny, outcomes: Sequence[StepOutcome], alike: dict[str, set[str]]) -> str:
-    """The drafters that this architecture refuses though others of its kind do not."""
+    """The drafters that are rejected for this architecture but not for all of its kind."""
     refused = [o.step for o in outcomes if o.state == REFUSED]
     return ", ".join(step for step in refused if step not in alike[kind_of(arch)])
 
 
 def verdict(arch: Tiny, outcomes: Sequence[StepOutcome], alike: dict[str, set[str]]) -> str:
-    """Which of `VERDICTS` counts this architecture."""
+    """The entry of `VERDICTS` that counts this architecture."""
     whole, some, at_load, none, fault = VERDICTS
     states = {o.state for o in outcomes}
     if FAULT in states:
@@ -601,7 +604,7 @@ def verdict(arch: Tiny, outcomes: Sequence[StepOutcome], alike: dict[str, set[st
 
 
 def grouped(named: Iterable[tuple[str, StepOutcome]]) -> list[str]:
-    """Reasons as a list, each with the names that it holds for, those of most names first."""
+    """Reasons as a list, each with its names, sorted by their number."""
     by_reason = dict[str, list[str]]()
     for name, outcome in named:
         reason = re.sub(r"target '[^']*' \(\w+\)", "this target", outcome.detail)

@@ -1,9 +1,9 @@
 """Tiny random targets of every architecture, each with a tokenizer and texts to train on.
 
 The default configuration of an architecture is made small by rules for the names of its keys, and
-every length threshold that a text can pass is cut to a few tokens (`shrunken_config.py`); where a
-rule does not fit, `PATCHES` has the values. Weights are large enough that tokens differ, and no
-part is silent: norms and biases are random too.
+every length threshold that a text can reach is reduced to a few tokens (`shrunken_config.py`);
+where a rule does not fit, `PATCHES` has the values. Weights are large enough that tokens differ,
+and every part has an effect: norms and biases are random too.
 """
 
 import json
@@ -193,8 +193,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Tiny:
-    """One row of the matrix: an architecture, and what its configuration has besides the rules.
-    `decoder` is whether the model reads one text, as a causal LM does."""
+    """One row of the matrix: an architecture, and its changes to the configuration beyond the
+    rules. `decoder` is whether the model reads one text, as a causal LM does."""
 
     name: str
     kind: str
@@ -213,8 +213,8 @@ class Tiny:
 
 
 def architectures() -> list[Tiny]:
-    """Every architecture of AutoModelForCausalLM, the variants, those that see as well, and those
-    of AutoModelForSeq2SeqLM."""
+    """Every architecture of AutoModelForCausalLM, the variants, multimodal ones, and those of
+    AutoModelForSeq2SeqLM."""
     causal = [Tiny(kind, kind) for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
     variants = [Tiny(name, kind, True, more) for name, (kind, more) in VARIANTS.items()]
     seeing = [Tiny(kind, kind) for kind in SEEING]
@@ -223,7 +223,7 @@ def architectures() -> list[Tiny]:
 
 
 def config_of(tiny: Tiny) -> Any:
-    """The small configuration of an architecture, which may raise whatever transformers raises."""
+    """The small configuration of an architecture. May raise any error of transformers."""
     kind = CONFIG_MAPPING[tiny.kind]
     patch = {**PATCHES.get(tiny.kind, {}), **tiny.overrides}
     try:
@@ -268,21 +268,22 @@ def _small(default: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def passed(key: str, value: Any, longest: int) -> Any:
-    """A threshold that texts pass, unless the `longest` text of the default does not."""
+    """A threshold that texts reach, unless the `longest` text does not reach the default."""
     if key not in THRESHOLDS or not isinstance(value, int):
         return value
     return min(value, POSITIONS if 0 < longest <= value else THRESHOLDS[key])
 
 
 def sample(by_layer: Sequence[Any]) -> list[Any]:
-    """As many entries of a list by layer as a small model has layers, with each kind of entry as
-    often as the others."""
+    """As many per-layer entries as a small model has layers, with each kind of entry as often as
+    the others."""
     kinds = [x for n, x in enumerate(by_layer) if x not in by_layer[:n]]
     return [kinds[n % len(kinds)] for n in range(LAYERS)]
 
 
 def merged(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with the values of a patch, whose keys may be paths into nested parts."""
+    """A configuration with the values of a patch, whose keys may be paths into nested
+    configurations."""
     found = dict(config)
     for path, value in patch.items():
         part, _, key = path.rpartition(".")

@@ -75,8 +75,8 @@ def loss(
 ) -> None:
     """Peak memory and time of a loss, all α and the gradients: medians over fresh processes.
 
-    plain computes everything at once. chunks computes one chunk of anchors after another, each of
-    them at once. fused, as in training, also computes the loss of a chunk a few rows at a time.
+    plain computes everything at once; chunks computes one chunk of anchors after another; fused, as
+    in training, also computes the loss of a chunk a few rows at a time.
     """
     require(
         set(ways) <= {"plain", "chunks", "fused"},
@@ -141,9 +141,9 @@ def training(
     """Training tokens/s, also of another checkout, and the share of a step that is products.
 
     A step is forward, loss, backward, clipping and AdamW; the target's hidden states are read
-    before it. The share is the time of the step's matrix products, each done by itself, divided by
-    the step's. Each checkout has a process of its own, and their steps take turns. Shows medians
-    and quartiles.
+    before it. The share is the time of the step's matrix products, each timed separately, divided
+    by the step's. Each checkout has its own process, and their steps take turns. Shows medians and
+    quartiles.
     """
     roots = {"this checkout": ROOT} | ({str(against): against.resolve()} if against else {})
     for name, root in roots.items():
@@ -203,7 +203,7 @@ class TimedSteps:
         self.process.wait()
 
     def ask(self, request: str) -> dict[str, Any]:
-        """The response to a request. Raises UserError if the process has ended."""
+        """The reply to a request. Raises UserError if the process has ended."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # `answer` then raises the error
             self.process.stdin.write(f"{request}\n")

@@ -1,5 +1,5 @@
-"""The encoder-decoder experiments of Leviathan et al. 2023 (Section 4.1) at a small size: a T5 that
-is trained here on pairs, with counts of tokens and smaller T5s that draft for it."""
+"""The encoder-decoder experiments of Leviathan et al. 2023 (Section 4.1) at a small size: a T5
+trained here on pairs, with token counts and smaller T5s that draft for it."""
 
 import json
 import shutil
@@ -65,8 +65,8 @@ PAPERS = {
 
 
 def pairs_of(given: Path | None, folder: Path) -> Path:
-    """The file of pairs that is given, or one of English and German verses, written once into
-    runs/FOLDER. Raises UserError if their package is not installed."""
+    """The given file of pairs, or one of English and German verses, written once into runs/FOLDER.
+    Raises UserError if their package is not installed."""
     file = given or recipe.ROOT / "runs" / folder / "pairs.jsonl"
     if file.exists() or given:
         return file
@@ -138,8 +138,8 @@ def train_t5(folder: Path, data: DataConfig, steps: int) -> None:
 
 
 def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict[str, Results]:
-    """The results of all drafts for a T5 that translates these pairs. Trains what runs/FOLDER
-    lacks."""
+    """The results of all drafts for a T5 that translates these pairs. Trains the models that
+    runs/FOLDER lacks."""
     data, place = (
         DataConfig(str(file), "pairs", held_out=SHARE),
         recipe.ROOT / "runs" / folder / "t5",
@@ -161,7 +161,7 @@ def made(file: Path, folder: Path, steps: int, overrides: Sequence[str]) -> dict
 
 
 def blocks(found: Mapping[str, Results]) -> list[str]:
-    """The page's text on translation. What a model wrote, names and paths are no markup."""
+    """The page's text on translation. Model output, names and paths are escaped."""
     found = escaped(dict(found))
     (base, *_), (trained, *_) = found.values(), (x.training for x in found.values() if x.training)
     samples = {s.prompt: [s.response] for s in base.asked[0].samples[:3]}

@@ -1,5 +1,5 @@
-"""Ways of answering the same prompts, which take turns so that a change in the machine's speed
-affects all of them, and the table that compares them."""
+"""Several ways of answering the same prompts, which take turns so that a change in the machine's
+speed affects all of them, and the table that compares them."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -15,8 +15,8 @@ from specdec.targets.target import Target
 
 
 class TimedGeneration(NamedTuple):
-    """New tokens and the seconds that they took; if drafts were verified, also the number of
-    speculation steps and how many of them accepted each position."""
+    """New tokens and their seconds; with drafts, also the number of speculation steps and how many
+    of them accepted each position."""
 
     ids: list[int]
     seconds: float
@@ -25,8 +25,8 @@ class TimedGeneration(NamedTuple):
 
 
 class ResponseWriter(NamedTuple):
-    """How a prompt is answered, how much a speculation step drafts, and the names of the rivals to
-    compare this one with. `compiled` says whether passes go through torch.compile."""
+    """A function that answers a prompt, the draft of a speculation step, and the names of the
+    rivals to compare it with. `compiled` is whether forward passes go through torch.compile."""
 
     answer: Callable[[list[int]], TimedGeneration]
     drafted: str = ""
@@ -43,7 +43,7 @@ def ours(
     prefill: bool = True,
     **options: Any,
 ) -> ResponseWriter:
-    """Our decoder in this way (None: plainly), timed with its prefill or without it."""
+    """Our decoder with this configuration (None: vanilla), timed with or without its prefill."""
     way = way or Way()
 
     def answer(prompt: list[int]) -> TimedGeneration:
@@ -62,9 +62,9 @@ def in_turn(
     prompts: list[list[int]],
     first: list[list[int]] | None = None,
 ) -> dict[str, list[TimedGeneration]]:
-    """The responses of each to every prompt. Each first warms up: if its passes are compiled, on
-    all prompts, so that no graph is built while the clock runs; otherwise on `first` (by default
-    the first prompt and the longest)."""
+    """The responses of each writer to every prompt. Each first warms up: if its forward passes are
+    compiled, on all prompts, so that no graph is built during timing; otherwise on `first` (by
+    default the first prompt and the longest)."""
     few = first or [prompts[0], max(prompts, key=len)]
     made: dict[str, list[TimedGeneration]] = {name: [] for name in writers}
     with bars(console) as progress:
@@ -82,7 +82,7 @@ def in_turn(
 
 
 def compare(writers: dict[str, ResponseWriter], made: dict[str, list[TimedGeneration]]) -> None:
-    """Print a table of what `in_turn` made: each beside the fastest of its rivals."""
+    """Print a table of the results of `in_turn`, each compared with the fastest of its rivals."""
     seconds = {name: [a.seconds / len(a.ids) for a in of] for name, of in made.items()}
     middle = {name: statistics.median(of) for name, of in seconds.items()}  # per token
     rows = []

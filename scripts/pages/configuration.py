@@ -1,8 +1,8 @@
 """docs/configuration.md: every setting, from the dataclasses of the configuration.
 
-What a setting means is read from the comments above and beside its field, in the dataclass or in
-the base class that explains it, and its default from what `python train.py` composes, so the page
-cannot say what the code does not.
+The meaning of a setting is read from the comments above and beside its field, in the dataclass or
+in the base class that explains it, and its default from the configuration that `python train.py`
+composes. The page therefore always agrees with the code.
 """
 
 import ast
@@ -68,7 +68,7 @@ GUIDES = {
 
 @dataclass
 class DocumentedSetting:
-    """A field of a dataclass as its source has it."""
+    """A field of a dataclass with its comment in the source."""
 
     name: str
     kind: str
@@ -108,7 +108,8 @@ def page() -> str:
 
 
 def composed(*settings: str) -> dict[str, Any]:
-    """What `python train.py` composes of these settings, before it is checked."""
+    """The configuration that `python train.py` composes from these settings, before it is
+    checked."""
     values = OmegaConf.to_container(Arguments().composed(settings), resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
@@ -127,7 +128,7 @@ def guide(name: str) -> str:
 
 
 def groups() -> str:
-    """A table of the groups of settings: each file with the first words of its comment."""
+    """A table of the groups of settings: each file with the first sentence of its comment."""
     lines = ["| choice | what it is |", "| --- | --- |"]
     for path in sorted(CONF.glob("*/*.yaml")):
         if path.parent.name in NO_GROUPS:
@@ -144,7 +145,7 @@ def groups() -> str:
 
 
 def first_sentence(words: str) -> str:
-    """The words up to the first full stop that ends a sentence, without a command after a colon."""
+    """The text up to the first full stop that ends a sentence, without a command after a colon."""
     return re.split(r"(?<=[a-zτα)])(?<!et al)\. |: [a-z]+=", words, maxsplit=1)[0].rstrip(".")
 
 
@@ -173,7 +174,7 @@ def table(
     defaults: dict[str, Any],
     others: dict[str, dict[str, Any]],
 ) -> str:
-    """A row for each setting; `others` are the values that groups of settings give them."""
+    """A row for each setting; `others` are the values in groups of settings."""
     lines = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
     for s in settings:
         given: dict[str, list[str]] = {}
@@ -231,7 +232,7 @@ def text_of(kind: type[Any]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as the command line takes it."""
+    """A default in the syntax of the command line."""
     plain = isinstance(value, str) and value != ""
     return f"`{value if plain else json.dumps(value, ensure_ascii=False)}`"
 

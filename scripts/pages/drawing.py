@@ -39,7 +39,7 @@ ADVANCE = {c.replace("space", " "): w for cs, w in WIDTHS.items() for c in cs.sp
 
 
 def width_of(words: str, size: float, *, mono: bool = False) -> float:
-    """The most pixels that words take."""
+    """The maximum width of words in pixels, over common fonts."""
 
     def hundredths(c: str) -> int:
         if mono:
@@ -52,7 +52,7 @@ def width_of(words: str, size: float, *, mono: bool = False) -> float:
 
 @dataclass
 class Drawing:
-    """A picture of a size in pixels. Where the reader asked for dark pages it is dark."""
+    """A picture of a size in pixels. It is dark for readers who prefer dark pages."""
 
     width: int
     height: int
@@ -71,8 +71,8 @@ class Drawing:
         mono: bool = False,
         struck: bool = False,
     ) -> None:
-        """Words whose baseline begins, ends or has its middle at a point; in the widest font too
-        they must stay within the picture."""
+        """Words whose baseline begins, ends or has its middle at a point. They must stay within the
+        picture in the widest font, too."""
         width = width_of(words, size, mono=mono)
         left = x - {"start": 0, "middle": width / 2, "end": width}[at]
         assert left >= 4 and left + width <= self.width - 4, f"{words!r} leaves {self.title!r}"
@@ -127,7 +127,7 @@ class Drawing:
     def token(
         self, x: float, y: float, w: float, words: str, ink: str, struck: bool = False
     ) -> None:
-        """A token of a text in a box of this width and 30 pixels high, perhaps struck out."""
+        """A token in a box of this width and 30 pixels high, struck out if `struck`."""
         self.box(x, y, w, 30, ink)
         self.inside(x, y + 20, w, words)
         if struck:

@@ -1,4 +1,4 @@
-"""The front page of the site: it begins as README does."""
+"""The front page of the site, which begins like README."""
 
 import re
 
@@ -10,7 +10,7 @@ BEGIN, END = "<!-- scripts/docs copies this from README.md -->", "<!-- end of wh
 
 
 def page() -> str:
-    """The page as it is, with README's first screen: all before its first heading of all pages."""
+    """The page with README's first screen: everything before README's list of all pages."""
     first = README.read_text(encoding="utf-8").split("\n## Where to go next")[0]
     first = first.replace("](docs/", "](").replace("](README.md", "](index.md")
     inside = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S)

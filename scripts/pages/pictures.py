@@ -1,4 +1,4 @@
-"""The pictures of the site, drawn from files of results or of what concepts.md explains."""
+"""The pictures of the site, drawn from files of results or from the examples of concepts.md."""
 
 import json
 import re
@@ -18,7 +18,7 @@ PICTURES = FOLDER.parent / "pictures"
 
 
 def pictures() -> dict[Path, Callable[[], str]]:
-    """What draws each file."""
+    """The function that draws each file."""
     drawn: tuple[Callable[[], str], ...]
     drawn = (speedups, families, pipeline, speculation_step, alpha, anchors, shapes)
     drawn += (terminal, speedup_by_alpha, decision)
@@ -26,7 +26,7 @@ def pictures() -> dict[Path, Callable[[], str]]:
 
 
 def figures(cell: Cell) -> list[float]:
-    """A cell's value and interval, which a cell of a bar has."""
+    """The value and interval of a cell, for a bar."""
     assert isinstance(cell, list)
     return [float(x) for x in cell]
 
@@ -377,7 +377,7 @@ def speedup_by_alpha() -> str:
 
 
 def alpha_of(tau: float, gamma: int) -> float:
-    """The α, alike at all depths, at which chains have this τ."""
+    """The α, equal at all depths, at which chains have this τ."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -389,7 +389,7 @@ QUESTIONS = Path(__file__).with_name("decision.json")  # the last entry has no q
 
 
 def decision() -> str:
-    """Which drafter to take: questions from above to below, the drafter where one is a yes."""
+    """The choice of a drafter: questions from top to bottom, each with the drafter for a yes."""
     *questions, otherwise = json.loads(QUESTIONS.read_text(encoding="utf-8"))
     step, top = 70, 20
     d = Drawing(860, top + step * len(questions) + 62, "Which drafter to choose")

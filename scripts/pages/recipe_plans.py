@@ -1,4 +1,4 @@
-"""The table of docs/recipes.md: what each recipe for a target needs, by `plan=true`."""
+"""The table of docs/recipes.md: the needs of each recipe for a target, by `plan=true`."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -16,12 +16,12 @@ DISK = 3.84e12  # bytes of one drive of a machine with 8 H100s
 
 
 def page() -> str:
-    """The page as it is, with its table as the tool works it out now."""
+    """The page with its table computed again."""
     return filled_in(PATH, "\n".join(_table()))
 
 
 def planned() -> list[tuple[str, int]]:
-    """The recipes, each with the numbers of devices for which it is planned."""
+    """The recipes, each with the numbers of devices to plan for."""
     names = sorted(path.stem for path in (CONF / "recipe").glob("*.yaml"))
     return [
         (name, devices)
@@ -31,8 +31,8 @@ def planned() -> list[tuple[str, int]]:
 
 
 def overrides_of_plan(recipe: str, devices: int) -> list[str]:
-    """The settings with which a recipe is planned from its target's config.json, for prompts of
-    half the largest length. One device reads as many tokens a step as eight."""
+    """The settings for planning a recipe from its target's config.json, for prompts of half the
+    largest length. One device reads as many tokens a step as eight."""
     register()
     chosen = [f"recipe={recipe}", DATA]
     cfg = composed(chosen)
@@ -69,7 +69,7 @@ def _table() -> Iterator[str]:
 
 
 def _held(cfg: Config) -> str:
-    """How the devices of a run hold its target."""
+    """A phrase for how the devices of a run hold its target."""
     if cfg.hidden_states.engines:
         return "by an engine on other devices"
     if cfg.target.tensor_parallel:

@@ -1,8 +1,8 @@
 """docs/results.md and notebook/figures.md: a table for each claim, from the files in docs/results.
 
 A file has the claim, a summary, the table's columns (with the digits of their figures) and the runs
-that gave its rows: each with the commit that was measured, the date, the machine and the command.
-A cell is a text, a number, or a number with its 95 % interval.
+that gave its rows: each with the measured commit, the date, the machine and the command. A cell is
+a text, a number, or a number with its 95 % interval.
 """
 
 import json
@@ -59,7 +59,7 @@ class Column:
 
 @dataclass
 class TableRun:
-    """What gave some rows of a table."""
+    """The run that gave some rows of a table."""
 
     commit: str
     date: str
@@ -70,7 +70,7 @@ class TableRun:
 
 @dataclass
 class ResultsTable:
-    """A claim with its figures, as a file has them."""
+    """A claim with its figures, as read from a file."""
 
     claim: str
     summary: str
@@ -90,23 +90,23 @@ def tables() -> dict[str, ResultsTable]:
 
 
 def read_results_table(path: Path) -> ResultsTable:
-    """A table from its file. Raises UserError for what does not belong into one."""
+    """A table from its file. Raises UserError for unknown content."""
     return record(ResultsTable, json.loads(path.read_text(encoding="utf-8")), path.name)
 
 
 def page() -> str:
-    """The page of results as Markdown."""
+    """The page of results in Markdown."""
     return page_of_tables(INTRODUCTION, [name for name in tables() if name not in DEVELOPERS])
 
 
 def developers_page() -> str:
-    """The page of the notebook as Markdown, with links as its folder needs them."""
+    """The page of the notebook in Markdown, with links relative to its folder."""
     text = page_of_tables(DEVELOPERS_INTRODUCTION, DEVELOPERS)
     return re.sub(r"\]\((?!https?:)", "](../", text).replace("](../notebook/", "](")
 
 
 def page_of_tables(introduction: str, names_of_tables: Sequence[str]) -> str:
-    """A page of some tables."""
+    """A page with some of the tables."""
     parts, found = [introduction], tables()
     for name in names_of_tables:
         table = found[name]
@@ -127,7 +127,7 @@ def page_of_tables(introduction: str, names_of_tables: Sequence[str]) -> str:
 
 
 def rows_of(table: ResultsTable, run: TableRun) -> str:
-    """Which rows of the table a run gave, as in "rows 1 to 3"."""
+    """A phrase for the rows of the table that a run gave, as in "rows 1 to 3"."""
     before = sum(len(other.rows) for other in table.runs[: table.runs.index(run)])
     first, last = before + 1, before + len(run.rows)
     return f"row {first}" if first == last else f"rows {first} to {last}"
@@ -138,7 +138,7 @@ def line(cells: list[str]) -> str:
 
 
 def shown(cell: Cell, digits: int | None) -> str:
-    """A cell as the page has it: figures with as many digits as the column wants."""
+    """A cell as text, with the digits of its column."""
     if cell is None or isinstance(cell, str):
         return cell or "–"
     value, *interval = cell if isinstance(cell, list) else [cell]

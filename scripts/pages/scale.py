@@ -1,4 +1,4 @@
-"""The tables of docs/gpus.md: what runs for targets of several sizes need, by `plan=true`."""
+"""The tables of docs/gpus.md: the needs of runs for targets of several sizes, by `plan=true`."""
 
 import re
 from collections.abc import Iterator
@@ -49,12 +49,12 @@ BEGIN, END = "<!-- made by scripts/docs -->", "<!-- end of what scripts/docs mak
 
 
 def page() -> str:
-    """The page as it is, with its tables as the tool works them out now."""
+    """The page with its tables computed again."""
     return filled_in(PATH, "\n".join(_held()), "\n".join([*_memory(), "", *_gains()]))
 
 
 def filled_in(path: Path, *tables: str) -> str:
-    """A page with these tables between its pairs of marks."""
+    """The text of a page with these tables between its pairs of marks."""
     inside, each = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.S), iter(tables)
     text = path.read_text(encoding="utf-8")
     return inside.sub(lambda _: f"{BEGIN}\n{next(each)}\n{END}", text)
@@ -75,8 +75,8 @@ def _held() -> Iterator[str]:
 
 @cache
 def plans_of(target: str, devices: int) -> tuple[RunPlan, str, RunPlan | None]:
-    """The plan of the job for a target on so many devices; and the settings, on more devices if it
-    must be, with which it fits, and their plan."""
+    """The plan of the job for a target on `devices` devices; and the settings, on more devices if
+    necessary, with which it fits, and their plan."""
     register()
     path = (TARGETS / target).relative_to(CONF.parent)
     plan = plan_of_run(composed([*JOB, f"target.path={path}", f"planning.devices={devices}"]))

@@ -383,7 +383,7 @@ def texts_that_tell_apart(conversation: Conversation) -> tuple[str, ...]:
 
 
 def _shortened(text: str) -> str:
-    """The beginning of a text and, if the text is longer, a hash of the rest."""
+    """The beginning of a text and, if the text is longer, a hash of the whole text."""
     if len(text) <= DISTINCT:
         return text
     return f"{text[:DISTINCT]} {hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"

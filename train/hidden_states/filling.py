@@ -316,8 +316,8 @@ def shared_part(group: Sequence[Document]) -> float:
 
 def first_unread(group: Sequence[Document]) -> Iterator[int]:
     """For each document, the token from which on it is read: before it, the document equals the
-    previous one. A shared prefix cannot be extended later, so a document that differs within it is
-    read completely."""
+    previous one. The shared prefix can only grow, so a document that differs within it is read
+    completely."""
     known = 0
     yield known
     for one, two in pairwise(group):

@@ -1,5 +1,5 @@
-"""The shapes of records and the kinds of files that docs/formats.md lists: each row of its tables is
-a test.
+"""The shapes of records and the kinds of files that docs/formats.md lists: each row of its tables
+is a test.
 
 Run alone: python -m pytest tests/train/data/test_shapes.py (about 15 s)
 """
