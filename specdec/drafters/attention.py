@@ -1,11 +1,12 @@
 """Attention of a draft: over a sequence (training) and over the slots of a cache (drafting).
 
-Training: an anchor sees the shared keys of its document up to its own pair and, for each token
-drafted there, one more key, which no other anchor sees. So one forward pass reads all anchors of a
-text. Drafting: a forward pass writes its keys into a cache and sees the slots that a mask allows.
+Training: an anchor attends to the shared keys of its document up to its own pair and, for each
+token drafted there, to one more key, which no other anchor sees. One forward pass thus reads all
+anchors of a text. Drafting: a forward pass writes its keys into a cache and attends to the slots in
+a mask.
 
-The functions at the top gather tokens and states of a text at anchors and depths, and count what a
-draft's cache has yet to read.
+The functions at the top gather tokens and states of a text at anchors and depths, and count the
+tokens that a draft's cache has not read yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ def states(
     depth: int,
 ) -> Tensor:
     """`Predictor.hidden` of a model that reads only tokens, where depth k at anchor a is depth 0 at
-    a + k. `over_text` gives its states [B, T, D] for ids, positions and documents [B, T]."""
+    a + k. `over_text` returns its states [B, T, D] for ids, positions and documents [B, T]."""
     if drafted_BAK is None:
         return entries_from(
             over_text(ctx.ids_BT, ctx.position_BT, ctx.document_BT), anchors_BA, depth
@@ -57,13 +58,13 @@ def truncated_contexts(
 
 
 def first_tokens(ctx: Context, anchors_BA: Tensor) -> list[list[int]]:
-    """Where the document of each anchor [B, A] begins."""
+    """The index where the document of each anchor [B, A] begins."""
     return (anchors_BA - ctx.documents()[0].gather(1, anchors_BA)).tolist()
 
 
 def tokens_from(ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None, depth: int) -> Tensor:
     """The last token that each depth reads [B, A, K]: the anchor at depth 0, then the drafted
-    tokens or, if they are None, the text's own, with K = `depth`."""
+    tokens; without drafted tokens, the text's own, with K = `depth`."""
     if drafted_BAK is None:
         return text_after(ctx.ids_BT, anchors_BA - 1, depth)
     return torch.cat([ctx.ids_BT.gather(1, anchors_BA)[..., None], drafted_BAK], -1)
@@ -100,9 +101,9 @@ def last_of(x_BTD: Tensor, counts: list[int]) -> Tensor:
 
 
 def unread(cache: SlotCache, counts: list[int]) -> list[int]:
-    """How many of each row's `counts[b]` entries a draft's cache has yet to read: at least 1, the
-    last, which is read again if none is new. The cache forgets the last speculation step's
-    drafts."""
+    """The number of each row's `counts[b]` entries that a draft's cache has not read yet, at least
+    1: if none is new, the last is read again. The drafts of the last speculation step are removed
+    from the cache."""
     cache.drop()
     if len(cache.lengths) != len(counts):
         cache.lengths = [0] * len(counts)
@@ -122,8 +123,8 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin [B, T, D], as `Rope` gives them
 
 
 class Sight(NamedTuple):
-    """Which shared keys each anchor sees: those of its document from `first_BA` to `pair_BA`. With
-    a `window`, only the last `window` of these, and the first `sink` of them."""
+    """The shared keys that each anchor attends to: those of its document from `first_BA` to
+    `pair_BA`. With a `window`, only the last `window` of these, and the first `sink` of them."""
 
     pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
@@ -139,7 +140,7 @@ class Sight(NamedTuple):
         return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
 
     def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
-        """Whether an anchor with these `pair` and `first` keys sees a key, if of its document."""
+        """Whether an anchor with these `pair` and `first` keys attends to a key of its document."""
         if self.window is None:
             return key <= pair
         return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
@@ -153,7 +154,7 @@ class Sight(NamedTuple):
         return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
 
     def tiles(self, anchors: slice) -> slice:
-        """The tiles of `BLOCK` keys that hold all that these anchors see."""
+        """The tiles of `BLOCK` keys that contain all keys of these anchors."""
         first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
         return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
 
@@ -164,9 +165,9 @@ class Sight(NamedTuple):
 
 
 class Keys:
-    """The keys and values that the anchors of a text see, layer by layer: `shared` ones and, for
-    each token drafted at an anchor, its `own`. At each anchor a pass reads `size` tokens, a block,
-    whose slots all see each other or, if `causal`, only the slots before them."""
+    """The keys and values of the anchors of a text, layer by layer: `shared` ones and, for each
+    token drafted at an anchor, its `own`. At each anchor a pass reads a block of `size` tokens. The
+    slots of a block attend to each other or, if `causal`, only to the slots before them."""
 
     def __init__(self, sight: Sight, size: int = 1, causal: bool = False) -> None:
         self.sight, self.size, self.causal = sight, size, causal
@@ -197,7 +198,7 @@ class Keys:
 
 
 class At(NamedTuple):
-    """The places [B, N] of blocks among the pairs of a text, and their rotation."""
+    """The positions [B, N] of blocks among the pairs of a text, and their rotary factors."""
 
     place_BN: Tensor
     rope: Rotation
@@ -206,13 +207,13 @@ class At(NamedTuple):
 class OverSequence:
     """The attention (`Attend`) of a training pass. `rope` holds cos and sin of its places.
 
-    With a `mask`, the places are those of the sequence, and become the shared keys of each layer:
-    `mask(i)` is what each of them sees in layer i. The last of the layers, `last`, is asked for its
-    output only at the blocks `at`, unless that is None.
+    With a `mask`, the places are those of the sequence, and become the shared keys of each layer;
+    `mask(i)` is the mask of layer i. The last of the layers, `last`, returns its output only at the
+    blocks `at`, unless that is None.
 
-    Without a `mask`, the places are the slots of one block at each anchor, which see the shared
-    keys as `keys.sight` says, and their anchor's own keys. If no pass has read the sequence,
-    `text(i)` gives the inputs from which layer i makes its shared keys, and their rotation.
+    Without a `mask`, the places are the slots of one block at each anchor. They attend to the
+    shared keys in `keys.sight`, and to their anchor's own keys. If no pass has read the sequence,
+    `text(i)` returns the inputs from which layer i makes its shared keys, and their rotary factors.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class OverSequence:
         return attention.joined(keys.heads(i, attention.query(self.asked(i, read), self.at.rope)))
 
     def replace_own(self, i: int, attention: Attention, read: Tensor) -> None:
-        """Let later passes see the keys and values of these inputs in place of this pass's own."""
+        """Replace this pass's own keys and values, for later passes, by those of these inputs."""
         own = by_slot(attention.keys_values(read, self.rope), self.keys.size)
         self.keys.own[i] = *self.keys.own[i][: -len(own)], *own
 
@@ -253,8 +254,8 @@ class OverSequence:
 def over_blocks(
     query: Tensor, size: int, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]
 ) -> Tensor:
-    """Attention [B, H, H, N, D] of the N = A · `size` slots of all anchors' blocks. A block's
-    slots see the same keys, so they count as further query heads of their anchor."""
+    """Attention [B, H, H, N, D] of the N = A · `size` slots of all anchors' blocks. A block's slots
+    attend to the same keys, so they are treated as further query heads of their anchor."""
     # [B, H, H, size, A, D]: key heads, then their query heads
     query = query.unflatten(3, (-1, size)).transpose(3, 4)
     out = attended(query.flatten(2, 3), shared, sight, own).unflatten(2, (-1, size))
@@ -270,10 +271,10 @@ def by_slot(keys_values: KeyValue, size: int) -> tuple[KeyValue, ...]:
 
 
 def attended(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ...]) -> Tensor:
-    """Attention [B, H, H, A, D] of all anchors of a text, as training needs it. `own` holds a
-    key and a value [B, H, A, D] for each drafted token, of which anchor i sees entry i. The
-    scores of a long text are never held at once and are computed again in the backward pass, so
-    memory grows with the text's length, not with its square."""
+    """Attention [B, H, H, A, D] of all anchors of a text, for training. `own` holds a key and a
+    value [B, H, A, D] for each drafted token; anchor i attends to entry i. The scores of a long
+    text are never held at once and are recomputed in the backward pass, so memory is linear in the
+    text's length."""
     if len(query) * query.shape[3] * shared[0].shape[2] <= WHOLE:
         return _whole(query, shared, sight, own)
     return (_flex if flexible(query, len(own)).used else _blocks)(query, shared, sight, own)
@@ -342,8 +343,8 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
 
 
 def flexible(query: Tensor, depths: int) -> ProbeResult:
-    """Whether to use flex attention for heads like these on their device: on a CPU it has no
-    backward pass; elsewhere it must run and agree with `_blocks`."""
+    """Whether to use flex attention for such heads on their device: on a CPU it has no backward
+    pass; elsewhere it must run and agree with `_blocks`."""
     if query.is_cpu:
         return ProbeResult(False, "flex attention has no backward pass on a CPU")
     return _probed(query.device, query.dtype, tuple(query.shape[1:3]), query.shape[4], depths)
@@ -376,13 +377,13 @@ def _probed(
 class OverSlots:
     """The attention (`Attend`) of a forward pass of drafting, over the slots of a cache.
 
-    `rope` holds cos and sin [B, T, D] of its places, and `mask(i)` [B, T, P] says which slots each
-    of them sees in layer i; None: all. The last of the `layers` is asked for its output only at
-    `last` [B, T], unless that is None.
+    `rope` holds cos and sin [B, T, D] of its places, and `mask(i)` [B, T, P] is the mask of slots
+    in layer i; None: all. The last of the `layers` returns its output only at `last` [B, T], unless
+    that is None.
 
-    Other keys can be written than those of the places: with a `text` [B, T, D], its keys before
-    theirs; with `written` [B, T, D], its keys in place of theirs. `rope` then holds those of the T
-    first, and those of the places last.
+    Keys other than those of the places can be written: with a `text` [B, T, D], its keys before
+    theirs; with `written` [B, T, D], its keys in place of theirs. `rope` then begins with the
+    factors of these T and ends with those of the places.
     """
 
     def __init__(
@@ -424,8 +425,8 @@ def projected(
     rope: tuple[Tensor, Tensor],
     asked: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [B, H, H, T, D] of the places that `asked` takes from a tensor [B, T, …], and
-    keys and values [B, H, T, D] of all places [B, T, …] that attention reads."""
+    """Queries [B, H, H, T, D] of the places that `asked` selects from a tensor [B, T, …], and keys
+    and values [B, H, T, D] of all places [B, T, …] that attention reads."""
     if (all_three := attention.at_once(read, rope)) is None:
         keys, values = attention.keys_values(read, rope)
         cos, sin = map(asked, rope)

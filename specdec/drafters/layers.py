@@ -1,14 +1,15 @@
 """The layers of a draft: Llama's (or Qwen3's), with norm, rotary positions, attention and MLP.
 
-A layer takes its shape, and may copy its weights, from the target's.
+A layer has the sizes of the target's layers, and may copy their weights.
 
 A method writes one `step` through its layers and passes each of them an `Attend`: attention over a
 sequence (training) or over the slots of a cache (drafting), both in `attention.py`. The step does
 not know which.
 
 A draft has one kind of layer, which attends to the whole text, so it copies the rotary parameters
-of the target's full attention. Engines and transformers read some of these differently, and those
-are replaced by what both read alike (`alike`): a draft is then the same network everywhere.
+of the target's full attention. Engines and transformers interpret some of these differently; they
+are replaced by parameters that both interpret alike (`alike`), so a draft is the same network
+everywhere.
 """
 
 import copy
@@ -27,8 +28,8 @@ from specdec.targets.parts import UNBOUNDED, TargetParts, configs_of_layers
 
 
 class RMSNorm(LlamaRMSNorm):
-    """Llama's RMSNorm; outside autograd and compiled graphs, with fewer operators, which in 16 bits
-    round once where Llama's round twice."""
+    """Llama's RMSNorm. Outside autograd and compiled graphs it uses fewer operators, which in 16
+    bits round once where Llama's round twice."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__(width, eps)
@@ -66,14 +67,13 @@ def of_full_attention(rope: Mapping[str, Any] | None, kind: str | None) -> dict[
 
 
 def alike(rope: Mapping[str, Any], width: int, positions: int) -> dict[str, Any]:
-    """Rotary parameters that transformers and vLLM 0.32 read alike, for `width` rotated numbers of
-    a head and texts of up to `positions` tokens.
+    """Rotary parameters that transformers and vLLM 0.32 interpret alike, for `width` rotated
+    dimensions of a head and texts of up to `positions` tokens.
 
     `dynamic` changes nothing up to that length, and has a fixed base with `alpha`. `longrope` has
-    two sets of factors, between which transformers chooses by a text's length and vLLM by the
-    longest text that it may be given: a draft has the short set at any length. vLLM divides
-    nothing by the `factor` of `proportional`, and needs every number of `yarn` to be given.
-    All other keys, such as the sections of images, are left out.
+    two sets of factors; transformers chooses by a text's length, vLLM by the maximum length: a
+    draft has the short set at any length. vLLM ignores the `factor` of `proportional`, and requires
+    all parameters of `yarn`. Other keys, such as the sections of images, are dropped.
     """
     kind = rope.get("rope_type") or rope.get("type") or "default"
     kind, theta = "longrope" if kind == "su" else kind, rope.get("rope_theta") or THETA
@@ -114,7 +114,7 @@ def alike(rope: Mapping[str, Any], width: int, positions: int) -> dict[str, Any]
 
 
 def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
-    """The factor on cos and sin that YaRN infers unless it is given."""
+    """The factor on cos and sin that YaRN uses by default."""
 
     def grown(scale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
@@ -126,22 +126,22 @@ def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
 
 
 def rotary_width(rope: Mapping[str, Any] | None, head_dim: int) -> int:
-    """How many numbers of a head are rotated: an even number, from 2 to `head_dim`."""
+    """The number of rotated dimensions of a head: even, from 2 to `head_dim`."""
     share = (rope or {}).get("partial_rotary_factor")
     share = 1.0 if share is None else float(share)
     return min(head_dim, max(2, int(head_dim * share) // 2 * 2))
 
 
 def share_of(width: int, head_dim: int) -> float:
-    """The `partial_rotary_factor` that a reader, which rounds down, turns into `width`."""
+    """The `partial_rotary_factor` that a reader, which rounds down, converts to `width`."""
     share = width / head_dim
     return share if int(head_dim * share) == width else math.nextafter(share, 1.0)
 
 
 class Rope(nn.Module):
     """Rotary factors for `rotated`, from a table that grows as needed. The config's `rotary_dim`
-    (None: all) is the number of rotated numbers of a head; of `proportional` parameters, the others
-    are rotated by 0."""
+    (None: all) is the number of rotated dimensions of a head; with `proportional` parameters, the
+    others are rotated by 0."""
 
     def __init__(self, llama: LlamaConfig) -> None:
         super().__init__()
@@ -167,9 +167,9 @@ class Rope(nn.Module):
 
 
 def rotated(x_BHAD: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary position embedding of heads, given cos and sin [B, A, D] from `Rope`, for their first
-    numbers; the others are kept. It is Llama's x · cos + cat(-x_2, x_1) · sin, where x_1 and x_2
-    are the halves of x; here sin has the sign."""
+    """Rotary position embedding of the first dimensions of heads, given cos and sin [B, A, D] from
+    `Rope`; the other dimensions are unchanged. It is Llama's x · cos + cat(-x_2, x_1) · sin, where
+    x_1 and x_2 are the halves of x; here sin includes the sign."""
     width = rope[0].shape[-1]
     if width < x_BHAD.shape[-1]:
         return torch.cat([rotated(x_BHAD[..., :width], rope), x_BHAD[..., width:]], -1)
@@ -183,8 +183,8 @@ KeyValue = tuple[Tensor, Tensor]  # a key and a value [B, H, …, D]
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that reads `width` numbers per pair and returns D; with `head_norms`
-    each query and key head passes an RMSNorm first, as in Qwen3."""
+    """Grouped-query attention with inputs of `width` numbers per pair and outputs of D; with
+    `head_norms` each query and key head passes an RMSNorm first, as in Qwen3."""
 
     q_norm: nn.Module
     k_norm: nn.Module
@@ -216,8 +216,8 @@ class Attention(nn.Module):
     def at_once(
         self, x_BTD: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """`query` and `keys_values` of the same places by one product with a packed weight; None
-        where this is not possible, or not faster."""
+        """`query` and `keys_values` of the same places by one product with a packed weight; None if
+        this is not possible or not faster."""
         if not multiplies(x_BTD, self.q_proj.weight):
             return None
         self._joint = joint(self._joint, self.q_proj, self.k_proj, self.v_proj)
@@ -243,15 +243,15 @@ class Attention(nn.Module):
         return output
 
     def own_output(self, x: Tensor) -> Tensor:
-        """The output [..., D] for inputs that see only themselves."""
+        """The output [..., D] for inputs that attend only to themselves."""
         values = self.v_proj(x).unflatten(-1, (self.kv_heads, -1))
         heads = values.repeat_interleave(self.heads // self.kv_heads, -2)
         output: Tensor = self.o_proj(heads.flatten(-2))
         return output
 
     def see_oneself(self, inner_FN: Tensor, outer_ND: Tensor) -> None:
-        """Set the weights so that every input x [F] sees little but itself and the output is
-        `x @ inner_FN @ outer_ND`. Queries and keys are the same random map of x's first D
+        """Set the weights so that every input x [F] attends almost only to itself and the output
+        is `x @ inner_FN @ outer_ND`. Queries and keys are the same random map of x's first D
         numbers."""
         (rank, D), groups = outer_ND.shape, self.heads // self.kv_heads
         self.v_proj.weight[:rank] = inner_FN.T.to(self.v_proj.weight)
@@ -269,15 +269,15 @@ class Attention(nn.Module):
 
 
 class Attend(Protocol):
-    """The attention of one pass. Every layer reads all places of the pass, which get keys; the
-    output of the last layer may be asked for at a few places only."""
+    """The attention of one pass. Every layer reads all places of the pass and makes their keys; the
+    output of the last layer may be requested at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """What layer i adds to the residual stream, [B, T, D] at the places where its output is
-        asked for. Its attention reads `read` [B, T, …]."""
+        """The term that layer i adds to the residual stream, [B, T, D] at the requested places. Its
+        attention reads `read` [B, T, …]."""
 
     def asked(self, i: int, x: Tensor) -> Tensor:
-        """The entries [B, T, …] of x [B, T, …] where the output of layer i is asked for."""
+        """The entries [B, T, …] of x [B, T, …] at the requested places of layer i."""
 
 
 # what a copied layer adds to a hidden state before training, relative to the hidden state
@@ -296,7 +296,7 @@ class MLP(LlamaMLP):
         self._last: JointLinear | None = None
 
     def added(self, stream: Tensor, x: Tensor) -> Tensor:
-        """The stream [..., D] plus the output for x [..., D]."""
+        """The residual stream [..., D] plus the output for x [..., D]."""
         if not multiplies(x, self.gate_proj.weight):
             return self._plainly(stream, x)
         self._first = joint(self._first, self.gate_proj, self.up_proj)
@@ -312,7 +312,7 @@ class MLP(LlamaMLP):
 
 
 class Layer(nn.Module):
-    """A Llama layer whose attention reads `width` numbers, preceded by the family's `norms`; with
+    """A Llama layer whose attention reads `width` numbers, preceded by the method's `norms`; with
     `head_norms`, a Qwen3 layer."""
 
     input_layernorm: RMSNorm
@@ -333,7 +333,8 @@ class Layer(nn.Module):
         self.mlp = MLP(llama)
 
     def entered(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """What attention reads of the stream [..., D] from below, and the residual."""
+        """The input of attention, from the residual stream [..., D] of the layer below, and the
+        residual."""
         return self.input_layernorm(stream), stream
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
@@ -345,19 +346,20 @@ class Layer(nn.Module):
         return stream
 
     def forward(self, read: Tensor, residual: Tensor, attend: Attend, i: int = 0) -> Tensor:
-        """The output [B, T, D] of this layer, the i-th of a draft, where it is asked for it, from
-        what attention reads at all places and the residual there."""
+        """The output [B, T, D] of this layer, the i-th of a draft, at the requested places, from
+        the input of attention and the residual at all places."""
         added = attend(i, self.self_attn, read)
         return self.finish(attend.asked(i, residual), added)
 
     def silence(self) -> None:
-        """Set the output weights to zero: the layer adds nothing to the residual."""
+        """Set the output weights to zero, so that the layer adds nothing to the residual."""
         self.self_attn.o_proj.weight.zero_()
         self.mlp.down_proj.weight.zero_()
 
     def temper(self, state_ND: Tensor, read_ND: Tensor) -> None:
         """Scale the output weights of attention and MLP so that both together add `UPDATE` times
-        the size of states like `state_ND`, if attention sees only the state's own `read_ND`."""
+        the size of states like `state_ND`, if attention attends only to the state's own
+        `read_ND`."""
         attention = self.self_attn
         mlp_ND = self.mlp(self.post_attention_layernorm(state_ND))
         added_ND = torch.cat([attention.own_output(read_ND), mlp_ND], 1)
@@ -380,11 +382,10 @@ def fits(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor]) -> bool:
 
 
 def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: int) -> None:
-    """Copy the tensors of a target's layer that mean the same as those of the same names in a
-    draft's layer. q, k, v and o belong together, as do the parts of an MLP: they are copied only if
-    all of them fit, since a single one of latent attention or of wider heads may have the right
-    shape by chance. Attention that reads more than `width` numbers takes q, k and v as its last
-    columns."""
+    """Copy the tensors of a target's layer to those of the same names and meaning in a draft's
+    layer. q, k, v and o are copied only together, and so are the parts of an MLP, if all of them
+    fit: a single one of latent attention or of wider heads may have the right shape by chance.
+    Attention that reads more than `width` numbers takes q, k and v as its last columns."""
 
     def place(name: str) -> Tensor | None:
         source, x = theirs.get(name), ours[name]
@@ -402,7 +403,7 @@ def copy_alike(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], width: 
 
 
 def copy_fitting(x: Tensor, source: Tensor | None) -> None:
-    """Copy a tensor of the target's, if there is one, to a weight of the same shape."""
+    """Copy a tensor of the target, if there is one, to a weight of the same shape."""
     if source is not None and source.shape == x.shape:
         x.copy_(source)
 
@@ -420,9 +421,9 @@ def copy_last(target: TargetParts, ours: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[str, Any]:
-    """The keys of a LlamaConfig for a layer shaped like the target's own, and `rotary_dim` if only
-    so many numbers of a head are rotated. Where the target's layers differ, it is shaped like the
-    last one with full attention. Nothing of the target's config is shared or changed."""
+    """The keys of a LlamaConfig for a layer with the target's sizes, and `rotary_dim` if only some
+    dimensions of a head are rotated. If the target's layers differ, it is like the last one with
+    full attention. The target's config is neither shared nor changed."""
     index, theirs = _full_attention(target.config)
     D, positions = target.width, target.positions
 
@@ -465,9 +466,9 @@ def _full_attention(config: Any) -> tuple[int, Any]:
 
 
 def config_of(llama: Mapping[str, Any]) -> LlamaConfig:
-    """The config of a draft's layers, from its keys (`llama_of`) as they are on its card. A card of
-    an earlier version may say how much of a head is rotated, or hold parameters by kind of layer:
-    such a draft was trained without regard to them."""
+    """The config of a draft's layers, from the keys (`llama_of`) on its card. A card of an earlier
+    version may have a partial rotary factor, or parameters by kind of layer; they are ignored, as
+    such a draft was trained without them."""
     rope = of_full_attention(llama["rope_parameters"], None)
     if rope is not None:
         width = llama.get("rotary_dim") or llama["head_dim"]

@@ -17,22 +17,23 @@ KEY = "DRAFTSMITH_ENGINE_KEY"  # the environment variable with a server's key, i
 
 
 class RequestRejected(Exception):
-    """A request that a server understands and will not answer: another try would not help."""
+    """A request that a server understood but rejected; repeating it does not help."""
 
 
 class ServerUnavailable(Exception):
-    """A server that does not answer, or not now."""
+    """A server that does not answer now."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server, by the address that its paths follow, such as http://localhost:8000/v1."""
+    """A server, by the base address of its paths, such as http://localhost:8000/v1."""
 
     url: str
 
     @classmethod
     def at_address(cls, setting: str, url: str) -> "Server":
-        """Raises UserError, beginning with the `setting`, if this cannot be a server's address."""
+        """A server. Raises UserError, beginning with the `setting`, if the text is no server's
+        address."""
         try:
             parts = urlsplit(url)
             sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -45,8 +46,8 @@ class Server:
 
     @property
     def root(self) -> str:
-        """The address without its last part, /v1, where an engine keeps what OpenAI does not
-        have."""
+        """The address without its last part, /v1: the base of an engine's paths outside OpenAI's
+        interface."""
         return self.url.removesuffix("/v1")
 
     def get(self, path: str) -> Any:
@@ -60,10 +61,10 @@ class Server:
         body: Mapping[str, Any] | None = None,
         waiting: set[HTTPConnection] | None = None,
     ) -> Any:
-        """What the server answers to a request. The connection is among those that are `waiting`
-        meanwhile. Raises RequestRejected for an error of the client's (4xx), and ServerUnavailable
-        if there is no response, an error of the server's, no JSON, or more than `LARGEST` bytes;
-        UserError for a key that no header can hold."""
+        """The server's reply to a request. Meanwhile, the connection is in the set `waiting`.
+        Raises RequestRejected for an error of the client's (4xx), and ServerUnavailable if there is
+        no response, an error of the server's, no JSON, or more than `LARGEST` bytes; UserError for
+        a key that no header can hold."""
         parts = urlsplit(path if "://" in path else f"{self.url}{path}")
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         headers = {"Content-Type": "application/json"}
@@ -98,8 +99,8 @@ class Server:
 
 
 def key_of_server() -> str:
-    """The key in the environment, without white space around it; empty if there is none. Raises
-    UserError for one with characters that a header cannot hold."""
+    """The key in the environment, stripped; empty if there is none. Raises UserError for a key with
+    characters that a header cannot hold."""
     key = os.environ.get(KEY, "").strip()
     require(
         key.isascii() and key.isprintable(),
@@ -111,7 +112,7 @@ def key_of_server() -> str:
 
 @contextmanager
 def waiting_in(waiting: set[HTTPConnection] | None, connection: HTTPConnection) -> Iterator[None]:
-    """Keep a connection among those that are `waiting` during a block."""
+    """Keep a connection in the set `waiting` during a block."""
     if waiting is not None:
         waiting.add(connection)
     try:
@@ -122,7 +123,7 @@ def waiting_in(waiting: set[HTTPConnection] | None, connection: HTTPConnection) 
 
 
 def _message(content: str) -> str:
-    """What an error's body says, shortened."""
+    """The message in an error's body, shortened."""
     try:
         value = json.loads(content)
         value = value.get("error", value)

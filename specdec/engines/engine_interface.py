@@ -1,12 +1,11 @@
-"""What Draftsmith asks of a serving engine: one `Engine` for each, in a file of its own.
+"""The interface of a serving engine: one subclass of `Engine` for each, in its own file.
 
-An engine is a server with OpenAI's interface over HTTP. The methods of this class speak that
-interface and nothing else, so an engine overrides only where it has more: the ids of tokens, hidden
-states, or figures of speculation. `specdec/engines/known_engines.py` is the table of engines.
+An engine is a server with OpenAI's HTTP interface. The methods of this class use only that
+interface. An engine overrides them for further features: token ids, hidden states, or figures of
+speculation. `specdec/engines/known_engines.py` is the table of engines.
 
-Two capabilities are optional. An engine without hidden states leaves `hidden_states` and
-`states_options` as they are, and both raise UserError. An engine that loads no draft leaves
-`layouts` empty.
+Two capabilities are optional. An engine without hidden states does not override `hidden_states` and
+`states_options`, and both raise UserError. An engine that loads no draft has empty `layouts`.
 """
 
 import os
@@ -27,9 +26,9 @@ PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty"
 
 @dataclass(frozen=True)
 class CompletionRequest:
-    """A prompt to complete. `states` asks for hidden states, too: of the prompt alone, or
-    ("response") also of all tokens of the response but the last. `eos` are the ids that end a
-    response; `text_needed` says that a response without ids is of use, too."""
+    """A prompt to complete. `states` requests hidden states: of the prompt alone, or ("response")
+    also of all tokens of the response but the last. `eos` are the ids that end a response;
+    `text_needed` accepts a response without ids, too."""
 
     prompt: Sequence[int]
     limit: int  # tokens of the response
@@ -42,7 +41,7 @@ class CompletionRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """A response as an engine gave it: its ids or, if it gives none, its text."""
+    """A response of an engine: its ids or, without ids, its text."""
 
     ids: Any  # a list of ids, unless the server is another model's
     text: str | None
@@ -53,15 +52,15 @@ class Completion:
 
 @dataclass(frozen=True)
 class SpeculationCounts:
-    """How many speculation steps an engine made and how many drafted tokens they accepted:
-    altogether and, if it says so, at each position, also beyond the end of a response."""
+    """The number of an engine's speculation steps and of drafted tokens that they accepted: in
+    total and, if it reports them, at each position, also beyond the end of a response."""
 
     steps: int
     accepted: int
     by_position: tuple[int, ...] = ()
 
     def since(self, before: "SpeculationCounts") -> "SpeculationCounts":
-        """What was counted after `before`."""
+        """The difference to earlier counts."""
         earlier = (*before.by_position, *[0] * len(self.by_position))
         return SpeculationCounts(
             self.steps - before.steps,
@@ -72,7 +71,7 @@ class SpeculationCounts:
 
 @dataclass(frozen=True)
 class TargetToServe:
-    """A target as an engine is to load it. `name` is that by which requests name it."""
+    """A target that an engine loads. `name` is its name in requests."""
 
     model: str  # a folder, a file, or a name on the Hub
     name: str
@@ -86,7 +85,7 @@ class TargetToServe:
 
 @dataclass(frozen=True)
 class DraftToServe:
-    """An exported draft to serve with, and its mark: the drafter's name and the layout."""
+    """An exported draft to serve with, and the drafter's name and the layout from its mark."""
 
     folder: Path
     drafter: str
@@ -96,8 +95,8 @@ class DraftToServe:
 
 
 class Engine:
-    """An engine. `name` is that of the command line and `title` that of messages. `owners` are the
-    values of `owned_by` in its list of models, by which a server is recognised."""
+    """An engine. `name` is for the command line and `title` for messages. `owners` are the values
+    of `owned_by` in its list of models, by which a server is recognised."""
 
     name: ClassVar[str]
     title: ClassVar[str]
@@ -109,43 +108,44 @@ class Engine:
     # Serving
 
     def python(self, repository: Path) -> Path:
-        """The Python, or another program, that runs the engine unless a user names one."""
+        """The Python, or another program, that runs the engine by default."""
         return repository / ".venv-serving" / "bin" / "python"
 
     def environment(self, scripts: Path) -> Mapping[str, str]:
-        """Variables to set for the engine. `scripts` is the folder of the project's scripts."""
+        """Environment variables for the engine. `scripts` is the folder of the project's
+        scripts."""
         return {}
 
     def serve_command(
         self, python: Path, target: TargetToServe, host: str, port: int, options: Sequence[str]
     ) -> list[str]:
-        """The command that serves a target at an address, with more options: `draft_options`,
+        """The command that serves a target at an address, with further options: `draft_options`,
         `states_options`, and those of the user."""
         raise UserError(
             f"Draftsmith cannot start {self.title}: start it yourself (docs/engines.md)"
         )
 
     def speculative_config(self, drafter: str, draft: str, gamma: int) -> dict[str, Any]:
-        """How the engine is to draft `gamma` tokens with a draft in this folder. Raises UserError
-        if it has no method for this drafter."""
+        """The engine's settings for drafting `gamma` tokens with a draft in this folder. Raises
+        UserError if it has no method for this drafter."""
         raise UserError(f"{draft}: {self.title} has no method for a draft of {drafter}")
 
     def draft_options(self, draft: DraftToServe) -> list[str]:
-        """The options of `serve_command` that serve with a draft. Raises UserError as
+        """The options of `serve_command` for serving with a draft. Raises UserError as
         `speculative_config` does."""
         raise UserError(f"{draft.folder}: {self.title} serves no drafts")
 
     def states_options(self, layers: Sequence[int], folder: Path) -> list[str]:
-        """The options of `serve_command` by which the engine writes the hidden states after these
-        layers to files in a folder. Raises UserError if it cannot."""
+        """The options of `serve_command` for writing the hidden states after these layers to files
+        in a folder. Raises UserError if the engine cannot."""
         raise self.no_states()
 
     def chat_options(
         self, template_args: Mapping[str, Any], chat_template: str | None
     ) -> list[str]:
         """The options with which a server renders chats by default: with these arguments of the
-        chat template, and with the template in this file. Empty if the engine has no such options:
-        then requests carry the arguments."""
+        chat template, and with the template in this file. Empty if the engine has none: then
+        requests carry the arguments."""
         return []
 
     def remove_unread_states(self, folder: Path) -> None:
@@ -160,9 +160,9 @@ class Engine:
         overrides: str | None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """The lines by which a user serves an exported draft of one of the drafters in `layouts`,
-        for a report. `overrides` is the path of the keys to add to the target's config; `options`
-        are further ones of the server, such as `chat_options`."""
+        """The commands with which a user serves an exported draft of one of the drafters in
+        `layouts`, for a report. `overrides` is the path of the keys to add to the target's config;
+        `options` are further ones of the server, such as `chat_options`."""
         return ()
 
     # Requests
@@ -173,7 +173,7 @@ class Engine:
 
     def completion_body(self, request: CompletionRequest) -> dict[str, Any]:
         """The body of a request, without the model. Raises UserError for hidden states that the
-        engine does not give."""
+        engine does not provide."""
         if request.states is not None:
             raise self.no_states()
         return {
@@ -183,7 +183,7 @@ class Engine:
         }
 
     def sampling(self, sampler: Sampler, seed: int) -> dict[str, Any]:
-        """The settings of sampling in a body."""
+        """The sampling settings in a request's body."""
         cutoffs = {"top_p": sampler.top_p, "top_k": sampler.top_k or -1}
         return {"temperature": sampler.temperature, "seed": seed, **cutoffs, **PLAIN}
 
@@ -200,12 +200,12 @@ class Engine:
         )
 
     def longest_text(self, model: Mapping[str, Any]) -> int | None:
-        """How many tokens a text may have, by an entry of the server's list of models."""
+        """The maximum number of tokens of a text, by an entry of the server's list of models."""
         room = model.get("max_model_len")
         return room if isinstance(room, int) else None
 
     def title_at(self, server: Server) -> str:
-        """The engine, its version if it tells it, and its address."""
+        """The engine, its version if it reports one, and its address."""
         return f"{self.title} at {server.url}"
 
     # Hidden states
@@ -213,10 +213,10 @@ class Engine:
     def hidden_states(
         self, reply: Any, text: Sequence[int], layers: Sequence[int], width: int
     ) -> list[Tensor]:
-        """The states [T, D] of a reply after each of these layers, for the tokens of `text` or all
-        but the last. The state after all layers is that before the final norm. Raises UserError if
-        they cannot be a target's of this width; ServerUnavailable for states that the engine began
-        to write and did not finish."""
+        """The states [T, D] in a reply after each of these layers, for the tokens of `text` or all
+        but the last. The state after all layers is before the final norm. Raises UserError if they
+        cannot be a target's of this width; ServerUnavailable for states that the engine has not
+        finished writing."""
         raise self.no_states()
 
     def no_states(self) -> UserError:
@@ -229,11 +229,11 @@ class Engine:
     # Figures of speculation
 
     def require_drafting(self, server: Server) -> None:
-        """Raise UserError for a server that is seen to serve without a draft."""
+        """Raise UserError for a server that visibly serves without a draft."""
 
     def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
-        """The figures that a reply gives for itself; None if it gives none. Raises UserError for
-        figures that cannot be read."""
+        """The speculation counts in a reply; None if it has none. Raises UserError for counts that
+        cannot be read."""
         return None
 
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
@@ -243,8 +243,8 @@ class Engine:
 
 
 def choice_of(reply: Any) -> dict[str, Any]:
-    """The response in a reply to a completion. Raises ServerUnavailable for a reply that has none,
-    such as that of a proxy in the engine's place."""
+    """The response in a reply to a completion. Raises ServerUnavailable for a reply without one,
+    such as a proxy's."""
     try:
         choice = reply["choices"][0]
     except (TypeError, KeyError, IndexError) as error:
@@ -255,7 +255,7 @@ def choice_of(reply: Any) -> dict[str, Any]:
 
 
 def version_at(server: Server, path: str, key: str) -> str | None:
-    """The version that a server gives as `key` of the JSON at a path; None if it gives none."""
+    """The version under `key` in the JSON at a server's path; None if there is none."""
     try:
         return str(server.get(f"{server.root}{path}")[key])
     except (RequestRejected, ServerUnavailable, TypeError, KeyError):

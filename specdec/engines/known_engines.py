@@ -1,4 +1,4 @@
-"""The table of engines by name, and which of them responses at an address.
+"""The table of engines by name, and the recognition of a server's engine.
 
 Another package adds an engine with an entry point of the group `draftsmith.engines` that names an
 instance of its `Engine`.
@@ -16,7 +16,7 @@ from specdec.plugins import Plugins
 
 
 def require_engine(name: str, value: Any) -> None:
-    """Raise UserError for an entry that is no engine of this name."""
+    """Raise UserError for an entry that is not an engine of this name."""
     fits = isinstance(value, Engine) and value.name == name
     require(fits, f"it is no instance of an Engine whose name is {name!r}")
 
@@ -27,8 +27,8 @@ DEFAULT_ENGINE = "vllm"  # also for a server that no engine recognises
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a server calls the model that it serves, how many tokens a text may have there, and the
-    engine that it is."""
+    """A server's name for the model that it serves, the maximum number of tokens of a text, and its
+    engine."""
 
     name: str
     room: int | None
@@ -36,8 +36,8 @@ class ServedModel:
 
 
 def engine_of(owner: Any) -> Engine:
-    """The engine whose list of models says `owned_by`: one of the core, the lab or an installed
-    package, else the default."""
+    """The engine with this value of `owned_by` in its list of models: one of the core, the lab or
+    an installed package, else the default."""
     if not any(owner in engine.owners for engine in ENGINES.values()):
         ENGINES.add_installed()
     recognised = (engine for engine in ENGINES.values() if owner in engine.owners)

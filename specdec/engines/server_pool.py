@@ -1,5 +1,4 @@
-"""Requests to the servers of one model: many at once, tried again where a server fails for a
-moment."""
+"""Requests to the servers of one model: many at once, repeated if a server fails for a moment."""
 
 import queue
 import threading
@@ -25,7 +24,7 @@ IN_A_ROW = 20  # requests that fail one after another before the engines count a
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a request has no result. `refused`: an engine said that it cannot have one."""
+    """The reason why a request has no result. `refused`: an engine rejected the request."""
 
     reason: str
     refused: bool = False
@@ -33,7 +32,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class NamedRequest(Generic[K]):
-    """A request, by a name of the caller's."""
+    """A request with a name given by the caller."""
 
     name: K
     asked: CompletionRequest
@@ -49,7 +48,7 @@ class ServerPool:
         self._lock = threading.Lock()
 
     def require_one(self) -> None:
-        """Raise UserError if no server answers any more."""
+        """Raise UserError if no server answers."""
         reasons = list[str]()
         for server in self.models:
             try:
@@ -64,11 +63,11 @@ class ServerPool:
 
     @property
     def room(self) -> int | None:
-        """How many tokens a text may have on all servers, as far as they say so."""
+        """The maximum number of tokens of a text on all servers, as far as they report it."""
         return min((m.room for m in self.models.values() if m.room is not None), default=None)
 
     def engine_at(self, server: Server) -> Engine:
-        """The engine that one of the servers is."""
+        """The engine of one of the servers."""
         return self.models[server].engine
 
     @property
@@ -82,12 +81,12 @@ class ServerPool:
         parse: Callable[[K, Any, Server], T],
         goes_on: Callable[[], bool] = lambda: True,
     ) -> Iterator[tuple[K, T | Failed]]:
-        """The results of requests, in the order in which they come. `parse` makes a result of an
-        response and the server that gave it, in a thread of its own; it may raise RequestRejected
-        or ServerUnavailable as a server does. A request fails once it is refused or all its tries
-        are used up. Once `goes_on` returns False, the requests that are left are not sent and have
-        no result. Raises UserError after `IN_A_ROW` failures without a result between them, and
-        whatever else `parse` raises."""
+        """The results of requests, in the order of arrival. `parse` makes a result from a reply and
+        its server, in a separate thread; it may raise RequestRejected or ServerUnavailable as a
+        server does. A request fails when it is rejected or all its tries are used up. Once
+        `goes_on` returns False, the remaining requests are not sent and have no result. Raises
+        UserError after `IN_A_ROW` failures without a result between them, and any other error of
+        `parse`."""
         todo: queue.SimpleQueue[NamedRequest[K]] = queue.SimpleQueue()
         done: queue.SimpleQueue[tuple[K, T | Failed | Exception | None]] = queue.SimpleQueue()
         stop, in_a_row, waiting = threading.Event(), 0, set[HTTPConnection]()
@@ -171,7 +170,7 @@ class ServerPool:
 
 
 def _next(done: queue.SimpleQueue[T]) -> T:
-    """The next result. Waits in short turns, so that an interruption ends the wait."""
+    """The next result. Waits in short intervals, so that an interruption ends the wait."""
     while True:
         try:
             return done.get(timeout=0.5)

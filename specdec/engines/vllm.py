@@ -1,12 +1,12 @@
-"""vLLM: how it is started, asked and measured, and the files in which it writes hidden states.
+"""vLLM: starting it, requests to it, its counters, and its files of hidden states.
 
-Everything here is as in vLLM 0.32. It runs in an environment of its own (scripts/serving-env), with
-our connector for hidden states (scripts/hidden_states.py).
+This file is for vLLM 0.32. It runs in its own environment (scripts/serving-env), with our connector
+for hidden states (scripts/hidden_states.py).
 
 A file of hidden states holds `hidden_states` [T, layers, D], in the order in which the response
-lists the layers, and `token_ids` [T]. A lock on FILE.lock is held until the file is complete.
-Whoever reads the file deletes both, but only files of our connector: an engine may name any path.
-Its folder holds a file `FOLDER_MARK`, and the header of each of its files holds `MARK`.
+lists the layers, and `token_ids` [T]. A lock on FILE.lock is held until the file is complete. The
+reader of the file deletes both, but only files of our connector: an engine may name any path. Its
+folder holds a file `FOLDER_MARK`, and the header of each of its files holds `MARK`.
 """
 
 import fcntl
@@ -60,7 +60,7 @@ REMEDY = "start the engine with scripts/serve (docs/engines.md)"
 
 
 class Vllm(Engine):
-    """vLLM, and any server that takes its fields or ignores them."""
+    """vLLM, and any server that supports or ignores its fields."""
 
     name, title, owners = "vllm", "vLLM", ("vllm",)
     layouts = dict.fromkeys(METHODS, "hf")
@@ -80,7 +80,8 @@ class Vllm(Engine):
     def serve_command(
         self, python: Path, target: TargetToServe, host: str, port: int, options: Sequence[str]
     ) -> list[str]:
-        """Without vLLM's prefix cache: hidden states would lack what was cached."""
+        """The command, without vLLM's prefix cache: hidden states would be missing for cached
+        tokens."""
         line = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
         line += ["--model", target.model, "--dtype", target.dtype, "--no-enable-prefix-caching"]
         line += ["--served-model-name", target.name]
@@ -151,8 +152,8 @@ class Vllm(Engine):
     # Requests
 
     def completion_body(self, request: CompletionRequest) -> dict[str, Any]:
-        """Ids go out and come back. A response that may have to be read as text keeps its special
-        tokens."""
+        """A request with ids that asks for ids. A response that may have to be read as text keeps
+        its special tokens."""
         body: dict[str, Any] = {"prompt": list(request.prompt), "max_tokens": request.limit}
         if request.eos is not None:
             body["stop_token_ids"] = list(request.eos)
@@ -220,9 +221,9 @@ class Vllm(Engine):
 def states_in_reply(
     reply: Any, text: Sequence[int], layers: Sequence[int], width: int
 ) -> list[Tensor]:
-    """The states [T, D] of a reply's file after each of these layers, for the tokens of `text` or
+    """The states [T, D] in a reply's file after each of these layers, for the tokens of `text` or
     all but the last. Raises UserError if they cannot be a target's of this width; ServerUnavailable
-    for a file that an engine began and did not end."""
+    for a file that an engine has not finished."""
     params = reply.get("kv_transfer_params")
     params = params if isinstance(params, dict) else {}
     path, kept = params.get("hidden_states_path"), params.get("layers")
@@ -263,8 +264,8 @@ def states_in_reply(
 
 
 def is_ours(path: Path) -> bool:
-    """Whether our connector wrote this file: by its name, as it is no link, and by the mark in its
-    header. Raises OSError for a file that cannot be read."""
+    """Whether our connector wrote this file, by its name and the mark in its header; a link is not
+    ours. Raises OSError for a file that cannot be read."""
     if path.suffix != ".safetensors" or not stat.S_ISREG(path.lstat().st_mode):
         return False
     with path.open("rb") as file:
@@ -279,7 +280,7 @@ def is_ours(path: Path) -> bool:
 
 def remove_states(folder: Path) -> None:
     """Remove the hidden states in a folder that our connector wrote and nobody has read. Other
-    files stay."""
+    files are kept."""
     if not (folder / FOLDER_MARK).is_file():
         return
     for path in folder.glob("*.safetensors"):
@@ -292,8 +293,8 @@ def remove_states(folder: Path) -> None:
 
 
 def _read(path: Path, most: int) -> dict[str, Tensor]:
-    """The tensors of a file of at most so many bytes, once it is complete; the file is deleted.
-    Raises UserError for a file that our connector did not write, which stays as it is."""
+    """The tensors of a file of at most `most` bytes, once it is complete; the file is deleted.
+    Raises UserError for a file that our connector did not write, which is kept."""
     lock = path.with_name(f"{path.name}.lock")
     if not path.parent.is_dir():
         raise UserError(

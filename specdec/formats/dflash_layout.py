@@ -1,11 +1,11 @@
-"""Blocks drafted in one pass, as vLLM and SGLang load them with the method `dflash`.
+"""Blocks drafted in one pass, in the format that vLLM and SGLang load with the method `dflash`.
 
-Read from vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py): the target may be any model that
-gives the states of its layers. The target's embedding and LM head are shared, unless the file has
-an `lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head
-for the tokens kept. Both are scaled by `logit_scale`. In vLLM a block is the anchor and as many
-mask tokens as are drafted, so a bidirectional block drafts as it does here only with
-num_speculative_tokens = `depth`.
+By vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py), the target may be any model that provides
+the states of its layers. The target's embedding and LM head are shared, unless the file has an
+`lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head for
+the tokens kept. Both are scaled by `logit_scale`. In vLLM a block is the anchor and as many mask
+tokens as are drafted, so a bidirectional block drafts as here only with num_speculative_tokens =
+`depth`.
 """
 
 import torch
@@ -55,7 +55,7 @@ def to_engine(drafter: Block, tensors: Tensors) -> Tensors:
 
 
 def from_engine(drafter: Block, tensors: Tensors) -> Tensors:
-    """Raises UserError for a head that is not the target's."""
+    """Raises UserError if the head is not the target's."""
     if drafter.vocab_S is not None:
         rows_SD = tensors.pop(HEAD, None)
         kept_SD = drafter.target.head.weight[drafter.vocab_S]

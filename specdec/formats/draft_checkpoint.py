@@ -3,8 +3,8 @@ target. `calibration.json` is beside them once the draft's confidence has been c
 
 Nothing in these files is trusted: the card is checked against its checksum and field by field, the
 network that it describes is built on the meta device and compared with the weights' header, and
-only then are weights read and compared with the checksum that the card notes. The calibration's own
-checksum covers that of the weights, too, so that the three files belong together.
+only then are weights read and compared with the checksum on the card. The calibration's checksum
+includes that of the weights, so that the three files belong together.
 """
 
 import hashlib
@@ -53,7 +53,7 @@ MOST_MODULES = 1024  # layers, heads and experts that a card may ask for, of eac
 
 @dataclass(frozen=True)
 class TargetOf:
-    """The target that a draft was made for. `width` is that of its hidden states; 0: unknown."""
+    """The target of a draft. `width` is that of its hidden states; 0: unknown."""
 
     name: str
     revision: str | None
@@ -84,8 +84,8 @@ def write_draft(
     weights: Mapping[str, Tensor] | None = None,
     notes: dict[str, Any] | None = None,
 ) -> None:
-    """Write a draft; the folder appears whole or not at all. `weights`, such as those gathered from
-    sharded processes, replace the drafter's own state dict; `notes` go into the card as given.
+    """Write a draft; the folder is complete or absent. `weights`, such as those gathered from
+    sharded processes, replace the drafter's own state dict; `notes` go into the card unchanged.
     Raises UserError for a weight that is not finite."""
     folder = Path(folder)
     state = drafter.weights_to_save(drafter.state_dict() if weights is None else weights)
@@ -119,8 +119,8 @@ def write_draft(
 
 
 def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
-    """Copy the file that says what a draft was trained on, from its folder or that of its run, into
-    other folders of it, if there is one."""
+    """Copy the record of a draft's training data, from its folder or that of its run, into other
+    folders of it, if it exists."""
     sources = [place / TRAINED_ON for place in (Path(draft), Path(draft).parent)]
     path = next((path for path in sources if path.is_file()), None)
     for folder in map(Path, folders):
@@ -130,16 +130,15 @@ def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
 
 
 def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
-    """Write the calibrations of a draft beside its weights, in a folder that `write_draft`
-    wrote."""
+    """Write the calibrations of a draft beside its weights, in a folder from `write_draft`."""
     of_weights = read_card(folder).weights
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
 
 def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
-    """Read a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
-    UserError as `read_draft` does, for a draft that fails to draft a few tokens, and for one whose
-    target was trained too."""
+    """Load a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
+    UserError as `read_draft` does, for a draft that fails to draft a few tokens, and for one with
+    adapters on the target (see `load_draft_with_target`)."""
     drafter, own = load_draft_with_target(folder, target, dtype)
     require(
         own is target,
@@ -152,8 +151,8 @@ def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = N
 def load_draft_with_target(
     folder: Path | str, target: Target, dtype: torch.dtype | None = None
 ) -> tuple[Drafter, Target]:
-    """`load_draft` a draft, and with it the target that it drafts for: the one given, or a copy of
-    it with the adapters that were trained along with the draft."""
+    """Load a draft as `load_draft` does, and the target that it drafts for: the given one, or a
+    copy of it with the adapters that were trained with the draft."""
     folder = Path(folder)
     stored = read_draft(folder, target)
     drafter: Drafter = stored.to(target.device)
@@ -171,7 +170,7 @@ def load_draft_with_target(
 
 
 def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
-    """A draft's config and weights as they are on disk, on the CPU and not attached to its target.
+    """A draft with the config and weights on disk, on the CPU and not attached to its target.
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
     damaged calibration, and, naming the tensor, for one that is missing, extra, or of another shape
     or type."""
@@ -214,8 +213,8 @@ def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
 
 
 def require_undamaged_draft(folder: Path | str) -> Card:
-    """The card of a draft whose files are as they were written. Raises UserError as `read_card`
-    does, and for weights that cannot be read or do not fit their checksum."""
+    """The card of a draft with intact files. Raises UserError as `read_card` does, and for weights
+    that cannot be read or have a wrong checksum."""
     folder = Path(folder)
     card, path = read_card(folder), folder / WEIGHTS
     require_file(path)
@@ -339,7 +338,7 @@ def _unreadable(path: Path, error: Exception) -> Damaged:
 
 
 def _require_described(card: Card, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Raise Damaged for weights other than those that a card was written for."""
+    """Raise Damaged unless the weights are those that the card describes."""
     if card.weights and card.weights != of_tensors(tensors):
         raise Damaged(
             f"{path} is damaged, or is not the file that {CARD} describes (its checksum differs): "
@@ -348,7 +347,7 @@ def _require_described(card: Card, tensors: Mapping[str, Tensor], path: Path) ->
 
 
 def _require_sane(value: Any, where: str, key: str = "") -> None:
-    """Raise UserError for numbers that no network has, and for counts of modules that would take
+    """Raise UserError for numbers that no network has, and for numbers of modules that would take
     forever to build. `key` is the path to the value."""
     if isinstance(value, dict):
         for name, part in value.items():
@@ -365,7 +364,7 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 @torch.no_grad()
 def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
-    """Draft once, on hidden states of zeros; raise UserError for a draft that fails on this
+    """Draft once, on hidden states of zeros. Raises UserError for a draft that fails on this
     target."""
     read = drafter.needs.layers
     layers = target.config.num_hidden_layers if read else 0
@@ -401,7 +400,7 @@ def _finite(drafter: Drafter, ctx: Context, anchors_BA: Tensor) -> bool:
 
 
 def _alpha(notes: dict[str, Any]) -> list[float]:
-    """The α that training noted in a card; empty if the card has none that makes sense."""
+    """The α that training recorded in a card; empty if the card has no valid ones."""
     try:
         alpha = [float(a) for a in notes["held_out"]["by_depth"]["greedy"]]
     except (KeyError, TypeError, ValueError):

@@ -1,8 +1,8 @@
 """Export for serving engines. Every export is read back and compared before it counts as done.
 
-Layouts: `hf` is what vLLM and SGLang load by method; `speculators` is vLLM's self-describing
-format. Each family that engines serve has its own module here. Weights are written in the
-precision they were trained in.
+Layouts: `hf` is the format that vLLM and SGLang load by method; `speculators` is vLLM's
+self-describing format. Each drafting method that engines serve has its own module here. Weights are
+written in the precision of training.
 """
 
 import json
@@ -68,12 +68,12 @@ LAYOUTS: dict[tuple[str, str], ExportLayout] = {
 
 
 def layout_names(family: str) -> list[str]:
-    """The layouts in which a family can be exported; none if no engine loads it."""
+    """The layouts in which drafts of a method can be exported; empty if no engine loads them."""
     return [name for theirs, name in LAYOUTS if theirs == family]
 
 
 def layout_of(family: str, name: str) -> ExportLayout:
-    """Raises UserError if a family does not have this layout."""
+    """The layout of a method with this name. Raises UserError if there is none."""
     known = layout_names(family)
     require(bool(known), f"drafter {family!r} cannot be exported: no engine loads it from a file")
     if name not in known:
@@ -83,7 +83,7 @@ def layout_of(family: str, name: str) -> ExportLayout:
 
 def require_exportable(config: Any, target: TargetParts, layout: str) -> None:
     """Raise UserError if no draft with this config could be exported for this target, whatever its
-    weights turn out to be. Nothing is computed, so this can be asked before training."""
+    weights. Nothing is computed, so this can be called before training."""
     chosen = layout_of(config.name, layout)
     _require_one_text(target)
     kind = family(config.name)
@@ -111,11 +111,11 @@ def write_export(
     layout: str = LAYOUT,
     draft: Path | None = None,
 ) -> str:
-    """Export a draft; returns a line that says what was compared. `draft` is its folder, whose file
-    that says what it was trained on goes into the export. The folder appears only if the
-    draft read back gives the same logits. Raises UserError for a layout that this family does not
-    have, for a weight that is missing or not finite, for a draft that an engine would read
-    differently, and for a folder that is not an earlier export."""
+    """Export a draft. Returns a line that describes the comparison. `draft` is its folder, from
+    which the record of its training data is copied. The folder appears only if the draft, read
+    back, gives the same logits. Raises UserError for a layout that this method does not have, for a
+    weight that is missing or not finite, for a draft that an engine would read differently, and for
+    a folder that is not an earlier export."""
     folder, name = Path(folder), drafter.config.name
     chosen = layout_of(name, layout)
     require_free(folder)
@@ -176,7 +176,8 @@ def write_export(
 
 
 def _stops(target: TargetParts) -> str:
-    """What to tell an engine so that it ends responses where they ended here; mostly nothing."""
+    """A note for the user on settings with which an engine ends responses where they ended here;
+    usually empty."""
     unknown = sorted(set(target.eos) - set(target.declared_eos))
     said = f"; give the engine stop_token_ids={unknown}, which the target's own files leave out"
     return said if unknown else ""
@@ -188,16 +189,16 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def rounding_of(logits: Tensor, again: float) -> float:
-    """By how much two computations of logits from the same weights may differ: not at all in
-    float32 on a CPU, where the same products are summed in the same order. Elsewhere kernels may
-    sum in any order; `again` is by how much the same draft differed when it was computed twice."""
+    """The maximum difference between two computations of logits from the same weights: 0 in float32
+    on a CPU, where the same products are summed in the same order. Elsewhere kernels may sum in any
+    order; `again` is the difference that the same draft had when it was computed twice."""
     if logits.is_cpu and logits.dtype == torch.float32:
         return 0.0
     return 4 * (again + torch.finfo(logits.dtype).eps * float(logits.abs().max()))
 
 
 def write_target(folder: Path, target: Target) -> None:
-    """Write the dense target as engines load it; the folder appears whole or not at all."""
+    """Write the dense target in a format that engines load; the folder is complete or absent."""
     require_free(folder)
     with replaced(folder, _written(folder)) as partial:
         target.save(partial)
@@ -205,7 +206,8 @@ def write_target(folder: Path, target: Target) -> None:
 
 
 def _write_mark(folder: Path, drafter: str, layout: str, target: TargetParts) -> None:
-    """Mark an export as ours, and the files in it. `drafter` is the family, or "target"."""
+    """Write the mark of an export, with a list of its files. `drafter` is the method, or
+    "target"."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
     mark: dict[str, Any] = {"drafter": drafter, "layout": layout, "target": target.name}
     mark |= {"template_args": target.rendering.arguments, "files": files}
@@ -227,7 +229,7 @@ def _written(folder: Path) -> list[str]:
 
 
 def read_mark(folder: Path) -> dict[str, Any]:
-    """What the mark of an export says. Raises UserError if it is missing or damaged."""
+    """The contents of an export's mark. Raises UserError if it is missing or damaged."""
     path, remedy = folder / MARK, f"delete {folder}, and the same command exports again"
     try:
         mark = read_json(path)
@@ -260,7 +262,7 @@ def require_apart(folders: Sequence[Path]) -> None:
 
 
 def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = LAYOUT) -> Drafter:
-    """An exported checkpoint as a drafter again, of the family and config of `like`. Raises
+    """An exported checkpoint, loaded as a drafter with the method and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
     chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
     back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
@@ -279,7 +281,7 @@ def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = 
 @torch.no_grad()
 def short_text_logits(drafter: Drafter, target: TargetParts) -> Tensor:
     """A drafter's logits [N, S] at all depths, for a few anchors of a short text. Random states
-    stand for the target's where its layers are not loaded."""
+    replace the target's if its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
     if isinstance(target, Target):
         read, _ = target.hidden_states(ids_BT, drafter.needs)

@@ -1,4 +1,5 @@
-"""EAGLE-3 as vLLM and SGLang load it by method, and in vLLM's self-describing format."""
+"""EAGLE-3 in the format that vLLM and SGLang load by method, and in vLLM's self-describing
+format."""
 
 import torch
 
@@ -73,7 +74,7 @@ def to_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 def from_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
-    """Raises UserError if the two descriptions of the draft vocabulary contradict each other."""
+    """Raises UserError if `d2t` and `t2d` contradict each other."""
     if (offset_S := tensors.pop("d2t", None)) is None:
         return tensors
     vocab_S, inside_V = offset_S + torch.arange(len(offset_S)), tensors.pop("t2d", None)

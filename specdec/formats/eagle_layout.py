@@ -1,4 +1,5 @@
-"""EAGLE-1 as vLLM and SGLang load it: no LM head, no norm, and the target's embedding."""
+"""EAGLE-1 in the format that vLLM and SGLang load: no LM head, no norm, and the target's
+embedding."""
 
 from specdec.drafters.eagle import Eagle
 from specdec.formats.layout import (

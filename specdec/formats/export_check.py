@@ -1,19 +1,19 @@
-"""Somebody else's code for an exported draft: the network that an engine makes of a folder.
+"""Checks an exported draft with other code: the network that an engine builds from a folder.
 
-    reference_logits(folder, target, trial)    [N, V]: what an engine computes
-    drafter_logits(drafter, target, trial)     [N, V]: what our drafter computes
+    reference_logits(folder, target, trial)    [N, V]: logits of an engine
+    drafter_logits(drafter, target, trial)     [N, V]: logits of our drafter
     reference_gap(folder, drafter, target)     the largest difference, relative to the logits
     largest_gap(target)                        the largest gap that rounding explains
 
 The network (reference_networks.py) is built from the folder's files alone: config.json,
 model.safetensors, and the overrides of the target's config, with an engine's names of tensors and
-its defaults where a key is absent. Of the target, it has what an engine shares: the embedding table
-and the head's weight.
+its defaults for absent keys. It shares the target's embedding table and head weight, like an
+engine.
 
-A `CheckText` is a random text with random states in place of the target's, so no pass of the target
-is needed, and the text can be long enough for rotary positions to matter. N runs over its anchors
-at depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the logit -inf or,
-if the engine gives it a row of zeros, 0. Networks are computed in float32.
+A `CheckText` is a random text with random states in place of the target's, so no forward pass of
+the target is needed, and the text can be long enough for rotary positions to matter. N runs over
+its anchors at depth 0, then at depth 1, and so on; a token outside the draft vocabulary has the
+logit -inf or, if the engine gives it a row of zeros, 0. Networks are computed in float32.
 """
 
 import json
@@ -34,8 +34,8 @@ from specdec.targets.parts import TargetParts
 
 @torch.no_grad()
 def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) -> Tensor:
-    """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
-    that an engine would not load."""
+    """The logits [N, V] of an exported draft, computed by the reference network. Raises UserError
+    for a folder that an engine would not load."""
     folder = Path(folder)
     config, mark = (
         json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, MARK)
@@ -61,7 +61,7 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
 
 @torch.no_grad()
 def drafter_logits(drafter: Drafter, target: TargetParts, trial: CheckText) -> Tensor:
-    """The logits [N, V] of a drafter of ours."""
+    """The logits [N, V] of our drafter."""
     state, original = drafter.state_dict(), drafter
     drafter = type(original)(original.config, original.sizes)
     drafter.load_state_dict(state)
@@ -90,8 +90,8 @@ def drafter_logits(drafter: Drafter, target: TargetParts, trial: CheckText) -> T
 def reference_gap(
     folder: Path | str, drafter: Drafter, target: TargetParts, trial: CheckText | None = None
 ) -> float:
-    """The largest difference between the logits of an export in somebody else's code and those of
-    the drafter, relative to the largest logit; infinite if their vocabularies differ."""
+    """The largest difference between the reference network's logits of an export and those of the
+    drafter, relative to the largest logit; infinite if their vocabularies differ."""
     trial = trial or CheckText.drawn_for(drafter, target)
     mine, theirs = drafter_logits(drafter, target, trial), reference_logits(folder, target, trial)
     inside = mine.isfinite()
@@ -102,12 +102,12 @@ def reference_gap(
 
 def largest_gap(target: TargetParts) -> float:
     """The largest `reference_gap` that rounding explains: the networks are computed in float32, but
-    a head that is shared with the target in the target's dtype."""
+    a head shared with the target in the target's dtype."""
     return 1e-4 + 4 * torch.finfo(target.dtype).eps
 
 
 def _described(files: ExportFolder) -> ExportFolder:
-    """The files, with the config that vLLM makes of its self-describing format."""
+    """The files, with the config that vLLM derives from its self-describing format."""
     config = files.config
     kind = config.get("speculators_model_type")
     if kind is None:

@@ -1,5 +1,4 @@
-"""The README of an export: which target it drafts for, how to serve it, and how its prompts were
-rendered."""
+"""The README of an export: its target, how to serve it, and how its prompts were rendered."""
 
 import json
 
@@ -14,8 +13,7 @@ DRAFT, TARGET = "THIS_FOLDER", "TARGET"
 
 
 def export_readme(drafter: Drafter, layout: str, target: TargetParts, overrides: bool) -> str:
-    """The text of the README. `overrides` says whether the export has keys for the target's
-    config."""
+    """The text of the README. `overrides`: the export has keys for the target's config."""
     name, rendering = drafter.config.name, target.rendering
     revision = f", revision {target.revision}" if target.revision else ""
     blocks = [

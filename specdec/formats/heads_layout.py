@@ -1,7 +1,7 @@
-"""LM heads over a pruned vocabulary for engines that load only whole ones.
+"""LM heads over a pruned vocabulary, for engines that load only complete ones.
 
-vLLM 0.32 refuses its own `token_map` for Medusa and has none for the MLP speculator. So the tokens
-outside a pruned vocabulary get rows of zeros: their logit is 0, and the engine, which drafts
+vLLM 0.32 rejects its own `token_map` for Medusa and has none for the MLP speculator. Tokens outside
+a pruned vocabulary therefore get rows of zeros: their logit is 0, and the engine, which drafts
 greedily, never takes one while the best logit is above 0 (`objection` checks this on a text).
 """
 
@@ -26,9 +26,8 @@ def to_engine(drafter: Heads, tensors: Tensors) -> Tensors:
 
 
 def from_engine(drafter: Heads, tensors: Tensors) -> Tensors:
-    """Heads over the draft vocabulary, which is that of `drafter`: nothing else tells a token
-    outside it from one whose row happens to be zeros. Raises UserError for a head with other
-    tokens."""
+    """Heads over the draft vocabulary of `drafter`: the file does not distinguish a token outside
+    it from one with a row of zeros. Raises UserError for a head with other tokens."""
     if drafter.vocab_S is None or f"{HEAD}0.weight" not in tensors:
         return tensors
     vocab_S = drafter.vocab_S.cpu()

@@ -1,4 +1,5 @@
-"""What an engine needs to know about a family: one `ExportLayout` for each format it loads."""
+"""The interface of formats: one `ExportLayout` for each format of a drafting method that engines
+load."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -45,12 +46,12 @@ def load_safetensors(folder: Path) -> Tensors:
 
 @dataclass(frozen=True)
 class ExportLayout:
-    """A family's weights as an engine names, shapes and describes them. `to_engine` converts the
-    drafter's tensors to the engine's before they are renamed; `from_engine` converts them back
-    after they are renamed back. `refuse` raises UserError if an engine would read any draft of this
-    config for this target differently; it reads no weights, so it can be asked before training.
-    `objection` takes the drafter's logits on a short text and says why an engine would draft
-    differently, or returns None."""
+    """The engine's names, shapes and description of a method's weights. `to_engine` converts the
+    drafter's tensors before they are renamed; `from_engine` converts them back after they are
+    renamed back. `refuse` raises UserError if an engine would read any draft of this config for
+    this target differently; it reads no weights, so it can be called before training. `objection`
+    takes the drafter's logits on a short text and returns the reason why an engine would draft
+    differently, or None."""
 
     config: Callable[[Any, TargetParts], Description]
     to_engine: Callable[[Any, Tensors], Tensors] = unchanged
@@ -73,9 +74,9 @@ def renamed(tensors: Tensors, prefixes: Mapping[str, str]) -> Tensors:
 
 
 def layers_of(llama: LlamaConfig) -> Description:
-    """The config of a draft's layers as engines read it. The rotary parameters are those of `alike`
-    (layers.py), which all engines read alike; vLLM takes the scale of LongRoPE's factors
-    from keys of its own."""
+    """The config of a draft's layers for engines. The rotary parameters are those of `alike`
+    (layers.py), which all engines interpret alike; vLLM reads the scale of LongRoPE's factors from
+    keys of its own."""
     described = llama.to_dict()
     rope: Description = dict(described["rope_parameters"])
     if (rotary_dim := described.pop("rotary_dim", None)) is not None:
@@ -91,7 +92,7 @@ def one_layer(drafter: Any) -> Description:
 
 
 def shared_head(target: TargetParts) -> Description:
-    """How the target's own head, which an engine shares with the draft, is scaled. Soft caps are
+    """The scaling of the target's own head, which an engine shares with the draft. Soft caps are
     read by SGLang alone, and change no greedy draft."""
     cap = soft_cap(target.config)
     scale = {"logit_scale": target.head_factor}
@@ -99,7 +100,7 @@ def shared_head(target: TargetParts) -> Description:
 
 
 def refuse_biased_head(drafter: Any, target: TargetParts) -> None:
-    """Raise UserError for a target whose head has a bias: an engine shares its weight alone."""
+    """Raise UserError for a target whose head has a bias: an engine shares only its weight."""
     require(
         target.head.bias is None,
         f"the LM head of {target.name} has a bias, which vLLM leaves out for a draft that shares "
@@ -114,7 +115,7 @@ def special_tokens(target: TargetParts) -> Description:
 
 
 def rotary_note(config: Description) -> str:
-    """Which readers would draft other tokens, where only a part of each head is rotated."""
+    """A note on readers that would draft other tokens, if only a part of each head is rotated."""
     of_layers = config.get("transformer_layer_config", config)
     whole = of_layers.get("model_type") in ("llama", "qwen3")  # whose classes rotate whole heads
     share = (of_layers.get("rope_parameters") or {}).get("partial_rotary_factor", 1)

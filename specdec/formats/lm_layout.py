@@ -1,8 +1,8 @@
 """A draft LM as a plain Hugging Face checkpoint.
 
-An engine only drafts with a model that has as many rows as the target. If the draft had fewer, it
-was padded with rows of zeros (`specdec.drafters.pretrained`). The engine, which drafts
-greedily, gives their tokens the logit 0.
+An engine drafts only with a model that has as many rows as the target. A draft with fewer rows was
+padded with rows of zeros (`specdec.drafters.pretrained`). The engine, which drafts greedily, gives
+their tokens the logit 0.
 """
 
 import torch
@@ -34,7 +34,8 @@ def from_engine(drafter: LM, tensors: Tensors) -> Tensors:
 
 
 def objection(drafter: LM, logits_NS: Tensor) -> str | None:
-    """Why an engine might draft one of the added rows: their logit must be 0, never the best."""
+    """The reason why an engine might draft one of the added rows: their logit must be 0, and never
+    the best."""
     if (rows := drafter.sizes.draft_vocab) is None:
         return None
     if bool(drafter.model.get_output_embeddings().weight[rows:].any()):

@@ -1,7 +1,7 @@
-"""Medusa as vLLM loads it, always with the whole vocabulary.
+"""Medusa in vLLM's format, always with the complete vocabulary.
 
-vLLM's loader drops tensors that it does not know and leaves those that are missing uninitialised,
-both in silence. Layers have a bias only if `medusa_fc_bias` is true; its default is false.
+vLLM's loader silently drops unknown tensors and leaves missing ones uninitialised. Layers have a
+bias only if `medusa_fc_bias` is true; its default is false.
 """
 
 from specdec.drafters.medusa import Medusa

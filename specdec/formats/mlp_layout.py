@@ -1,10 +1,10 @@
-"""The MLP speculator as its authors publish it and vLLM's `mlp_speculator.py` loads it.
+"""The MLP speculator in the format that its authors publish and vLLM's `mlp_speculator.py` loads.
 
 vLLM 0.32 still has that file but no longer registers its class, so no engine can check an export.
-The loader removes `speculator.` from names, drops unknown tensors in silence, and reads only the
+The loader removes `speculator.` from names, silently drops unknown tensors, and reads only the
 first name of tied weights, except that its heads are never tied: a tied head is written for each
-depth. `top_k_tokens_per_head` must have an entry for each head, though nothing
-reads it. The vocabulary is always whole.
+depth. `top_k_tokens_per_head` must have an entry for each head, although no code reads it. The
+vocabulary is always complete.
 """
 
 import torch

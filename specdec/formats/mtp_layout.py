@@ -1,12 +1,12 @@
-"""One multi-token prediction module as vLLM loads it, for a target of any kind.
+"""One multi-token prediction module in vLLM's format, for any target.
 
-vLLM finds a module by its target's architecture. Its loader for MiMo-V2 is the one whose block is a
-plain Llama layer (vllm/model_executor/models/mimo_v2_mtp.py in 0.32): [enorm(e); hnorm(h)] →
-eh_proj → layer → final norm, whose output the head and the next step read. The loader shares
-the embedding and head of any target, but reads the module's sizes from the target's config, so the
-keys that a target lacks are written beside the draft, for `--hf-overrides`. It skips unknown
-tensors in silence. deepseek_mtp (latent attention, experts) and ernie_mtp (no final norm) do not
-fit this module.
+vLLM finds a module by its target's architecture. Only its loader for MiMo-V2 has a plain Llama
+layer as its block (vllm/model_executor/models/mimo_v2_mtp.py in 0.32): [enorm(e); hnorm(h)] →
+eh_proj → layer → final norm, whose output is read by the head and the next step. The loader shares
+the embedding and head of any target, but reads the module's sizes from the target's config; keys
+that a target lacks are therefore written beside the draft, for `--hf-overrides`. It silently skips
+unknown tensors. deepseek_mtp (latent attention, experts) and ernie_mtp (no final norm) do not fit
+this module.
 """
 
 from specdec.drafters.mtp import MTP
@@ -23,8 +23,8 @@ from specdec.targets.parts import TargetParts
 
 
 def overrides(drafter: MTP, target: TargetParts) -> Description:
-    """The keys of the module's attention and norms: MiMo-V2's own, so they change no target. The
-    share of a head that is rotated is also the target's own (see `refuse`)."""
+    """The keys of the module's attention and norms. They are MiMo-V2's own, so they change no
+    target. The rotated part of a head is also the target's own (see `refuse`)."""
     described = one_layer(drafter)
     rope = described["rope_parameters"]
     names = {
@@ -54,8 +54,8 @@ def config(drafter: MTP, target: TargetParts) -> Description:
 
 
 def refuse(drafter: MTP, target: TargetParts) -> None:
-    """Raise UserError for what the loader would read differently: several modules, scaled rotary
-    positions, or a target whose config says what the module does not do."""
+    """Raise UserError for drafts that the loader would read differently: several modules, scaled
+    rotary positions, or a target whose config does not fit the module."""
     theirs, ours = target.model.config, drafter.llama
     rope: Description = ours.rope_parameters  # type: ignore[assignment]
     theirs_rope = getattr(theirs, "rope_parameters", None) or {}

@@ -1,5 +1,5 @@
-"""P-EAGLE as vLLM 0.32 loads it: EAGLE-3 with `mask_hidden` and the id of the mask token, served
-with `"parallel_drafting": true`. SGLang does not have it."""
+"""P-EAGLE in the format of vLLM 0.32: EAGLE-3 with `mask_hidden` and the id of the mask token,
+served with `"parallel_drafting": true`. SGLang does not support it."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def hf(drafter: PEagle, target: TargetParts) -> Description:
 
 
 def speculators(drafter: PEagle, target: TargetParts) -> Description:
-    """The format by which `vllm serve DIR` turns parallel drafting on by itself."""
+    """The format with which `vllm serve DIR` turns parallel drafting on by itself."""
     described = eagle3_layout.speculators(drafter, target)
     described |= {"architectures": ["PEagleDraftModel"], "speculators_model_type": "peagle"}
     described["speculators_config"]["algorithm"] = "peagle"

@@ -1,11 +1,12 @@
-"""A second implementation of each exported drafter, to check exports with, and nothing else.
+"""A second implementation of each exported drafter, used only to check exports.
 
-They are the networks that engines make of exports, from transformers' classes (export_check.py).
-An export in a layout without an entry in `REFERENCE_NETWORKS` is reported as not compared.
+They are the networks that engines build from exports, made of transformers' classes
+(export_check.py). An export in a layout without an entry in `REFERENCE_NETWORKS` is reported as not
+compared.
 
-Attention and rotary positions are those of GLM-4-MoE, which are Llama's and Qwen3's, but also
-partial; norm and MLP are Llama's; a draft LM has the class that its config names. How pairs and
-blocks enter the layers follows vLLM 0.32 (model_executor/models: llama_eagle.py, llama_eagle3.py,
+Attention and rotary positions are those of GLM-4-MoE, which include Llama's and Qwen3's and partial
+rotation; norm and MLP are Llama's; a draft LM has the class in its config. The input of layers from
+pairs and blocks follows vLLM 0.32 (model_executor/models: llama_eagle.py, llama_eagle3.py,
 medusa.py, mlp_speculator.py, mimo_v2_mtp.py, qwen3_dflash.py).
 """
 
@@ -36,7 +37,8 @@ FINAL = -1  # in place of a layer's number: the final state, not the stream afte
 
 @dataclass(frozen=True)
 class CheckText:
-    """A random text, its anchors, how many depths to draft after them, and the target's states."""
+    """A random text, its anchors, the number of depths to draft after them, and the target's
+    states."""
 
     ids_T: Tensor
     anchors: tuple[int, ...]
@@ -66,7 +68,7 @@ class CheckText:
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """The files of an export, and what an engine shares of the target."""
+    """The files of an export, and the parts of the target that an engine shares."""
 
     config: Description
     tensors: Tensors
@@ -83,8 +85,7 @@ class ExportFolder:
         return embedding(ids, self.tensors.get("embed_tokens.weight", shared)).float()
 
     def head(self, states: Tensor) -> Tensor:
-        """Logits [..., V] of a head of the draft's own or of the target's, scaled as the config
-        says."""
+        """Logits [..., V] of the draft's own head or the target's, scaled by the config."""
         own = self.tensors.get("lm_head.weight")
         weight = self.target.head.weight if own is None else own.float()
         scale: float = self.config.get("logit_scale", 1)
@@ -101,8 +102,8 @@ class ExportFolder:
 
 
 class LlamaBlock(nn.Module):
-    """A layer of an exported draft, by an engine's names: attention over `width` numbers per pair,
-    a norm and an MLP; families add the norms before attention."""
+    """A layer of an exported draft, with an engine's names: attention over `width` numbers per
+    pair, a norm and an MLP; subclasses add the norms before attention."""
 
     input_layernorm: LlamaRMSNorm
     hidden_norm: LlamaRMSNorm
@@ -131,7 +132,7 @@ class LlamaBlock(nn.Module):
 
 
 def llama(config: Description) -> LlamaConfig:
-    """The LlamaConfig of a description. Raises UserError for what engines read differently."""
+    """The LlamaConfig of a description. Raises UserError for keys that engines read differently."""
     rope = config.get("rope_parameters") or {}
     nested = [key for key, x in rope.items() if isinstance(x, dict)]
     require(
@@ -182,8 +183,8 @@ def unrolled(
     anchor: int,
 ) -> Tensor:
     """The logits [K, V] at all depths of a layer that reads its own output there. `run` takes the
-    embeddings and the hidden states [P, D] of pairs and returns, for each, what the head reads and
-    what the next depth reads in place of a hidden state."""
+    embeddings and the hidden states [P, D] of pairs and returns, for each, the input of the head
+    and the next depth's replacement for a hidden state."""
     ids_P, hidden_states_PD, logits = trial.ids_T[1 : anchor + 1], hidden_states_PD[:anchor], []
     for depth in range(trial.depths):
         read, state_for_next_depth = run(files.embed(ids_P), hidden_states_PD)
@@ -354,8 +355,8 @@ class MTPLayer(LlamaBlock):
 
 def mtp(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """One prediction module, whose sizes vLLM reads in the target's config with the overrides. Its
-    head is the target's: vLLM leaves out the factor and the cap of the target's logits, which
-    changes no greedy draft, and which are applied here."""
+    head is the target's. The factor and the cap of the target's logits are applied here; vLLM omits
+    them, which changes no greedy draft."""
     served: dict[str, Any] = {**files.target.model.config.to_dict(), **files.overrides}
     unread = ("attention_value_scale", "add_swa_attention_sink_bias", "swa_v_head_dim")
     for name in unread:
@@ -408,7 +409,7 @@ class DFlashLayers(nn.Module):
         self.config = config
 
     def forward(self, hidden_states: Tensor, block: Tensor, causal_block: bool) -> Tensor:
-        """The states of a block's slots, which follow the hidden states [P, F] and see all of
+        """The states of a block's slots, which follow the hidden states [P, F] and attend to all of
         them."""
         context, count = self.hidden_norm(self.fc(hidden_states)), len(block)
         P = len(hidden_states)

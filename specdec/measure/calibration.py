@@ -1,7 +1,8 @@
-"""How far a draft's confidence is from acceptance, and the calibration that narrows the gap.
+"""Measures the gap between a draft's confidence and its acceptance, and fits a calibration that
+reduces it.
 
 Confidence and acceptance are compared at the anchors where a decoder's speculation steps started
-and, at each depth, over the cases in which all earlier tokens were accepted. This is done by
+and, at each depth, over the cases in which all earlier tokens were accepted. The comparison uses
 teacher forcing, where p gives the probability of acceptance, so no outcome has to be drawn.
 """
 
@@ -46,9 +47,10 @@ class ConfidenceAndAcceptance(NamedTuple):
 
 
 def believed(text: ForcedText, variant: str, gamma: int) -> ConfidenceAndAcceptance:
-    """The first γ tokens drafted at the anchors of a text that the target wrote. To weigh the
-    tokens after it, a drafted token counts as accepted if it is the text's own. If drafts are drawn
-    from q, the text's token x, drawn from p, stands for it with weight min(1, q(x) / p(x))."""
+    """The first γ tokens drafted at the anchors of a text that the target wrote. A drafted token
+    counts as accepted, for the weights of later tokens, if it is the text's own. If drafts are
+    drawn from q, the text's token x, drawn from p, represents it with weight min(1, q(x) /
+    p(x))."""
     measured, drawn = text.measured, variant == "sampled"
     accepted = measured.kept if drawn else getattr(measured.alpha, variant)
     went_on = measured.ratio.clamp_max(1) if drawn else measured.written
@@ -67,9 +69,9 @@ def calibrate(
     ranks: Ranks = ALONE,
 ) -> Calibrations:
     """The drafter's calibrations, fitted at the temperatures in `cfg` to its chains in responses to
-    `prompts`, on which nothing else should be measured. All temperatures above 0 share one fit.
-    Where `cfg` lacks 0, or any temperature above it, the calibrations for that stay as they were.
-    The prompts are shared out over `ranks`. Raises UserError for a drafter that copies."""
+    `prompts`, on which nothing else should be measured. All temperatures above 0 share one fit. If
+    `cfg` lacks 0, or any temperature above it, the calibrations for that are unchanged. The prompts
+    are distributed over `ranks`. Raises UserError for a drafter that copies."""
     name = drafter.config.name
     require(not drafter.copies, f"{name} copies tokens: it has no confidence to calibrate")
     beliefs: dict[str, list[ConfidenceAndAcceptance]] = {}
@@ -113,8 +115,8 @@ def _believed(
 
 def fit(responses: Sequence[ConfidenceAndAcceptance]) -> Calibration:
     """The calibration that minimises, depth by depth, the cross-entropy with acceptance. Log scale
-    and shift are drawn towards those of the depth before (at depth 0: 0, which changes nothing), so
-    a depth that was seldom reached is calibrated much like the one before."""
+    and shift are regularised towards those of the depth before (at depth 0: 0, the identity), so a
+    depth that was seldom reached is calibrated almost like the one before."""
     map_2, maps, shares = torch.zeros(2, dtype=torch.float64), list[Tensor](), [0.5]
     with torch.inference_mode(False), torch.enable_grad():  # even when called during decoding
         for k in range(responses[0].confidence.shape[1]):
@@ -146,7 +148,7 @@ def _fitted(at_N: ConfidenceAndAcceptance, before_2: Tensor) -> Tensor:
 def reliability(
     responses: Sequence[ConfidenceAndAcceptance], calibration: Calibration | None = None
 ) -> list[Reliability]:
-    """Confidence, as the draft gives it or calibrated, beside acceptance at each depth."""
+    """Confidence, raw or calibrated, and acceptance at each depth."""
     by_depth = []
     for k in range(responses[0].confidence.shape[1]):
         sums: list[list[list[float]]] = []  # by response and bin: weight, confidence, acceptance

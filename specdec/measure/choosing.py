@@ -1,7 +1,7 @@
-"""What a speculation step drafts at one temperature. Measurements choose what `DecodeConfig` leaves
-open, anew at each temperature, since acceptance depends on it: a tree by the acceptance of each
-rank and the times of whole steps, a draft length by costs or by a stop classifier.
-"""
+"""Chooses the draft topology and length at one temperature. Measurements decide everything that
+`DecodeConfig` leaves open, separately at each temperature, since acceptance depends on it: a tree
+by the acceptance of each rank and the times of complete steps, a draft length by costs or by a stop
+classifier."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ WEIGHED = 48  # tokens of each response that `Drafter.weigh` learns from
 
 @dataclass(frozen=True)
 class FiguresFile:
-    """Figures that a draft-length policy learned, as the JSON file that its setting may name."""
+    """Figures measured for an adaptive draft length, as the JSON file that its setting may name."""
 
     stem: str
     contents: str
@@ -45,7 +45,7 @@ def file_of(figures: SavedFigures) -> FiguresFile:
 
 @dataclass
 class Learned:
-    """Measurements made to choose how to decode; None for those not needed."""
+    """Measurements made for choices; None for those not needed."""
 
     paths: list[list[int]] | None = None  # of the chosen tree or chain
     acceptance_by_rank: list[list[float]] | None = None  # [K][C], the reason for the choice
@@ -61,10 +61,10 @@ def chosen(
     temperature: float,
     prompts: Sequence[Sequence[int]],
 ) -> tuple[Way, Learned]:
-    """The way of decoding that `cfg` describes, for a drafter at a temperature, and what was
-    measured to choose its topology and length. If a choice needs
-    measurements, they are taken on the first of `prompts`, which should not be those of the
-    evaluation. Raises UserError as `require_fitting` does."""
+    """The decoding configuration for `cfg`, for a drafter at a temperature, and the measurements
+    with which its topology and length were chosen. Measurements are taken on the first of
+    `prompts`, which should not be those of the evaluation. Raises UserError as `require_fitting`
+    does."""
     fastest = cfg.tree == "static" and cfg.paths is None and cfg.nodes is None
     trees = setup.target.reads_trees
     require_fitting(
@@ -104,7 +104,8 @@ def chosen(
 
 @dataclass
 class TrialsOfChains:
-    """What a draft-length policy may measure before decoding (`policy.Trials`)."""
+    """Measurements that an adaptive draft length may request before decoding
+    (`draft_length.Trials`)."""
 
     setup: Setup
     chains: Way
@@ -130,7 +131,8 @@ class TrialsOfChains:
 
 
 def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[int]]) -> None:
-    """Let a drafter that chooses what to draft weigh its options, on plain responses to prompts."""
+    """Call `weigh` of a drafter that chooses between ways to draft, on vanilla responses to
+    prompts."""
 
     def cost(member: Drafter, gamma: int) -> tuple[float, float]:
         one_way = Way(member, Chain(gamma), compiled=way.compiled)
@@ -150,11 +152,11 @@ def weigh(setup: Setup, drafter: Drafter, way: Way, prompts: Sequence[Sequence[i
 def acceptance_by_rank(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], width: int = WIDTH
 ) -> Tensor:
-    """Acceptance by depth and rank [K, C], up to the depth of the way's shape. It is measured with
-    a tree in which each node of the first-ranked chain has `width` children: of the speculation
-    steps that reached a node of that chain, it is the share that went on to its child of this rank.
-    Rank r is the r-th likeliest token if siblings are picked (greedy decoding, or `greedy_draft`),
-    else the r-th token drawn."""
+    """Acceptance by depth and rank [K, C], up to the depth of the topology. It is measured with a
+    tree in which each node of the first-ranked chain has `width` children: of the speculation steps
+    that reached a node of that chain, the share that continued to its child of this rank. Rank r is
+    the r-th most likely token if siblings are picked (greedy decoding, or `greedy_draft`), else the
+    r-th token drawn."""
     assert way.shape is not None
     depth = way.shape.depth
     paths = [(0,) * d + (rank,) for d in range(depth) for rank in range(width)]  # in node order
@@ -185,8 +187,8 @@ def acceptance_by_rank(
 
 
 def best_static(acceptance_KC: Tensor, nodes: int) -> Static:
-    """The static tree of this many nodes with the largest expected accepted length, from
-    `acceptance_by_rank`, as Sequoia (Chen et al. 2024) and Medusa build theirs."""
+    """The static tree with `nodes` nodes and the largest expected accepted length, built from
+    `acceptance_by_rank` as in Sequoia (Chen et al. 2024) and Medusa."""
     falling_KC = acceptance_KC.clamp(1e-6, 1).cummin(-1).values
     return Static(best_paths(falling_KC.log().tolist(), nodes))
 
@@ -199,8 +201,8 @@ def expected_static(acceptance_KC: Tensor, paths: Sequence[Sequence[int]]) -> fl
 
 
 def candidates(acceptance_KC: Tensor, sizes: Sequence[int]) -> list[Shape]:
-    """The shapes of depth D or less that may be fastest: chains, and the best static trees with
-    these numbers of nodes (as Sequoia fits its trees to the hardware, Chen et al. 2024)."""
+    """The topologies of depth D or less that may be fastest: chains, and the best static trees with
+    these numbers of nodes (like Sequoia's hardware-aware trees, Chen et al. 2024)."""
     depths = range(1, len(acceptance_KC) + 1)
     trees = {tuple(best_static(acceptance_KC[:d], n).paths) for d in depths for n in sizes}
     chains = [Chain(d) for d in depths]
@@ -212,8 +214,8 @@ def fastest_shape(
     setup: Setup, way: Way, prompts: Sequence[Sequence[int]], acceptance_KC: Tensor
 ) -> Shape:
     """The static tree or chain of depth D or less that should commit the most tokens per second,
-    given acceptance (see `acceptance_by_rank`) and the seconds of whole speculation steps on
-    `prompts`; a chain, where the target cannot read trees."""
+    given acceptance (see `acceptance_by_rank`) and the seconds of complete speculation steps on
+    `prompts`; a chain, if the target does not support trees."""
     sizes = SIZES.get(setup.target.device.type, MORE) if setup.target.reads_trees else ()
     shapes = candidates(acceptance_KC, sizes)
     ways = [replace(way, shape=shape, verification="auto") for shape in shapes]
@@ -225,8 +227,8 @@ def fastest_shape(
 
 
 def steps_of_a_choice(cfg: DecodeConfig, gamma: int) -> int:
-    """An upper bound on the passes, over one prompt at a time, that it takes on a CPU to choose the
-    fastest shape of depth γ or less."""
+    """An upper bound on the number of forward passes, over one prompt at a time, for choosing the
+    fastest topology of depth γ or less on a CPU."""
     shapes = gamma * (1 + len(SIZES["cpu"]))
     timed = (1 + OF_STEPS) * shapes * min(TIMED, cfg.max_new_tokens)
     return timed + LEARNING * cfg.max_new_tokens

@@ -1,9 +1,9 @@
-"""Two drafts for one target, compared prompt by prompt.
+"""Compares two drafts for one target, prompt by prompt.
 
-Every figure comes with its difference and its quotient, B's with regard to A's. The intervals are
-paired: both drafts answered the same prompts, so what makes a prompt easy or hard for both does not
-widen them (see `theory.intervals`). α is compared over the positions of the target's own plain
-responses, τ over the speculation steps, and the speedup over the batches that were timed in both.
+Every figure comes with the difference B - A and the ratio B / A. The intervals are paired: both
+drafts answered the same prompts, so the difficulty of a prompt for both does not widen them (see
+`theory.intervals`). α is compared over the positions of the target's own vanilla responses, τ over
+the speculation steps, and the speedup over the batches that were timed in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ COMPARED_FILE = "compare.json"
 
 @dataclass(frozen=True)
 class ComparedFigure:
-    """A figure of both drafts. `prompts` are those behind it, and `counted` the positions (of α),
-    speculation steps (of τ) or timed tokens (of a speedup), of A and of B."""
+    """A figure of both drafts. `prompts` is the number of prompts behind it, and `counted` that of
+    positions (of α), speculation steps (of τ) or timed tokens (of a speedup), of A and of B."""
 
     name: str
     a: float
@@ -40,7 +40,7 @@ class ComparedFigure:
 
 @dataclass(frozen=True)
 class ComparedWay:
-    """The figures of one way of decoding at one temperature; τ is the first."""
+    """The figures of one decoding configuration at one temperature; τ is the first."""
 
     title: str
     temperature: float
@@ -52,8 +52,8 @@ class ComparedWay:
 
 @dataclass
 class Comparison:
-    """Two drafts on the prompts that both answered. The first ways, one for each temperature, are
-    those that were asked for."""
+    """Two drafts on the prompts that both answered. The first entries, one for each temperature,
+    are the requested decoding configuration."""
 
     a: str
     b: str
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def asked(self) -> list[ComparedWay]:
-        """The entries of the way that was asked for, one for each temperature."""
+        """The entries of the requested decoding configuration, one for each temperature."""
         return [way for way in self.ways if way.title == self.ways[0].title]
 
     def write(self, folder: Path) -> None:
@@ -114,7 +114,7 @@ def compared(a: Results, b: Results, names: tuple[str, str]) -> Comparison:
 
 
 class _Side:
-    """One of the two measurements, with the places of the shared prompts in it."""
+    """One of the two measurements, with the indices of the shared prompts in it."""
 
     def __init__(self, results: Results, shared: Sequence[str]) -> None:
         self.keys, self.shared = results.prompt_keys, shared
@@ -163,8 +163,8 @@ def _compared_way(
 def _speedup(
     times: Sequence[BatchTimes], kept: tuple[Sequence[float], Sequence[float]] | None
 ) -> Groups:
-    """The ratios whose product is the speedup, as in `Measured`: of the clock alone or, with the
-    counts `kept` of prompts of which not all were timed, of tokens and of seconds per step."""
+    """The ratios whose product is the speedup, as in `Measured`: the clock's alone or, with the
+    counts `kept` of prompts that were not all timed, tokens and seconds per step."""
     plain = [x.plain_seconds for x in times]
     if kept is None:
         return [[(plain, [x.seconds for x in times])]]
@@ -186,8 +186,8 @@ def _totals(ratios: Sequence[tuple[Sequence[float], Sequence[float]]]) -> tuple[
 
 
 def _pairs(a: Results, b: Results) -> list[tuple[str, Measured, Measured]]:
-    """What is compared: the ways that were asked for, then others of the same title, with one entry
-    for each temperature. Where the way that was asked for is the fastest, it stands for both."""
+    """The pairs to compare: the requested configurations, then others with the same title, with one
+    entry for each temperature. If the requested configuration is the fastest, it counts as both."""
     pairs: list[tuple[str, Measured, Measured]] = []
 
     def add(title: str, ours: Sequence[Measured], theirs: Sequence[Measured]) -> None:
@@ -213,7 +213,7 @@ def _titled(results: Results, title: str) -> list[Measured]:
 
 
 def _sampling(way: Described) -> tuple[float, int, float]:
-    """What p depends on."""
+    """The settings on which p depends."""
     return (way.temperature, way.top_k, way.top_p) if way.temperature else (0.0, 0, 1.0)
 
 
@@ -226,7 +226,7 @@ def _at(ways: Sequence[Described]) -> str:
 
 
 def _notes(a: Results, b: Results, names: tuple[str, str], shared: int) -> list[str]:
-    """What else differs between the two, in a sentence each."""
+    """Further differences between the two measurements, in a sentence each."""
     notes = []
     for name, one in zip(names, (a, b), strict=True):
         if others := len({*one.prompt_keys}) - shared:

@@ -1,7 +1,7 @@
-"""What decoding costs on this machine, in seconds: plain steps, verification, drafting, speculation
-steps. Things that are compared take turns, so that a change in the machine's speed affects all of
-them. Of several processes, only the first measures, by its own clock, while the others wait. Then
-all of them get what it found (see `specdec.ranks`)."""
+"""The costs of decoding on this machine, in seconds: vanilla steps, verification, drafting,
+speculation steps. Compared operations take turns, so that a change in the machine's speed affects
+all of them. With several processes, only the first measures, by its own clock, while the others
+wait; then all of them get the result (see `specdec.ranks`)."""
 
 import math
 import statistics
@@ -42,8 +42,9 @@ BRIEF_TURNS, BRIEF_STEPS, BRIEF_TIMED = 8, 2, 8
 
 @dataclass(frozen=True)
 class Costs:
-    """Medians in seconds of one plain step, one verification pass and one drafting. `c` is a draft
-    step (Definition 3.7 of Leviathan et al.) and `v` a verification, in units of a plain step."""
+    """Medians in seconds of one vanilla step, one verification pass and one drafting. `c` is a
+    draft step (Definition 3.7 of Leviathan et al.) and `v` a verification pass, in vanilla
+    steps."""
 
     step_seconds: Interval
     verify_seconds: Interval
@@ -54,10 +55,10 @@ class Costs:
 
 def costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int | None = None) -> Costs:
     """The costs of the parts of a speculation step, after a prompt on `setup.batch` rows. The
-    verification covers the anchor and as many tokens as the way's shape can draft. Parts take
-    turns, so that each finds the processor's caches as decoding leaves them. If passes are
-    compiled, their caches have room for `setup.max_new_tokens`. If a prompt is too long, only its
-    end is read."""
+    verification covers the anchor and as many tokens as the topology can draft. Parts take
+    turns, so that each finds the processor's caches as in decoding. If forward passes are
+    compiled, their caches have room for `setup.max_new_tokens`. Of a prompt that is too long,
+    only the end is read."""
     turns = turns or (BRIEF_TURNS if setup.brief else TURNS)
     return setup.ranks.first(lambda: _costs(setup, way, prompt, turns))
 
@@ -96,8 +97,8 @@ def _costs(setup: Setup, way: Way, prompt: Sequence[int], turns: int) -> Costs:
 
 @torch.inference_mode()
 def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float | None, int]:
-    """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and those
-    of the target step. Matrix products are counted; None and 0 if that is impossible."""
+    """ĉ, the operations of a draft step over those of a target step (Definition 3.10), and those of
+    the target step. Matrix products are counted; None and 0 if that is impossible."""
     drafter, shape = _drafting(way)
     gamma = shape.depth
     rows, cache, draft = _prepared(target, Way(drafter, Chain(gamma)), prompt)
@@ -116,7 +117,7 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
 
 
 def _drafting(way: Way) -> tuple[Drafter, Shape]:
-    """What drafts, and what it drafts."""
+    """The drafter and its topology."""
     if way.drafter is None or way.shape is None:
         raise ValueError("plain decoding has no costs of drafting")
     return way.drafter, way.shape
@@ -125,8 +126,9 @@ def _drafting(way: Way) -> tuple[Drafter, Shape]:
 def _prepared(
     target: Target, way: Way, prompt: Sequence[int], batch: int = 1, slots: int | None = None
 ) -> tuple[Rows, SlotCache, Callable[[], object]]:
-    """Rows that have read the prompt and end with an anchor, the target's cache of them, and a call
-    that drafts there. With `slots`, caches have that fixed size and passes are compiled."""
+    """Rows that have read the prompt and end with an anchor, the target's cache of them, and a
+    function that drafts there. With `slots`, caches have that fixed size and forward passes are
+    compiled."""
     drafter, shape = _drafting(way)
     if drafter.limits.positions is not None:
         prompt = prompt[-max(1, drafter.limits.positions - 1 - shape.depth) :]
@@ -143,7 +145,7 @@ def _prepared(
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of a call, including the work it started on `device`, and its result."""
+    """Seconds of a call, including its work on `device`, and its result."""
     finish(device)
     start = time.perf_counter()
     result = run()
@@ -153,7 +155,7 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 def cost_table(setup: Setup, way: Way, prompt: Sequence[int]) -> CostTable:
     """Seconds of a speculation step by rows (up to `setup.batch`) and drafted tokens (up to the
-    depth of the way's shape), for length `goodput`."""
+    depth of the topology), for the draft length `goodput`."""
     _, shape = _drafting(way)
     batches, gammas = (sorted({1, (n + 1) // 2, n}) for n in (setup.batch, shape.depth))
     seconds = []
@@ -168,9 +170,9 @@ def cost_table(setup: Setup, way: Way, prompt: Sequence[int]) -> CostTable:
 def steps_in_turn(
     setup: Setup, ways: Sequence[Way], prompts: Sequence[Sequence[int]]
 ) -> list[float]:
-    """For each way, the seconds of a whole speculation step when `setup.batch` prompts are decoded
-    together: medians of `OF_STEPS` timings, taken in turn after a warm-up; where
-    measuring is brief, the shorter of two."""
+    """For each configuration, the seconds of a complete speculation step when `setup.batch` prompts
+    are decoded together: medians of `OF_STEPS` timings, taken in turn after a warm-up; with
+    `brief`, the shorter of two."""
     return setup.ranks.first(lambda: _steps_in_turn(setup, ways, prompts))
 
 

@@ -1,5 +1,5 @@
-"""Prompts answered plainly and in each way of decoding: the first are timed in turn, and the others
-are decoded many at a time, for what is counted (see evaluation.py)."""
+"""Prompts answered by vanilla decoding and with each decoding configuration: the first ones are
+timed in turn, and the others are decoded many at a time, for counts (see evaluation.py)."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ TIMED, COUNTED, BRIEF_TOGETHER = 0.5, 0.75, 16
 
 @dataclass
 class Until:
-    """When to end decoding prompts, by the time that is left: `seconds` of it are for one
-    temperature, of which choices take a part before, and teacher forcing and costs one after."""
+    """The end of decoding prompts by the remaining time: `seconds` of it are for one temperature,
+    in which choices take a part before, and teacher forcing and costs a part after."""
 
     left: Callable[[], float]
     seconds: float
@@ -35,16 +35,15 @@ class Until:
         self._began = self.left()
 
     def passed(self, part: float, ahead: float = 0.0) -> bool:
-        """Whether a part of the time will have passed when more work of `ahead` seconds is
-        done."""
+        """Whether the fraction `part` of the time will have passed after `ahead` more seconds."""
         return self._began - self.left() + ahead > part * self.seconds
 
 
 @dataclass
 class DecodedPrompts:
-    """All prompts answered plainly and in one way, the timed ones first. Seconds and the counts
-    beside them have one entry for each batch that was timed; they are about the tokens after the
-    first of each response, which prefill emits."""
+    """All prompts with vanilla responses and those of one configuration, the timed ones first.
+    Seconds, and the counts beside them, have one entry for each timed batch; they cover the tokens
+    after the first of each response, which prefill emits."""
 
     plain: list[Generation] = field(default_factory=list)
     drafted: list[Generation] = field(default_factory=list)
@@ -58,12 +57,12 @@ class DecodedPrompts:
 
     @property
     def timed(self) -> int:
-        """How many prompts were timed, beginning with the first."""
+        """The number of timed prompts, which are the first ones."""
         return sum(self.of_batches)
 
     @property
     def times(self) -> list[BatchTimes]:
-        """What was timed, batch by batch."""
+        """The timings, batch by batch."""
         columns = self.of_batches, self.plain_tokens, self.plain_seconds, self.seconds
         more = self.row_steps, self.speculation_seconds
         return [BatchTimes(*row) for row in zip(*columns, *more, strict=True)]
@@ -78,7 +77,7 @@ class DecodedPrompts:
         self.drafted += drafted
 
     def time(self, plain: list[list[Generation]], drafted: list[list[Generation]]) -> None:
-        """Add the times of a batch that was answered several times: counts come from the first
+        """Add the times of a batch that was answered several times: counts are those of the first
         time, seconds are medians."""
         tokens, steps = _tokens(plain[0]), max(1, sum(len(g.steps) for g in drafted[0]))
         self.plain_tokens.append(tokens)
@@ -101,22 +100,23 @@ def decoded_in_turn(
     tell: Callable[..., None],
     until: Until | None = None,
 ) -> list[DecodedPrompts]:
-    """Answer all prompts plainly and in each way: the first `cfg.timed_prompts` in batches of
-    `cfg.batch`, in turn and `cfg.repeats` times, the others `together` at a time, without compiled
-    passes. `tell` is called with the progress after each batch. With `until`, fewer prompts are
-    timed and answered if its time is up, the first ones in every way."""
+    """Answer all prompts with vanilla decoding and each configuration: the first
+    `cfg.timed_prompts` in batches of `cfg.batch`, in turn and `cfg.repeats` times, the others
+    `together` at a time, without compiled forward passes. `tell` is called with the progress after
+    each batch. With `until`, fewer prompts are timed and answered if its time is up: the first
+    ones, in every configuration."""
     ranks, plain, timed = setup.ranks, ways[0].plain, min(len(prompts), cfg.timed_prompts)
     all_timed = timed == len(prompts)
 
     def turns(
         batch: range, ways: Sequence[Way], repeat: int = 0, tokens: int = setup.max_new_tokens
     ) -> list[list[Generation]]:
-        """The prompts with these numbers, plainly and in each way."""
+        """The responses to the prompts with these numbers, vanilla and with each configuration."""
         some, seeds = [prompts[i] for i in batch], [cfg.seed + i * 1009 + repeat for i in batch]
         return [setup.responses(some, way, seeds=seeds, max_new_tokens=tokens) for way in ways]
 
     def in_time() -> list[DecodedPrompts]:
-        """The prompts that are timed."""
+        """The timed prompts."""
         many, warming = [DecodedPrompts() for _ in ways], [plain, *(way.fresh() for way in ways)]
         for first in range(0, timed, cfg.batch):
             batch = range(first, min(first + cfg.batch, timed))
@@ -152,7 +152,8 @@ def decoded_in_turn(
     ]
 
     def counted(batch: range) -> list[list[Generation]]:
-        """The prompts with these numbers, in smaller batches if memory runs out."""
+        """The responses to the prompts with these numbers, in smaller batches if memory runs
+        out."""
         try:
             responses = turns(batch, eager)
             tell(advance=len(batch))
@@ -180,8 +181,8 @@ def decoded_in_turn(
 
 
 def _tokens(batch: Sequence[Generation]) -> int:
-    """How many tokens of these responses the speculation steps made, since prefill emits the first
-    of each; at least 1, because callers divide by it."""
+    """The number of tokens in these responses that speculation steps made, without the first of
+    each, which prefill emits; at least 1, because callers divide by it."""
     return max(1, sum(len(g.ids) - 1 for g in batch))
 
 
@@ -198,8 +199,8 @@ def _a_step(batch: Sequence[Generation]) -> float:
 def counting(
     setup: Setup, cfg: DecodeConfig, prompts: Sequence[Sequence[int]], needs: HiddenStateSpec
 ) -> int:
-    """How many prompts to decode together where only acceptance is counted: `cfg.counting`, or as
-    many as fit into the memory that is free in every process, with the hidden states that the draft
+    """The number of prompts to decode together when only acceptance is counted: `cfg.counting`, or
+    as many as fit into the free memory of every process, with the hidden states that the draft
     `needs`. If all are timed: `cfg.batch`."""
     if len(prompts) <= cfg.timed_prompts:
         return cfg.batch

@@ -1,19 +1,18 @@
-"""Evaluation: a drafter on held-out prompts, measured by the decoder and by teacher forcing.
+"""Evaluation: measures a drafter on held-out prompts, by the decoder and by teacher forcing.
 
-Acceptance and speed are different questions. Seconds come from the first prompts alone: every batch
-of them is answered plainly and in each way of decoding in turn. The other prompts are decoded many
-at a time, since in float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may be
-decided differently, as it may between any two passes). So τ and all counts come from many prompts,
-and a speedup combines them with the timed seconds of a speculation step and of a plain step. α is
-taken over the target's own plain text at all positions, and over the decoded text at the anchors
-where speculation steps started. Intervals are over prompts, those of seconds over batches (see
-`theory.intervals`).
+Seconds come from the first prompts alone: each batch of them is answered by vanilla decoding and
+with each decoding configuration in turn. The other prompts are decoded many at a time, since in
+float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may flip, as between any
+two forward passes). τ and all counts thus come from many prompts, and a speedup combines them with
+the timed seconds of a speculation step and of a vanilla step. α is taken over the target's own
+vanilla text at all positions, and over the decoded text at the anchors where speculation steps
+started. Intervals are over prompts, those of seconds over batches (see `theory.intervals`).
 
-Several processes share the prompts out (see `specdec.ranks`). What is counted comes from all of
-them and is what one process would count: batches, seeds and order are the same. Seconds come from
-the first process alone, by its own clock, while the others wait: processes that decode on one
-machine at the same time slow each other down, more so the more there are. A length policy looks at
-the batch and may learn from one prompt to the next, so with one, all prompts are timed.
+Several processes divide the prompts (see `specdec.ranks`). Counts come from all of them and equal
+those of one process: batches, seeds and order are the same. Seconds come from the first process
+alone, by its own clock, while the others wait: processes that decode on one machine at the same
+time slow each other down. An adaptive draft length depends on the batch and may learn from one
+prompt to the next, so with one, all prompts are timed.
 """
 
 from collections import Counter
@@ -85,7 +84,7 @@ FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 @dataclass(frozen=True)
 class Rival:
-    """Another draft for the same target, in the shape that its own settings give."""
+    """Another draft for the same target, with the topology of its own settings."""
 
     drafter: Drafter
     cfg: DecodeConfig
@@ -93,9 +92,9 @@ class Rival:
 
 @dataclass
 class Subject:
-    """What is measured: a run's draft, for its target, on some data. A second draft, `combined`,
-    may take turns with it, and so may a `rival`, of which α is measured too. If the target was
-    trained too, `original` is what it was before. `origin` says what the prompts are."""
+    """The subject of a measurement: a run's draft, for its target, on some data. A second draft,
+    `combined`, may take turns with it, and so may a `rival`, whose α is measured too. If the target
+    was trained too, `original` is the untrained one. `origin` describes the prompts."""
 
     name: str  # of the run
     target: Target
@@ -119,14 +118,14 @@ def evaluate(
     kinds: Sequence[str] = (),
     left: Callable[[], float] | None = None,
 ) -> Results:
-    """Measure a drafter on the first `cfg.prompts` prompts, in turn with plain decoding, with its
-    fastest shape if `cfg.fastest` (unless that is the one asked for, which is measured once), and
-    with `subject.combined` and `subject.rival` if there are any. A shape or a length is chosen on
-    the prompts that follow those. `words` are what the user says last in each prompt, for the
-    samples (default: the decoded prompt), and `earlier` the turns before, as roles and texts.
-    `kinds` names the kind of each prompt; if there are several, each has figures of its own. `left`
-    returns the seconds that are left: then as many prompts are decoded at the first temperature as
-    its part of them allows, but at least `LEAST_PROMPTS`, and the same at others. The draft's
+    """Measure a drafter on the first `cfg.prompts` prompts, in turn with vanilla decoding, with its
+    fastest topology if `cfg.fastest` (once, if that is the requested one), and with
+    `subject.combined` and `subject.rival` if there are any. A topology or a length is chosen on the
+    prompts after those. `words` are the user's last turns in each prompt, for the samples (default:
+    the decoded prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind
+    of each prompt; if there are several, each has its own figures. `left` returns the remaining
+    seconds: then as many prompts are decoded at the first temperature as its part of them allows,
+    but at least `LEAST_PROMPTS`, and the same prompts at other temperatures. The draft's
     speculation steps are appended to the file `log`. All of `ranks` call this with the same
     arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -223,7 +222,7 @@ def evaluate(
 
 
 def _shapes(drafter: Drafter, cfg: DecodeConfig) -> list[tuple[str, Drafter, DecodeConfig]]:
-    """The ways in which a draft alone is measured: their titles, the draft and its settings."""
+    """The configurations in which a draft alone is measured: title, draft and settings."""
     ways = [("trees" if cfg.tree else "chains", drafter, cfg)]
     if cfg.fastest:
         ways.append((FASTEST, drafter, replace(cfg, tree="static", fastest=False)))
@@ -231,8 +230,8 @@ def _shapes(drafter: Drafter, cfg: DecodeConfig) -> list[tuple[str, Drafter, Dec
 
 
 def same_way(one: Way, other: Way) -> bool:
-    """Whether two ways draft the same tokens and judge them alike, so that one measurement is that
-    of both. Length policies learn, so two of them are never the same."""
+    """Whether two decoding configurations draft the same tokens and verify them alike, so that one
+    measurement counts for both. Adaptive draft lengths learn, so two of them are never the same."""
     fixed = one.draft_length is other.draft_length is None
     how = [
         (w.sampler, w.verification, w.greedy_draft, w.compiled, repr(w.shape)) for w in (one, other)
@@ -241,7 +240,7 @@ def same_way(one: Way, other: Way) -> bool:
 
 
 def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
-    """A way that `cfg` asked for, as it is written down."""
+    """A record of the decoding configuration for `cfg`."""
     assert way.drafter is not None and way.shape is not None
     greedy, method = way.sampler.greedy, way.verification_method
     return Described(
@@ -269,7 +268,7 @@ def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
 def _figures(
     setup: Setup, way: Described, learned: Learned, decodings: DecodedPrompts, cost: Costs
 ) -> Measured:
-    """What was counted and timed in one way of decoding."""
+    """The counts and timings of one decoding configuration."""
     gamma, depths, steps = way.gamma, range(way.gamma), decodings.steps
 
     def of_prompts(count: Callable[[SpeculationStep], float]) -> list[float]:
@@ -323,14 +322,14 @@ def _figures(
 
 
 def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts) -> None:
-    """Add what teacher forcing says about the draft along the responses."""
+    """Add the figures of teacher forcing for the draft along the responses."""
     assert way.drafter is not None
     target, gamma, greedy = setup.target, one.way.gamma, way.sampler.greedy
     drafter = drafting(way.drafter, gamma)
     forcing = TeacherForcing(drafter, target, Sampler(1.0) if greedy else way.sampler)
 
     def texts(responses: tuple[Generation, Generation]) -> tuple[ForcedText, ForcedText]:
-        """What is measured along one prompt's plain response, and along the drafted one."""
+        """The figures along one prompt's vanilla response, and along the drafted one."""
         plain, drafted = responses
         read = along(forcing, target, drafted.prompt, [*drafted.ids, *drafted.overrun])
         at_visits = decoded(read, drafted, gamma, greedy)
@@ -355,8 +354,8 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts
 
 
 def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Slice]:
-    """The figures of each kind of prompt, by its name; none if there are not several kinds. Beyond
-    `MOST_SLICES`, the rarest kinds are one."""
+    """The figures of each kind of prompt, by its name; empty unless there are several kinds. Beyond
+    `MOST_SLICES`, the rarest kinds are merged."""
     frequent = [kind for kind, _ in Counter(kinds[: len(counts)]).most_common()]
     named = frequent if len(frequent) <= MOST_SLICES else frequent[: MOST_SLICES - 1]
     of_kind: dict[str, list[PromptCounts]] = {}
@@ -381,7 +380,7 @@ def _samples(
     words: Sequence[str],
     earlier: Sequence[Sequence[tuple[str, str]]],
 ) -> list[Sample]:
-    """The first responses, with what they answer."""
+    """The first responses, with their prompts."""
 
     def text(ids: Sequence[int]) -> str:
         return str(target.tokenizer.decode(ids, skip_special_tokens=True))
@@ -400,7 +399,7 @@ def _oracle(
     setup: Setup, way: Way, cost: Costs, learning: list[list[int]], steps: list[SpeculationStep]
 ) -> Oracle | None:
     """The bound of `specdec.theory.oracle.oracle`, for chains: from speculation steps of `LONG`
-    tokens on some prompts if the family can draft that many, otherwise from the measured steps."""
+    tokens on some prompts if the drafter can draft that many, otherwise from the measured steps."""
     drafter, shape = way.drafter, way.shape
     if not isinstance(shape, Chain) or drafter is None:
         return None

@@ -1,5 +1,5 @@
-"""A draft along known text: acceptance at every anchor, and what theory needs of p and q; a target
-along the text of another."""
+"""Teacher forcing of a draft along known text: acceptance at every anchor, and the figures of p and
+q for the theory section; and of a target along the text of another."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -34,8 +34,8 @@ MOST = 1e6  # cap on q(x) / p(x), for text that the target would hardly write
 
 
 class Along(NamedTuple):
-    """What is measured at each anchor t of a response and each depth [T, K]. Anchor 0 is the
-    response's first token, which prefill emits; depths beyond the end of the text are 0."""
+    """The figures at each anchor t of a response and each depth [T, K]. Anchor 0 is the response's
+    first token, which prefill emits; depths beyond the end of the text are 0."""
 
     alpha: Acceptance
     lenient: list[Tensor]  # α_l, for each of `LENIENCES`
@@ -49,8 +49,8 @@ class Along(NamedTuple):
 
 
 def drafting(drafter: Drafter, gamma: int) -> Drafter:
-    """The drafter, set to draft γ tokens if it copies: its first tokens then depend on how many it
-    is to copy. For other families, γ tokens are the beginning of any longer draft."""
+    """The drafter, set to draft γ tokens if it copies: its first tokens then depend on the number
+    of tokens to copy. For other drafters, γ tokens are the beginning of any longer draft."""
     if not drafter.copies or drafter.depth == gamma:
         return drafter
     same = copy(drafter)
@@ -103,7 +103,7 @@ def along(
 
 
 class ForcedText(NamedTuple):
-    """What was measured along a response, and which of its anchors count."""
+    """The figures along a response, and a mask of the anchors that count."""
 
     measured: Along
     anchors: list[int]
@@ -119,8 +119,8 @@ def whole(measured: Along, length: int, depth: int) -> ForcedText:
 def decoded(measured: Along, response: Generation, gamma: int, greedy: bool) -> ForcedText:
     """The anchors at which a decoding's speculation steps started; `measured` holds the figures
     along its text. At T = 0 all of them count, so that the products of greedy acceptance are the
-    decoder's own counts: a depth past the end of the text was not accepted. Above 0 only those with
-    γ tokens of text after them count, since sampled acceptance past the end is unknown."""
+    decoder's own counts: a depth past the end of the text was not accepted. Above 0 only those
+    followed by γ tokens of text count, since sampled acceptance past the end is unknown."""
     length = len(response.ids) + len(response.overrun)
     steps = [(r.anchor - len(response.prompt), r.drafted) for r in response.steps]
     kept = [(t, drafted) for t, drafted in steps if greedy or t + gamma < length]
@@ -159,8 +159,8 @@ def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
 def foreseen(
     every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int
 ) -> Foreseen | None:
-    """What the theory says about these texts; None if they are too short. Expected tokens are
-    those of a chain of γ (or of the trained depth, if less) at visited anchors."""
+    """The predictions of the theory for these texts; None if they are too short. Expected tokens
+    are those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
         return None
     divergences = [text.measured.lk_divergence[text.anchors] for text in every]
@@ -182,8 +182,8 @@ def foreseen(
 def prompt_counts(
     every: ForcedText, plain: Generation, response: Generation, gamma: int, greedy: bool
 ) -> PromptCounts:
-    """The counts of a prompt, from what was measured along its plain response and from its
-    speculation steps."""
+    """The counts of a prompt, from the figures along its vanilla response and from its speculation
+    steps."""
     alpha = every.measured.alpha
     by_anchor = [column_TK[every.anchors] for column_TK in alpha]
     sums = Acceptance(*(column_TK.sum(0).tolist() for column_TK in by_anchor))  # type: ignore[arg-type]
@@ -209,12 +209,13 @@ def shift(
     batch: int,
     ranks: Ranks = ALONE,
 ) -> Shift:
-    """How far `adapted`, which was trained with its draft, has moved from `original`, over
-    responses of up to `tokens` tokens. The prompts are shared out."""
+    """The distance of `adapted`, which was trained with its draft, from `original`, over responses
+    of up to `tokens` tokens. The prompts are distributed over the processes."""
 
     @torch.inference_mode()
     def moved(start: int) -> list[tuple[float, int, bool]]:
-        """The summed KL of each response in a batch, its tokens, and whether it stayed the same."""
+        """The summed KL of each response in a batch, its number of tokens, and whether it is
+        unchanged."""
         asked, shifts = prompts[start : start + batch], []
         told = (decode(t, asked, max_new_tokens=tokens) for t in (original, adapted))
         for before, after in zip(*told, strict=True):

@@ -1,4 +1,5 @@
-"""The machine behind a figure: processor, instruction set, threads, dtype and why, torch."""
+"""The machine behind a figure: processor, instruction set, threads, torch, and the dtype with its
+reason."""
 
 import platform
 from dataclasses import dataclass
@@ -37,6 +38,6 @@ def machine_of(target: Target) -> Machine:
 
 
 def processor_name() -> str:
-    """The CPU as far as the system reports it, and the instruction set that torch uses."""
+    """The CPU's name, as far as the system reports it, and the instruction set that torch uses."""
     cpu = processor().model or platform.processor() or platform.machine()
     return f"{cpu} with {torch.backends.cpu.get_cpu_capability()}"

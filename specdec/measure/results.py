@@ -1,7 +1,7 @@
 """The results of an evaluation: dataclasses, written as JSON and read back unchanged.
 
-`evaluate` makes a `Results`; report, W&B, comparison and pipeline read it, and nothing else
-passes between them. Lists over depths have an entry for each drafted position, from 0.
+`evaluate` makes a `Results`; report, W&B, comparison and pipeline read it, and exchange nothing
+else. Lists over depths have an entry for each drafted position, from 0.
 """
 
 import math
@@ -49,7 +49,7 @@ class Forced:
 
 @dataclass(frozen=True)
 class Lenient:
-    """α_l of Leviathan et al., Appendix A.5, where q is multiplied by a `factor` l."""
+    """α_l of Leviathan et al., Appendix A.5, with q multiplied by a `factor` l."""
 
     factor: float
     alpha: Interval  # over all positions
@@ -58,7 +58,7 @@ class Lenient:
 
 @dataclass(frozen=True)
 class Foreseen:
-    """Figures of the theory that need p and q at every position of the text (T > 0)."""
+    """Predictions of the theory that need p and q at every position of the text (T > 0)."""
 
     divergence: list[Interval]  # D_LK by depth
     lenience: list[Lenient]  # at depth 0
@@ -69,8 +69,9 @@ class Foreseen:
 
 @dataclass(frozen=True)
 class Bin:
-    """Drafted tokens of similar confidence: its mean, and the share that was accepted. A token
-    counts with the probability that all before it were accepted; `weight` is the sum of these."""
+    """Drafted tokens of similar confidence: its mean, and the share that was accepted. A token is
+    weighted by the probability that all before it were accepted; `weight` is the sum of these
+    weights."""
 
     predicted: float
     observed: Interval
@@ -79,7 +80,7 @@ class Bin:
 
 @dataclass(frozen=True)
 class Reliability:
-    """Confidence beside acceptance at one depth. `error` is the expected calibration error: the
+    """Confidence and acceptance at one depth. `error` is the expected calibration error: the
     distance between the two in a bin, averaged over tokens (Guo et al. 2017)."""
 
     whole: Bin
@@ -90,8 +91,8 @@ class Reliability:
 @dataclass(frozen=True)
 class PromptCounts:
     """The counts of one prompt, for comparing two drafts prompt by prompt. `walked` are the tokens
-    and the speculation steps that a decoder is expected to make along the plain response. What
-    comes from teacher forcing is empty in ways for which it was not measured."""
+    and the expected number of speculation steps of a decoder along the vanilla response (for
+    simulated τ). Figures of teacher forcing are empty for configurations without it."""
 
     emitted: int
     speculation_steps: int
@@ -102,7 +103,8 @@ class PromptCounts:
     greedy_draft: list[float] = field(default_factory=list)
 
     def at_way(self, way: "Described") -> list[float]:
-        """Sums of the variant of α that a way of decoding accepts by, by depth."""
+        """Sums by depth of the variant of α that describes acceptance in a decoding
+        configuration."""
         if way.temperature == 0:
             return self.greedy
         return self.greedy_draft if way.greedy_draft else self.sampled
@@ -110,8 +112,8 @@ class PromptCounts:
 
 @dataclass(frozen=True)
 class BatchTimes:
-    """The seconds of a timed batch, for as many `tokens` in plain decoding and in a way of
-    decoding, and those of the latter's speculation steps, summed over its rows."""
+    """The seconds of a timed batch for `tokens` tokens, in vanilla decoding and in a decoding
+    configuration, and those of its speculation steps, summed over its rows."""
 
     prompts: int
     tokens: int
@@ -140,14 +142,14 @@ class Sample:
     pieces: list[tuple[str, str]] = field(default_factory=list)  # see `specdec.decoding.generation`
 
     def conversation(self) -> str:
-        """What the user said last, with the turns before it if there are any."""
+        """The user's last turn, with the turns before it if there are any."""
         turns = [*self.earlier, ("user", self.prompt)]
         return "\n".join(f"{role}: {text}" for role, text in turns) if self.earlier else self.prompt
 
 
 @dataclass(frozen=True)
 class Described:
-    """A way of decoding (`specdec.decoding.way.Way`), as it is written down."""
+    """A decoding configuration (`specdec.decoding.way.Way`) in a form for JSON."""
 
     title: str  # "chains" or "trees", "fastest" for the shape expected to be fastest, or a family
     drafter: str  # the family
@@ -170,7 +172,7 @@ class Described:
 
     @property
     def shape(self) -> str:
-        """What a speculation step drafts, in words."""
+        """The draft topology in words."""
         if self.chain:
             shape = f"chains of γ = {self.gamma}"
         else:
@@ -185,11 +187,11 @@ class Described:
 
 @dataclass
 class Measured:
-    """All figures of one way of decoding. Counts come from all prompts, and seconds from those that
-    were timed, in whole batches. If not all prompts were timed, `speedup` and `tokens_per_second`
-    combine the tokens that a speculation step adds to a response, over all prompts, with the timed
-    seconds of a speculation step and of a plain step; `timed_speedup` comes from the timed prompts
-    alone."""
+    """All figures of one decoding configuration. Counts come from all prompts, and seconds from the
+    timed ones, in complete batches. If not all prompts were timed, `speedup` and
+    `tokens_per_second` combine the tokens that a speculation step adds to a response, over all
+    prompts, with the timed seconds of a speculation step and of a vanilla step; `timed_speedup`
+    comes from the timed prompts alone."""
 
     way: Described
     tau: Interval
@@ -223,7 +225,7 @@ class Measured:
 
     @property
     def alpha(self) -> Forced:
-        """α by teacher forcing, of the way for which it was measured."""
+        """α by teacher forcing, from the configuration in which it was measured."""
         if self.forced is None:
             raise ValueError(f"α was not measured for {self.way.title}, only for the first way")
         return self.forced
@@ -240,9 +242,9 @@ class ByDepth:
 
 @dataclass
 class HeldOut:
-    """Held-out figures by teacher forcing. `tau_*`: tokens per pass of a decoder that walks the
-    texts with chains of `gamma` tokens (0: as many as the draft was trained for); `alpha_*`: α
-    at depth 0 over all positions; `positions`: their number by depth."""
+    """Held-out figures by teacher forcing. `tau_*`: simulated τ of chains of `gamma` tokens over
+    the texts (0: as many as the draft was trained for); `alpha_*`: α at depth 0 over all positions;
+    `positions`: their number by depth."""
 
     tau_greedy: float
     tau_sampled: float
@@ -266,8 +268,8 @@ class Curve:
 
 @dataclass(frozen=True)
 class CutResponses:
-    """How many of the target's responses, on which a draft was trained and selected, were cut at
-    `responses.max_new_tokens` before the target had ended them."""
+    """The number of the target's responses, used for training and selecting a draft, that were cut
+    at `responses.max_new_tokens` before the target had ended them."""
 
     responses: int
     cut: int
@@ -285,9 +287,9 @@ class CutResponses:
 
     @property
     def enough(self) -> int | None:
-        """A limit at which about `CUT_WARNED` of the responses would be cut, if as large a share of
-        the remaining ones ends in every further `max_new_tokens` tokens: 2 to 8 times as many, as
-        far as the target has room. None if no more are needed, or none have room."""
+        """A limit at which about `CUT_WARNED` of the responses would be cut, if every further
+        `max_new_tokens` tokens end the same share of the remaining ones: 2 to 8 times as many, as
+        far as the target has room. None if no more are needed, or there is no room."""
         if not self.warns:
             return None
         times = math.log(CUT_WARNED) / math.log(self.share) if self.share < 1 else math.inf
@@ -317,7 +319,7 @@ class CutResponses:
 
 @dataclass
 class Training:
-    """What training ended with; `held_out` belongs to the best checkpoint."""
+    """The outcome of training; `held_out` belongs to the best checkpoint."""
 
     step: int
     steps: int
@@ -339,9 +341,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Shift:
-    """How far a target that was trained with its draft is from the original, over the
+    """The distance of a target that was trained with its draft from the original, over the
     original's greedy responses: KL(original ‖ adapted) in nats a token at T = 1, and the share of
-    responses that stay the same."""
+    unchanged responses."""
 
     original: str
     kl: Interval
@@ -350,9 +352,9 @@ class Shift:
 
 @dataclass
 class Results:
-    """A draft measured on some prompts. `measured` has an entry for each way of decoding and each
-    temperature, all temperatures of a way in a row; the first way is the one that was asked for,
-    and the others took turns with it."""
+    """A draft measured on some prompts. `measured` has an entry for each decoding configuration and
+    each temperature, all temperatures of one configuration in a row. The first configuration is the
+    requested one; the others took turns with it."""
 
     name: str  # of the run
     drafter: str  # the family
@@ -383,7 +385,7 @@ class Results:
 
     @property
     def ways(self) -> dict[str, list[Measured]]:
-        """The entries of each way, by its title."""
+        """The entries of each decoding configuration, by its title."""
         by_title: dict[str, list[Measured]] = {}
         for one in self.measured:
             by_title.setdefault(one.way.title, []).append(one)
@@ -391,12 +393,12 @@ class Results:
 
     @property
     def asked(self) -> list[Measured]:
-        """The results of the way of decoding that the user asked for, one for each temperature."""
+        """The results of the requested decoding configuration, one for each temperature."""
         return next(iter(self.ways.values()))
 
     @property
     def others(self) -> dict[str, list[Measured]]:
-        """The entries of the other ways, by title."""
+        """The entries of the other decoding configurations, by title."""
         return dict([*self.ways.items()][1:])
 
     @property
@@ -405,13 +407,14 @@ class Results:
 
     @property
     def without_interval(self) -> str:
-        """Why τ has no interval, in words; empty if `FEWEST` prompts or more were measured."""
+        """The reason why τ has no interval; empty if `FEWEST` prompts or more were measured."""
         prompts = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
         return "" if self.prompts >= FEWEST else f"measured on {prompts}: no interval"
 
     @property
     def times_without_interval(self) -> str:
-        """The same for speedups and tokens/s, which come from whole batches."""
+        """The reason why speedups and tokens/s, which come from complete batches, have no interval;
+        else empty."""
         timed = self.timed_prompts
         batches = -(-timed // self.batch)
         if self.prompts >= FEWEST and batches < FEWEST:
@@ -451,8 +454,8 @@ class Results:
 
 
 def split_rival(both: Results, drafter: str) -> tuple[Results, Results]:
-    """The results of two drafts that were measured in turn as those of each; `drafter` is the
-    second one's family."""
+    """The results of two drafts measured in turn, separated; `drafter` is the second one's
+    method."""
     ours = [x for x in both.measured if not x.way.title.startswith(RIVAL)]
     theirs = [
         replace(x, way=replace(x.way, title=x.way.title.removeprefix(RIVAL)))

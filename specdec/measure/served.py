@@ -1,10 +1,10 @@
-"""A draft in a serving engine: acceptance by position, τ and tokens/s, beside plain serving.
+"""Measures a draft in a serving engine: acceptance by position, τ and tokens/s, compared with
+serving without a draft.
 
-All figures are the engine's own. Acceptance comes from the figures that an engine gives with each
-response or, without them, from its counters of speculation, read before and after each response, so
-that nobody else may use the engine meanwhile. Prompts are answered one at a time, in turn with and
-without drafts. τ counts the tokens of the responses, without those that a speculation step accepts
-beyond their end.
+All figures are the engine's own. Acceptance comes from figures in each response or, without them,
+from the engine's counters of speculation, read before and after each response, so that nobody else
+may use the engine meanwhile. Prompts are answered one at a time, in turn with and without drafts. τ
+counts the tokens of the responses, without those that a speculation step accepts beyond their end.
 """
 
 import time
@@ -37,9 +37,8 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 
 @dataclass(frozen=True)
 class TimedResponse:
-    """A response, the seconds that it took with its prefill, the speculation steps that were
-    drafted for it, and how many of these accepted each position, beyond the end of the response
-    too."""
+    """A response, its seconds with prefill, the number of its speculation steps, and how many of
+    these accepted each position, also beyond the end of the response."""
 
     ids: list[int]
     seconds: float
@@ -49,8 +48,8 @@ class TimedResponse:
 
 @dataclass(frozen=True)
 class ServedAt:
-    """The figures at a temperature; intervals are over prompts. The last three need an engine that
-    serves plainly."""
+    """The figures at a temperature; intervals are over prompts. The last three need an engine
+    without a draft for comparison."""
 
     temperature: float
     speculation_steps: int
@@ -64,7 +63,7 @@ class ServedAt:
 
 @dataclass(frozen=True)
 class Served:
-    """What was measured, and where."""
+    """The figures and their origin."""
 
     draft: str
     engine: str
@@ -95,8 +94,8 @@ class MeasuredServer:
     def reply(
         self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
     ) -> TimedResponse:
-        """The engine's response. Raises UserError if it gives no ids or no figures of speculation,
-        or if its counters count more or less than this response."""
+        """The engine's response. Raises UserError if it has no ids or no figures of speculation, or
+        if the engine's counters do not fit this response."""
         request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
         url = self.engine.completion_url(self.server)
         body = {"model": self.model.name, **self.engine.completion_body(request)}
@@ -133,8 +132,8 @@ class MeasuredServer:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
 
     def _counted(self, before: SpeculationCounts | None, length: int) -> SpeculationCounts:
-        """What was counted for a response of this many tokens, once all of it is: one from prefill
-        and, in each step, the accepted ones and one more."""
+        """The counts for a response of `length` tokens, once they are complete: one token from
+        prefill and, in each step, the accepted ones and one more."""
         waited = time.monotonic()
         while True:
             now = self._counters()
@@ -163,7 +162,7 @@ class MeasuredServer:
 
 
 def _measured(ask: Callable[[], T]) -> T:
-    """What an engine answers. Raises UserError if it fails."""
+    """The result of a request to an engine. Raises UserError if it fails."""
     try:
         return ask()
     except (RequestRejected, ServerUnavailable) as error:
@@ -179,9 +178,8 @@ def measure_served(
     seed: int,
     progress: Progress,
 ) -> list[ServedAt]:
-    """Answer every prompt with each engine at each temperature; which comes first changes from
-    prompt to prompt. Both warm up on the first one. Raises UserError as `MeasuredServer.reply`
-    does."""
+    """Answer every prompt with each engine at each temperature, in an alternating order. Both warm
+    up on the first prompt. Raises UserError as `MeasuredServer.reply` does."""
     engines = [engine] if plain is None else [engine, plain]
     task = progress.add_task("served", total=len(samplers) * len(prompts))
     asked = []
@@ -207,7 +205,7 @@ def measure_served(
 def figures(
     temperature: float, drafted: Sequence[TimedResponse], plain: Sequence[TimedResponse] | None
 ) -> ServedAt:
-    """The figures of responses with drafts, and of plain ones to the same prompts."""
+    """The figures of responses with drafts, and of vanilla ones to the same prompts."""
     speculation_steps = [reply.speculation_steps for reply in drafted]
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
     tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first

@@ -1,4 +1,4 @@
-"""What all ways of decoding that are compared have in common."""
+"""The settings that all compared decoding configurations share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from specdec.targets.target import Target
 @dataclass(frozen=True)
 class Setup:
     """A target that answers `batch` prompts at a time with up to `max_new_tokens` tokens each,
-    measured by `ranks` together. Where time is short, measuring is `brief`: what is only counted is
+    measured by `ranks` together. If time is short, measuring is `brief`: prompts for counts are
     decoded together, and costs are timed fewer times."""
 
     target: Target
@@ -38,9 +38,9 @@ class Setup:
         )
 
     def steps(self, prompts: Sequence[Sequence[int]], way: Way) -> list[SpeculationStep]:
-        """The speculation steps when each prompt is answered alone. The prompts are shared out,
-        unless there is a length policy, which may learn from one response to the next. `brief`:
-        together."""
+        """The speculation steps when each prompt is answered alone. The prompts are distributed
+        over the processes, unless an adaptive draft length may learn from one response to the next.
+        `brief`: together."""
         if self.brief and way.draft_length is None:
             seeds = range(self.seed, self.seed + len(prompts))
             together = self.ranks.first(lambda: self.responses(prompts, way, seeds=seeds))

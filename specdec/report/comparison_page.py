@@ -23,7 +23,7 @@ COUNTED = (
 
 
 def comparison_verdict(comparison: Comparison) -> str:
-    """Which draft accepts more and which is faster, at each temperature, in a line."""
+    """A line on which draft accepts more and which is faster, at each temperature."""
     tau = [_acceptance(way) for way in comparison.asked]
     speed = [_speed(way, one) for way in comparison.asked if (one := way.figure("speedup"))]
     said = "; ".join([*tau, *speed])
@@ -49,7 +49,7 @@ def _judged(
     temperature: float,
     name: str,
 ) -> str:
-    """One figure in words. `even` is its value where the drafts do not differ."""
+    """One figure in words. `even` is its value if the drafts do not differ."""
     at, figure = f"at T = {temperature:g}", f"{name}{_text(interval, 2, signed=even == 0)}"
     if interval.claims and not interval.low <= even <= interval.high:
         return f"{'B' if interval.value > even else 'A'} {gains} {at}: {figure}"
@@ -81,7 +81,7 @@ def _rows(comparison: Comparison) -> Iterator[tuple[ComparedWay, ComparedFigure,
 
 
 def show_comparison(comparison: Comparison, console: Console) -> None:
-    """Print the table, what restricts it, and the verdict."""
+    """Print the table, its restrictions, and the verdict."""
     console.print(
         f"A: {comparison.a}", f"B: {comparison.b}", f"target: {comparison.target}", sep="\n"
     )
@@ -100,7 +100,7 @@ def show_comparison(comparison: Comparison, console: Console) -> None:
 
 
 def write_comparison(folder: Path, comparison: Comparison) -> Path:
-    """Write compare.json, compare.md and compare.html into a folder; returns the page."""
+    """Write compare.json, compare.md and compare.html into a folder. Returns the page's path."""
     comparison.write(make_folder(folder))
     shown = escaped(comparison)
     table = {

@@ -1,5 +1,5 @@
-"""The first screen of a report: what was trained on what, the verdict, a picture of all ways of
-decoding, how to serve the best, and a few responses."""
+"""The first screen of a report: the draft and its training data, the verdict, a picture of all
+decoding configurations, the commands that serve the best one, and a few responses."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LEGEND = (
 
 
 def title(results: Results) -> str:
-    """What was trained on what, in a line."""
+    """A line with the draft and its training data."""
     done = "measured on" if results.training is None else "trained on"
     return f"{results.name}: {results.drafter} for {results.target}, {done} {results.data}"
 
@@ -36,7 +36,7 @@ def screen(results: Results, picture: Path | None) -> list[str]:
 
 
 def _responses(one: Measured) -> list[str]:
-    """What the user said last, the turns before it, and the response."""
+    """The user's last turn, the turns before it, and the response."""
     if not one.samples:
         return []
     blocks = [f"## Responses at T = {one.way.temperature:g}"]
@@ -53,8 +53,8 @@ def _responses(one: Measured) -> list[str]:
 
 
 def _response(sample: Sample) -> str:
-    """A response with what became of its drafted tokens, if that is known. A rejected draft does
-    not break a line of the response."""
+    """A response with its drafted tokens marked, if they are known. A rejected draft does not break
+    a line of the response."""
     if not sample.pieces:
         return lines(sample.response)
     return marked(

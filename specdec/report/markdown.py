@@ -1,7 +1,7 @@
 """Tables in Markdown, and pages of Markdown that are also written as HTML.
 
-Names, paths and what models wrote are not markup: `text` writes one of them as Markdown that shows
-it as it is, and `escaped` does so for every text in a dataclass.
+Names, paths and model output are not markup: `text` escapes one of them, and `escaped` every text
+in a dataclass.
 """
 
 import re
@@ -75,22 +75,22 @@ TAG = re.compile(rf"</?(?:{'|'.join(TAGS.values())})>")
 
 
 def text(value: str) -> str:
-    """Markdown, in one line, that shows a text as it is, with control characters as escapes."""
+    """Markdown, in one line, that shows a text verbatim, with control characters escaped."""
     line = MARKUP.sub(r"\\\g<0>", one_line(value))
     return re.sub(r"^(\d+)([.)])(?=\s|$)", r"\1\\\2", line)  # the start of a numbered list
 
 
 def lines(value: str) -> str:
-    """Markdown that shows a text of several lines, such as code, as it is, with its indentation. It
-    is part of one paragraph, whatever is in the text: line breaks are hard ones, and blank lines,
-    white space at the start of a line and several spaces in a row are of spaces that do not
-    break."""
+    """Markdown that shows a text of several lines, such as code, verbatim, with its indentation. It
+    is part of one paragraph, whatever the text contains: line breaks are hard ones, and blank
+    lines, white space at the start of a line and several spaces in a row become non-breaking
+    spaces."""
     return marked([("", value)])
 
 
 def marked(pieces: Iterable[tuple[str, str]]) -> str:
-    """The pieces of a response, each with its kind, as `lines` shows their whole. The words of a
-    piece are within the tags of its kind, if it has any."""
+    """The pieces of a response, each with its kind, rendered together as `lines` does. The words of
+    a piece are within the tags of its kind, if it has any."""
     shown = ""
     for kind, value in pieces:
         value = value.replace("\r\n", "\n").expandtabs(4)
@@ -113,7 +113,7 @@ def marked(pieces: Iterable[tuple[str, str]]) -> str:
 
 
 def _with(shown: str, value: str) -> str:
-    """Markdown with a further text, its white space as `lines` shows it."""
+    """Markdown followed by a further text, with white space as in `lines`."""
     for part in filter(None, re.split(r"(\n|[^\S\n]+)", value)):
         if part == "\n":
             shown += BREAK
@@ -126,13 +126,13 @@ def _with(shown: str, value: str) -> str:
 
 
 def code(lines: Sequence[str]) -> str:
-    """Lines of code, shown as they are, with control characters as escapes."""
+    """Lines of code, verbatim, with control characters escaped."""
     return "\n".join("    " + plain(line).replace("\n", "\\n") for line in lines)
 
 
 def escaped(value: T) -> T:
-    """A dataclass, list, tuple or dict with every text in it, keys included, as `text` writes
-    it."""
+    """A dataclass, list, tuple or dict with every text in it, keys included, passed through
+    `text`."""
     read: Any = value
     if isinstance(value, str):
         read = text(value)
@@ -189,7 +189,7 @@ def write(path: Path, page: str) -> None:
 
 
 def _tag(state: StateInline, silent: bool) -> bool:
-    """A rule of the parser: one of the `TAGS` is taken over as it is."""
+    """A rule of the parser: keeps one of the `TAGS` unchanged."""
     if (tag := TAG.match(state.src, state.pos)) is None:
         return False
     if not silent:
@@ -199,7 +199,7 @@ def _tag(state: StateInline, silent: bool) -> bool:
 
 
 def _folded(tokens: Sequence[Token]) -> Iterator[Token]:
-    """The parsed page, in which a reader opens each section below a heading of level `FOLDED`."""
+    """The parsed page, with each section below a heading of level `FOLDED` made foldable."""
     within = False
     for token in tokens:
         if token.type == "heading_open" and token.tag <= FOLDED:

@@ -1,4 +1,4 @@
-"""The plots of a report, as PNG files. Legends are below the axes, where they cover nothing."""
+"""The plots of a report, as PNG files. Legends are below the axes, so that they cover nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ STYLE: dict[Any, Any] = {
 
 
 def write_pictures(folder: Path, results: Results) -> dict[str, Path]:
-    """Write the plots of a report that these results allow, as NAME.png; returns their files."""
+    """Write the plots of a report that these results allow, as NAME.png. Returns their files."""
     drawn: dict[str, Callable[[Path], None]] = {
         "speedup": lambda file: speedups(file, results),
         "alpha": lambda file: alpha_by_depth(file, results),
@@ -55,8 +55,9 @@ def write_pictures(folder: Path, results: Results) -> dict[str, Path]:
 
 
 def speedups(path: Path, results: Results) -> None:
-    """The speedup of each way of decoding over plain decoding, with its interval. What is served at
-    a temperature is green. The picture is narrow, so that a phone shows it legibly."""
+    """The speedup of each decoding configuration over vanilla decoding, with its interval. The
+    recommended one at a temperature is green. The picture is narrow, so that it is legible on a
+    phone."""
     served = [choice.served for choice in verdict.choices(results)]
     by_temperature = [
         [one for one in results.measured if one.way.temperature == first.way.temperature]
@@ -99,7 +100,7 @@ def speedups(path: Path, results: Results) -> None:
 
 
 def alpha_by_depth(path: Path, results: Results) -> None:
-    """α over all positions and at visited anchors, beside the decoder's counts."""
+    """α over all positions and at visited anchors, with the decoder's counts."""
     ats = results.asked
     with _axes(path, (4.8, 4.1), len(ats), 3 if len(ats) > 1 else 1) as axes:
         for ax, at in zip(axes, ats, strict=True):
@@ -120,7 +121,7 @@ def alpha_by_depth(path: Path, results: Results) -> None:
 
 
 def accepted_lengths(path: Path, results: Results) -> None:
-    """How many drafted tokens a speculation step accepts."""
+    """The number of drafted tokens that a speculation step accepts."""
     ats = results.asked
     count = max(len(at.accepted_lengths) for at in ats) * len(ats)
     width = 0.8 / len(ats)
@@ -140,8 +141,8 @@ def accepted_lengths(path: Path, results: Results) -> None:
 
 
 def reliability(path: Path, results: Results) -> None:
-    """Acceptance over confidence by depth, as drafted and calibrated, at each temperature. A point
-    is a bin of at least `FEWEST` tokens, larger if it has more; bars are the intervals."""
+    """Acceptance over confidence by depth, raw and calibrated, at each temperature. A point is a
+    bin of at least `FEWEST` tokens, larger for more tokens; bars are intervals."""
     panels = [
         (f"T = {at.way.temperature:g}, {words}", depths[:SHOWN])
         for at in results.asked
@@ -216,8 +217,8 @@ def training(path: Path, curve: Curve) -> None:
 def write_filled_devices(
     path: Path, filled: Mapping[str, Mapping[str, float]], room: float, apart: str
 ) -> None:
-    """What fills a device by stage, in stacked bars with a line at the `room` that it has, all in
-    bytes. The one that is named `apart`, the disk, has its own axis."""
+    """The bytes on a device by stage and purpose, in stacked bars with a line at the available
+    `room`. The stage named `apart`, the disk, has its own axis."""
     gib, names = 2**30, dict.fromkeys(name for held in filled.values() for name in held)
     colours = dict(zip(names, PALETTE, strict=False))
     panels = [{k: x for k, x in filled.items() if (k == apart) is alone} for alone in (False, True)]
@@ -260,8 +261,9 @@ def _axes(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """The mean over a window around each value, a thirtieth of them on either side, less near the
-    ends, where it stays symmetric. So the curve neither lags nor leans to its first value."""
+    """The mean over a window around each value, a thirtieth of the values on either side, smaller
+    near the ends, where it stays symmetric. The curve therefore has no lag and no bias towards its
+    first value."""
     widest, last = max(1, len(values) // 30), len(values) - 1
     halves = [min(widest, i, last - i) for i in range(len(values))]
     return [fmean(values[i - half : i + half + 1]) for i, half in enumerate(halves)]

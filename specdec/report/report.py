@@ -1,5 +1,5 @@
-"""A report's folder: results.json, report.md and .html, plots, and any stop classifiers and
-cost tables that were measured."""
+"""A report's folder: results.json, report.md and .html, plots, and measured stop classifiers and
+cost tables."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from specdec.report import markdown, plots, report_page, verdict
 
 
 def write(folder: Path, results: Results) -> dict[str, Path]:
-    """Write the whole report into `folder`; returns the pictures. Measured stop classifiers and
+    """Write the complete report into `folder`. Returns the pictures. Measured stop classifiers and
     cost tables are saved there too, for `--draft-length disco --draft-length-settings path=…` and
     `--draft-length goodput --draft-length-settings table=…`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -28,8 +28,8 @@ def write(folder: Path, results: Results) -> dict[str, Path]:
 
 
 def show(results: Results, console: Console) -> None:
-    """What a terminal shows at the end: τ, the speedup and tokens/s of each way of decoding, then
-    what to serve, and by which command. All else is in the report."""
+    """Print the summary in a terminal: τ, the speedup and tokens/s of each decoding configuration,
+    then the recommendation and its command. Everything else is in the report."""
     plain = ", ".join(
         f"{one.plain_tokens_per_second.value:.0f} tokens/s at T = {one.way.temperature:g}"
         for one in results.asked

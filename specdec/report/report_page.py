@@ -1,5 +1,5 @@
-"""The tables of a report, for experts: they follow its first screen, as a reader asks for them.
-Headings of the third level are folded in HTML."""
+"""The tables of a report, for experts, after its first screen. Headings of the third level are
+folded in HTML."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ FIGURES: Plugins[Callable[[Results], list[str]]] = Plugins(
 
 
 def page(results: Results, pictures: Mapping[str, Path]) -> str:
-    """The whole report. It shows every text in the results as it is, never as markup."""
+    """The complete report. Texts in the results are shown verbatim, never as markup."""
     blocks = first.screen(results, pictures.get("speedup"))
     results = escaped(results)
     FIGURES.add_installed()
@@ -55,7 +55,7 @@ def _picture(name: str, pictures: Mapping[str, Path]) -> list[str]:
 
 
 def _setting(results: Results) -> str:
-    """What was measured, in a paragraph."""
+    """A paragraph on the conditions of the measurement."""
     shapes = [one.way.shape for one in results.asked]
     drafted = shapes[0]
     if len(set(shapes)) > 1:
@@ -80,7 +80,7 @@ def _setting(results: Results) -> str:
 
 
 def _timed(results: Results) -> str:
-    """Which prompts were timed, if not all."""
+    """A sentence on the prompts that were timed, if not all were."""
     if results.timed_prompts == results.prompts:
         return ""
     return (
@@ -91,7 +91,7 @@ def _timed(results: Results) -> str:
 
 
 def _shared(results: Results) -> str:
-    """Who measured what, if several processes did."""
+    """A sentence on the processes that measured, if there were several."""
     if results.processes == 1:
         return ""
     return (
@@ -101,7 +101,7 @@ def _shared(results: Results) -> str:
 
 
 def _shifted(results: Results) -> str:
-    """How far the target has moved, if it was trained too, in a paragraph."""
+    """A paragraph on the distance of the target from the original, if it was trained too."""
     if (shift := results.shift) is None:
         return ""
     return (
@@ -113,7 +113,7 @@ def _shifted(results: Results) -> str:
 
 
 def _speed(results: Results) -> list[str]:
-    """The way that was asked for."""
+    """The section on the requested decoding configuration."""
     return [
         _shifted(results),
         by_temperature(results.asked, lambda one: _headline(one, results)),
@@ -168,7 +168,7 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
 
 
 def _learned(one: Measured, learned_on: str) -> list[str]:
-    """What was chosen by measuring first, at which temperature, and on what."""
+    """The choices made by measurements, at each temperature, and their prompts."""
     where = f"for T = {one.way.temperature:g} on {learned_on}, at that temperature"
     learned, lines = one.learned, []
     if learned.paths:
@@ -190,7 +190,8 @@ def _learned(one: Measured, learned_on: str) -> list[str]:
 
 
 def _other(name: str, ats: Sequence[Measured], results: Results) -> list[str]:
-    """Another way of decoding that took turns with the first on the same prompts."""
+    """The section on another decoding configuration that took turns with the first on the same
+    prompts."""
     if ats[0].way.drafter != results.drafter:
         return [
             f"#### {name.capitalize()}",
@@ -241,7 +242,7 @@ def _by_depth(one: Measured) -> str:
 
 
 def _compare(one: Measured) -> str:
-    """How the rows at visited anchors and the decoder's own count should compare."""
+    """A sentence on how to compare the rows at visited anchors with the decoder's own count."""
     if not one.way.lossless:
         return f"Verification by {one.way.verification} is lossy, and accepts more than α says."
     if not one.way.chain:
@@ -254,8 +255,8 @@ def _compare(one: Measured) -> str:
 
 
 def _costs(results: Results) -> list[str]:
-    """What a speculation step costs in each shape of the draft. The costs of a second draft, such
-    as a hybrid, change from step to step."""
+    """The costs of a speculation step for each draft topology. The costs of a second draft, such as
+    a hybrid, change from step to step."""
     shapes: dict[tuple[int, int], Measured] = {}
     for one in results.measured:
         if one.way.drafter == results.drafter:
@@ -273,7 +274,7 @@ def _costs(results: Results) -> list[str]:
 
 
 def _confidence(results: Results) -> list[str]:
-    """How far the draft's confidence is from acceptance, where it has confidence."""
+    """The section on confidence and acceptance, for drafts with confidence."""
     ats = [one for one in results.asked if one.confidence]
     if not ats:
         return []
@@ -313,7 +314,7 @@ def _training(results: Results) -> list[str]:
 
 
 def selection(training: Training) -> str:
-    """On what the best checkpoint was selected, in a sentence."""
+    """A sentence on the conversations on which the best checkpoint was selected."""
     if training.validation:
         return (
             f"The best checkpoint was selected on {training.validation:,} validation documents. "
@@ -327,5 +328,5 @@ def selection(training: Training) -> str:
 
 
 def _of_chains(gamma: int) -> str:
-    """What a held-out τ is of, where that is known."""
+    """The kind of chains behind a held-out τ, if it is known."""
     return f" in chains of γ = {gamma}" if gamma else ""

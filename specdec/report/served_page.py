@@ -1,4 +1,4 @@
-"""The page of a draft that was measured in an engine, beside what its run's report promised."""
+"""The page of a draft that was measured in an engine, compared with the report of its run."""
 
 from pathlib import Path
 
@@ -12,8 +12,8 @@ PAGE = "served.md"
 
 
 def write_served_page(folder: Path, served: Served, report: Path) -> str:
-    """Write served.json, served.md and served.html into a folder; returns the page as a terminal
-    shows it. `report` is the folder of the report of the draft's run, which need not exist. Raises
+    """Write served.json, served.md and served.html into a folder; returns the page as text for a
+    terminal. `report` is the folder of the report of the draft's run, which need not exist. Raises
     UserError if that report is damaged."""
     promised = Results.load(report) if (report / FILE).exists() else None
     served.write(folder)
@@ -22,8 +22,7 @@ def write_served_page(folder: Path, served: Served, report: Path) -> str:
 
 
 def served_page_text(served: Served, promised: Results | None) -> str:
-    """A page of Markdown; texts in it are taken as they are. `promised` are the results of the
-    draft's run."""
+    """A page of Markdown with verbatim texts. `promised` are the results of the draft's run."""
     deepest = max(len(at.accepted) for at in served.asked)
     columns = ["τ", *(f"position {k + 1}" for k in range(deepest)), "speculation steps", "tokens/s"]
     columns += ["plain tokens/s", "speedup", "same responses"] if served.plain else []
@@ -67,14 +66,15 @@ def _row(at: ServedAt, deepest: int, prompts: int) -> list[str]:
 
 
 def _chains(results: Results, temperature: float) -> Measured | None:
-    """What was measured losslessly at a temperature as engines draft."""
+    """The lossless figures at a temperature with chains as engines draft them; None if there are
+    none."""
     chains = as_engines_draft(results)
     lossless = (x for x in chains if x.way.lossless and x.way.temperature == temperature)
     return next(lossless, None)
 
 
 def _compared(at: ServedAt, ours: Measured) -> str:
-    """Whether the engine accepts what the report promised, in a sentence."""
+    """A sentence on whether the engine's acceptance is that of the report."""
     where = f"At T = {at.temperature:g}"
     if at.accepted and len(at.accepted) != ours.way.gamma:
         return (

@@ -1,4 +1,4 @@
-"""What the theory says about a run: the papers' formulas, applied to the measured figures."""
+"""The section on theory: the papers' formulas, applied to the measured figures of a run."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ FURTHEST = 16  # the largest γ tried in the search for the best
 
 
 def through(x: Interval, formula: Callable[[float], float]) -> Interval:
-    """The value and interval of a formula that only rises or only falls with a measured figure."""
+    """The value and interval of a monotone formula of a measured figure."""
     low, high = sorted((formula(x.low), formula(x.high)))
     return Interval(formula(x.value), low, high, x.n)
 
@@ -22,14 +22,15 @@ def milliseconds(seconds: Interval) -> str:
 
 
 def foreseen_speedup(at: Measured) -> Interval:
-    """τ / (γc + v): the measured τ over what a speculation step should cost."""
+    """τ / (γc + v): the measured τ over the expected cost of a speculation step."""
     share = at.drafted_per_step.value / at.way.gamma if at.way.chain else 1.0
     cost = leviathan.step_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
     return through(at.tau, lambda tau: tau / cost)
 
 
 def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:
-    """A pass of the target over some tokens of each row, in the columns of `PASS`."""
+    """A row for a forward pass of the target over `tokens` tokens of each row, in the columns of
+    `PASS`."""
     size, tokens = results.weight_bytes, tokens * results.batch
     work = tokens * results.target_operations
     rates = (through(seconds, lambda s: amount / s / 1e9) for amount in (size, work))  # noqa: B023
@@ -64,7 +65,7 @@ def section(results: Results) -> list[str]:
 
 
 def _closed_forms(at: Measured, results: Results) -> dict[str, str]:
-    """Leviathan et al. 2023 for one α at all positions, beside what was measured."""
+    """Predictions of Leviathan et al. 2023 for one α at all positions, with the measured values."""
     c_hat = at.operations
     by_depth, gamma, c = (
         at.alpha.all.at_temperature(at.way.temperature),
@@ -106,7 +107,7 @@ def _closed_forms(at: Measured, results: Results) -> dict[str, str]:
 
 
 def _measured_law(at: Measured) -> list[str]:
-    """What p and q at every position of the text predict at T > 0, without a closed form."""
+    """Predictions from p and q at every position of the text at T > 0, without a closed form."""
     if (foreseen := at.foreseen) is None:
         return []
     blocks = [f"#### p and q along the text, T = {at.way.temperature:g}"]
@@ -131,7 +132,7 @@ def _measured_law(at: Measured) -> list[str]:
 
 
 def _reads(results: Results) -> list[str]:
-    """What a pass of the target reads."""
+    """The bytes that a forward pass of the target reads."""
     at = results.asked[0]
     if not results.weight_bytes:
         return []

@@ -1,9 +1,9 @@
-"""The verdict on a draft: in which way to serve the target at each temperature, in words and by
-which commands.
+"""The verdict on a draft: the best decoding configuration at each temperature, in words and as
+commands.
 
-A way gains something if the interval of its speedup over plain decoding lies above 1, and nothing
-if it lies below. The fastest of those that gain is served. An interval that contains 1 shows
-neither, and a speedup without an interval claims nothing.
+A configuration gains if the interval of its speedup over vanilla decoding lies above 1, and loses
+if it lies below. The fastest of those that gain is recommended. An interval that contains 1 shows
+neither, and a speedup without an interval supports no claim.
 """
 
 import json
@@ -23,7 +23,7 @@ EXPORT, TARGET = "my-head", "my-target"
 
 @dataclass(frozen=True)
 class ServingChoice:
-    """What to serve at a temperature."""
+    """The recommendation at a temperature."""
 
     temperature: float
     served: Measured | None  # the fastest way that gains something; None: the target alone
@@ -33,19 +33,19 @@ class ServingChoice:
 
 @dataclass(frozen=True)
 class Command:
-    """What a command does, in words, and its lines."""
+    """The lines of a command, and a description."""
 
     does: str
     lines: tuple[str, ...]
 
 
 def choices(results: Results) -> list[ServingChoice]:
-    """What to serve at each measured temperature."""
+    """The recommendation at each measured temperature."""
     return [_choice(results, one.way.temperature) for one in results.asked]
 
 
 def gains(results: Results) -> bool:
-    """Whether something is gained at any temperature."""
+    """Whether any configuration gains at any temperature."""
     return any(choice.served for choice in choices(results))
 
 
@@ -63,7 +63,7 @@ def _choice(results: Results, temperature: float) -> ServingChoice:
 
 
 def named(way: Described, results: Results) -> str:
-    """A way of decoding in a few words."""
+    """A short description of a decoding configuration."""
     if way.drafter != results.drafter:
         return way.title
     size = way.gamma if way.chain else way.nodes
@@ -72,7 +72,7 @@ def named(way: Described, results: Results) -> str:
 
 
 def sentence(results: Results) -> str:
-    """The verdict in a sentence, with another for whatever restricts it."""
+    """The verdict in a sentence, followed by sentences on restrictions."""
     choice = choices(results)
     served = [c.served for c in choice if c.served]
     idle = [
@@ -114,7 +114,7 @@ def sentence(results: Results) -> str:
 
 
 def _by_name(measured: Sequence[Measured], results: Results) -> dict[str, list[Measured]]:
-    """Figures by the words for their way."""
+    """Figures by the description of their decoding configuration."""
     by_name: dict[str, list[Measured]] = {}
     for one in measured:
         by_name.setdefault(_article(one.way, results), []).append(one)
@@ -126,7 +126,7 @@ def _article(way: Described, results: Results) -> str:
 
 
 def _gain(measured: Sequence[Measured], results: Results) -> str:
-    """A way, and how fast it is at each temperature."""
+    """A decoding configuration, and its speedup at each temperature."""
     name, times = _article(measured[0].way, results), [_times(one) for one in measured]
     first = measured[0].way.temperature
     if len(measured) == 1:
@@ -141,8 +141,8 @@ def _times(one: Measured) -> str:
 
 
 def commands(results: Results) -> list[Command]:
-    """How to serve what the verdict names, and how engines serve the draft. Empty if the results do
-    not say where the draft is."""
+    """The commands that decode as the verdict recommends, and those with which engines serve the
+    draft. Empty if the results do not have the draft's folder."""
     if not results.draft:
         return []
     served = [choice.served for choice in choices(results) if choice.served]
@@ -155,7 +155,7 @@ def commands(results: Results) -> list[Command]:
 
 
 def _generate(one: Measured, results: Results) -> str:
-    """The command that decodes in the way that was measured."""
+    """The command that decodes with the measured configuration."""
     way, options = one.way, ["--chat"]
     draft = results.draft if way.drafter == results.drafter else results.combined
     if way.paths:
@@ -185,13 +185,14 @@ def _generate(one: Measured, results: Results) -> str:
 
 
 def as_engines_draft(results: Results) -> list[Measured]:
-    """What was measured with the draft alone in chains of one length, as engines serve it."""
+    """The figures of the draft alone in chains of one length, as engines draft."""
     chains = [one for one in results.measured if one.way.drafter == results.drafter]
     return [one for one in chains if one.way.chain and one.way.draft_length == "fixed"]
 
 
 def _by_engine(engine: Engine, results: Results) -> Command | None:
-    """How an engine serves the draft, if it does. It drafts chains, whatever is fastest here."""
+    """The command with which an engine serves the draft, or None. An engine drafts chains, whatever
+    is fastest here."""
     name, chains = engine.layouts.get(results.drafter), as_engines_draft(results)
     if name is None or not chains:
         return None
