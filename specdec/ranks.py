@@ -90,12 +90,12 @@ class Ranks:
         result: T = outcome if self.rank == 0 else held[0]
         return result
 
-    def shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
+    def map(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         """The result of `work` for each item, in order, in every process. Process r of N computes
         items r, r + N, …; a process without an item waits for the others."""
         if self.alone or self.team is not None:
             return self.first(lambda: [work(item) for item in items])
-        return self._shared(items, work)
+        return self._map(items, work)
 
     def led(
         self, lead: Callable[[Callable[[Sequence[S]], list[T]]], U], work: Callable[[S], T]
@@ -107,7 +107,7 @@ class Ranks:
             return lead(lambda items: [work(item) for item in items])
         if self.rank > 0:
             while (items := self._told(None)) is not None:
-                self._shared(items, work)
+                self._map(items, work)
             return None
         waiting = True  # whether the others do, for what comes next
 
@@ -115,7 +115,7 @@ class Ranks:
             nonlocal waiting
             self._told(items)
             waiting = False
-            results = self._shared(items, work)
+            results = self._map(items, work)
             waiting = True
             return results
 
@@ -138,7 +138,7 @@ class Ranks:
             _require_done(None, held)
         return held[0]
 
-    def _shared(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
+    def _map(self, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         error, outcome = self._tried(
             lambda: [work(x) for x in items[self.rank :: self.world]], None
         )

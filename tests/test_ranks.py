@@ -22,7 +22,7 @@ def test_all_get_the_union_in_order_and_each_does_its_turn(
     done: list[tuple[int, int]] = []
 
     def work(us: Ranks) -> list[int]:
-        return us.shared(range(count), lambda n: (done.append((us.rank, n)), n * n)[1])
+        return us.map(range(count), lambda n: (done.append((us.rank, n)), n * n)[1])
 
     assert together(monkeypatch, world, work) == [[n * n for n in range(count)]] * world
     assert sorted(done) == sorted((n % world, n) for n in range(count))
@@ -58,7 +58,7 @@ def test_an_error_in_one_process_ends_all(
                 raise kind("no such file")
             return n
 
-        return us.shared(range(2), fail)
+        return us.map(range(2), fail)
 
     ends = together(monkeypatch, 2, work)
     own, other = ends[failing], ends[1 - failing]
@@ -80,8 +80,8 @@ def test_work_that_others_wait_for_does_not_wait_for_them(monkeypatch: pytest.Mo
     """Within it, a process counts as alone; afterwards it shares again."""
 
     def work(us: Ranks) -> list[int]:
-        inner = us.first(lambda: us.shared(range(3), lambda n: us.first(lambda: n)))
-        return inner + us.shared(range(2), lambda n: us.rank)
+        inner = us.first(lambda: us.map(range(3), lambda n: us.first(lambda: n)))
+        return inner + us.map(range(2), lambda n: us.rank)
 
     assert together(monkeypatch, 2, work) == [[0, 1, 2, 0, 1]] * 2
 
@@ -121,7 +121,7 @@ def test_the_first_leads_and_all_share(monkeypatch: pytest.MonkeyPatch, world: i
             return int(sum(share(some)) + us.first(lambda: 100) + sum(share([])))
 
         led = us.led(lead, lambda n: (done.append((us.rank, n)), n * n)[1])
-        return led, us.shared(range(world), lambda n: n)
+        return led, us.map(range(world), lambda n: n)
 
     every = list(range(world))
     others = [(None, every)] * (world - 1)

@@ -128,7 +128,7 @@ class RowsPerStep:
     accumulate: int
     processes: int | None
 
-    def shared(self, cfg: LoopConfig, processes: int) -> tuple[LoopConfig, str]:
+    def for_processes(self, cfg: LoopConfig, processes: int) -> tuple[LoopConfig, str]:
         """Settings with which `processes` read the same rows in each step, and a note for the user
         if they differ from the given ones. Raises UserError if the rows cannot be divided equally,
         or if the user gave settings, other than the run's own, with another number of rows."""
@@ -179,7 +179,7 @@ class SettledRun:
     dtype_reason: str  # why the target has its dtype, where that was not given
     decided: Sequence[str]  # what the target decided of the settings, to tell the user
 
-    def described(self) -> dict[str, Any]:
+    def settings_to_record(self) -> dict[str, Any]:
         """The settings for config.json, with the rows per step as the run began."""
         settings = asdict(self.cfg)
         settings["loop"] |= {"rows": self.rows.rows, "accumulate": self.rows.accumulate}
@@ -206,7 +206,7 @@ def settled(cfg: Config, folder: Path) -> SettledRun:
     def rows_of_same_run() -> tuple[RowsPerStep, LoopConfig, str]:
         require_same_run(folder, cfg)
         rows = rows_per_step_of_run(folder, cfg.loop, ranks.world)
-        return rows, *rows.shared(cfg.loop, ranks.world)
+        return rows, *rows.for_processes(cfg.loop, ranks.world)
 
     rows, loop, spread = ranks.first(rows_of_same_run)
     return SettledRun(replace(cfg, loop=loop), accelerator, rows, spread, reason, decided)

@@ -371,7 +371,7 @@ def _notes(diagnosis: Diagnosis) -> dict[str, str]:
 def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
     """Rows of cells by table heading, without empty tables; a row without a name is the header."""
 
-    def percent(share: float) -> list[str]:
+    def share_cells(share: float) -> list[str]:
         return [f"{100 * share:.1f} %"]
 
     lengths = {name: [f"{n:,}" for n in row] for name, row in diagnosis.lengths.items()}
@@ -384,10 +384,10 @@ def _tables(diagnosis: Diagnosis) -> dict[str, Mapping[str, Sequence[str]]]:
         },
         "What the responses end in": {name: [f"{n:,}"] for name, n in diagnosis.stops.items()},
         "Coverage of the held-out responses by a draft vocabulary": {
-            f"a draft vocabulary of {size:,}": percent(share)
+            f"a draft vocabulary of {size:,}": share_cells(share)
             for size, share in diagnosis.coverage.items()
         },
-        "Letters by script": {name: percent(x) for name, x in diagnosis.scripts.items()},
+        "Letters by script": {name: share_cells(x) for name, x in diagnosis.scripts.items()},
         "Repeated": {"texts that another one equals": [f"{diagnosis.repeated:,}"]},
     }
     return {heading: rows for heading, rows in tables.items() if rows}

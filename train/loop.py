@@ -406,7 +406,7 @@ def _forward_and_backward(
             document_T=row.document,
             position_T=row.position,
             seed=seeds[i],
-            drafted_TK=row.drafted,
+            drafted_TK=row.drafted_TK,
             weight_T=row.weight,
         )
         for i, row in of_rows.items()

@@ -84,7 +84,7 @@ def finished(
                 finished, cfg, folder, texts, training, on_demand, ranks, tracker, progress, budget
             )
         )
-    sees = ranks.shared(range(ranks.world), lambda _: (folder / "best").is_dir())
+    sees = ranks.map(range(ranks.world), lambda _: (folder / "best").is_dir())
     if not all(sees):
         if ranks.rank != 0:
             return None
@@ -94,7 +94,7 @@ def finished(
         console.print(
             f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
         )
-        ranks.first(lambda: _unmeasured(cfg, folder, on_demand))
+        ranks.first(lambda: _export_unmeasured_draft(cfg, folder, on_demand))
         return None
     original = on_demand.whole()
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
@@ -123,7 +123,7 @@ def finished(
     return results
 
 
-def _unmeasured(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
+def _export_unmeasured_draft(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
     """Export the best draft of a run without measuring it. The target's parts suffice, unless the
     draft runs the target's layers."""
     if not cfg.needs_layers:

@@ -121,7 +121,7 @@ def run(
             describe(
                 folder,
                 identity,
-                job.settled.described(),
+                job.settled.settings_to_record(),
                 drafts,
                 job.fingerprint,
                 texts,

@@ -186,7 +186,7 @@ class Hybrid(Drafter):
         )
         assert isinstance(head, Predictor)
         alpha = config.alpha or list(head.noted_alpha) or [0.4]
-        members = described(copier), described(head)
+        members = member_of(copier), member_of(head)
         sizes = HybridSizes(target_vocab=target.vocab_size, copier=members[0], head=members[1])
         drafter = cls(replace(config, alpha=alpha), sizes)
         drafter.copier, drafter.head = copier, head
@@ -213,7 +213,7 @@ class Hybrid(Drafter):
         for member in (self.copier, self.head):
             if member.fits_texts:
                 member.fit(texts, masks)
-        self.sizes.copier, self.sizes.head = described(self.copier), described(self.head)
+        self.sizes.copier, self.sizes.head = member_of(self.copier), member_of(self.head)
 
     def _trials(
         self, texts: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]]
@@ -281,14 +281,17 @@ class Hybrid(Drafter):
         best = max(rates)
         return copied[: rates.index(best)] if beside or best >= max(of_head) else []
 
-    def drafted(self) -> int:
+    def head_draft_length(self) -> int:
         """The number of tokens that the head drafts; 0 if a vanilla step is faster."""
         _, rates = self.speeds_of_members()
         return rates.index(max(rates))
 
     def copied(self, ctx: Context, anchors_BA: Tensor, depth: int) -> Tensor:
         return self.copier.walked(
-            ctx, anchors_BA, depth, lambda memory: self.chain_of(memory) or [OWN] * self.drafted()
+            ctx,
+            anchors_BA,
+            depth,
+            lambda memory: self.chain_of(memory) or [OWN] * self.head_draft_length(),
         )
 
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
@@ -313,7 +316,7 @@ class Hybrid(Drafter):
         memories = cache.memories.read_new(ctx.rows(), self.copier.memory)
         copies = [self.chain_of(memory, beside)[: shape.depth] for memory in memories]
         if isinstance(shape, Chain):
-            shape = Chain(min(shape.depth, self.drafted()), shape.stop)
+            shape = Chain(min(shape.depth, self.head_draft_length()), shape.stop)
         if shape.depth == 0 or (all(copies) and not beside):
             return copied_chains(copies, ctx)
         choose = replace(choose, vocab_S=self.head.vocab_S)
@@ -339,7 +342,7 @@ def copying_family(name: str) -> type[Copying]:
     return kind
 
 
-def described(drafter: Drafter) -> HybridMember:
+def member_of(drafter: Drafter) -> HybridMember:
     return HybridMember(drafter.config.name, asdict(drafter.config), asdict(drafter.sizes))
 
 

@@ -68,7 +68,7 @@ class LM(Pretrained):
             model = theirs | {"num_hidden_layers": len(kept)} | config_of_layers(theirs, kept)
         else:
             options = "target, random, a hub name or a folder with a Hugging Face causal LM"
-            model = cls.described(config, theirs, options)
+            model = cls.model_config(config, theirs, options)
         if config.source == "random":
             model |= config_of_layers(model, list(range(model["num_hidden_layers"])))
         model, rows = fitted(config.source, model, target)

@@ -174,7 +174,9 @@ class Pretrained(Trainable):
         self._scale = head_scaling(self.model.config.get_text_config(decoder=True))
 
     @staticmethod
-    def described(config: DraftLMConfig, theirs: Mapping[str, Any], options: str) -> dict[str, Any]:
+    def model_config(
+        config: DraftLMConfig, theirs: Mapping[str, Any], options: str
+    ) -> dict[str, Any]:
         """The config of the draft's model: for a random draft, the target's with `overrides`,
         else that of a model on a hub or in a folder. `options` names the possible settings in
         messages."""
@@ -279,7 +281,7 @@ class Pretrained(Trainable):
         return growth_over(cache, ctx, partial(self.over_cache, cache))
 
 
-class Holder(nn.Module):
+class ConfiglessModel(nn.Module):
     """A model without its config. peft would otherwise read from the config that the model is a
     mixture of experts, and adapt experts that are stored as one weight. Neither a view nor a draft
     can hold such adapters."""
@@ -308,7 +310,7 @@ def with_adapters(model: Any, lora: LoraOptions) -> Any:
         target_modules=list(lora.targets) if lora.targets else [f"model.{n}" for n in linear],
     )
     try:
-        return get_peft_model(Holder(model), options)
+        return get_peft_model(ConfiglessModel(model), options)
     except ValueError as error:
         raise UserError(f"{lora.key}: {' '.join(str(error).split())}") from error
 

@@ -51,7 +51,7 @@ class TargetViewDrafter(Predictor):
         """The model that drafts, without its head."""
 
     @abstractmethod
-    def followed(self, ctx: Context, cache: Any) -> SlotCache:
+    def cache_before_anchors(self, ctx: Context, cache: Any) -> SlotCache:
         """The cache to continue, updated to hold all tokens but the anchors."""
 
     def attach(self, target: TargetParts) -> None:
@@ -77,7 +77,7 @@ class TargetViewDrafter(Predictor):
     def draft_growth(self, ctx: Context, cache: Any = None) -> Growth:
         if ctx.cache is None:
             return super().draft_growth(ctx)
-        cache = self.followed(ctx, cache)
+        cache = self.cache_before_anchors(ctx, cache)
 
         def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
             slots = None if parents_BT is None else parents_BT + 1

@@ -414,7 +414,7 @@ class TeacherForcing(nn.Module):
         self, batch: Batch, more: MoreColumns | None, depth: int | None
     ) -> AcceptanceTable:
         anchors = batch.anchors(depth or self.drafter.depth, "token")
-        copied_NK, hidden_NKD = self._drafted(batch, anchors)
+        copied_NK, hidden_NKD = self._copied_and_hidden(batch, anchors)
         measured = []
         for rows in slices(hidden_NKD, self.loss_config.chunk):
             columns = self.target_columns(batch, anchors, rows)
@@ -456,7 +456,7 @@ class TeacherForcing(nn.Module):
             hidden_BAKD = drafter.hidden(batch.ctx, at_BA, deeper)
         return hidden_BAKD[anchors.row_N, column_N][:, : anchors.weight_NK.shape[1]]
 
-    def _drafted(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
+    def _copied_and_hidden(self, batch: Batch, anchors: Anchors) -> tuple[Tensor | None, Tensor]:
         """The ids [N, K] that the drafter copies (None if it does not copy) and its hidden states
         [N, K, D], given the text's own tokens. If it copies, these are the states of its head, if
         it has one."""

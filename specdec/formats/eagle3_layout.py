@@ -15,7 +15,7 @@ def hf(drafter: Eagle3, target: TargetParts) -> Description:
     ids = list(drafter.needs.layers)
     return {
         **layers(drafter),
-        **described(drafter, target),
+        **network_description(drafter, target),
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_aux_hidden_states": len(ids),
         "eagle_config": {  # SGLang reads the layers only here, and adds 1 to each
@@ -31,7 +31,7 @@ def speculators(drafter: Eagle3, target: TargetParts) -> Description:
     proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.depth}
     architectures = list(target.model.config.architectures or [])
     return {
-        **described(drafter, target),
+        **network_description(drafter, target),
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "speculators_version": "0.3.0",
@@ -50,7 +50,7 @@ def layers(drafter: Eagle3) -> Description:
     return {**one_layer(drafter), "num_hidden_layers": drafter.config.num_layers}
 
 
-def described(drafter: Eagle3, target: TargetParts) -> Description:
+def network_description(drafter: Eagle3, target: TargetParts) -> Description:
     """The description of the network that both layouts share."""
     alike = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     return {

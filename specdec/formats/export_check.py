@@ -48,7 +48,7 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
         target,
         folder,
     )
-    files = _described(files)
+    files = _with_engine_config(files)
     network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
     if network is None:
         raise UserError(
@@ -106,7 +106,7 @@ def largest_gap(target: TargetParts) -> float:
     return 1e-4 + 4 * torch.finfo(target.dtype).eps
 
 
-def _described(files: ExportFolder) -> ExportFolder:
+def _with_engine_config(files: ExportFolder) -> ExportFolder:
     """The files, with the config that vLLM derives from its self-describing format."""
     config = files.config
     kind = config.get("speculators_model_type")

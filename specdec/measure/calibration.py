@@ -84,7 +84,7 @@ def calibrate(
         of_batch = partial(
             _believed, Setup.from_config(target, cfg), way, forcing, prompts, variants
         )
-        for responses in ranks.shared(range(0, len(prompts), AT_ONCE), of_batch):
+        for responses in ranks.map(range(0, len(prompts), AT_ONCE), of_batch):
             for by_variant in responses:
                 for variant, response in zip(variants, by_variant, strict=True):
                     beliefs.setdefault(variant, []).append(response)

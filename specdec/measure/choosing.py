@@ -173,7 +173,7 @@ def acceptance_by_rank(
         together = setup.ranks.first(lambda: setup.responses(prompts, wide, seeds=seeds))
         by_prompt = [response.steps for response in together]
     else:
-        by_prompt = setup.ranks.shared(prompts, steps)
+        by_prompt = setup.ranks.map(prompts, steps)
     for of_prompt in by_prompt:
         for r in of_prompt:
             kept = paths[r.path[-1]] if r.path else ()

@@ -170,7 +170,7 @@ def decoded_in_turn(
     while batches:
         some, batches = batches[:at_once], batches[at_once:]
         before = until.left() if until else 0.0
-        for plainly, *drafts in ranks.shared(some, counted):
+        for plainly, *drafts in ranks.map(some, counted):
             for decodings, drafted in zip(many, drafts, strict=True):
                 decodings.add(plainly, drafted)
         if until is not None and some[-1].stop >= until.fewest:
@@ -205,7 +205,7 @@ def counting(
     if len(prompts) <= cfg.timed_prompts:
         return cfg.batch
     longest = max(prompts, key=len)
-    fitting = setup.ranks.shared(
+    fitting = setup.ranks.map(
         range(setup.ranks.world),
         lambda _: rows_that_fit(setup.target, longest, setup.max_new_tokens, needs),
     )

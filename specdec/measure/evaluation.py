@@ -175,7 +175,7 @@ def evaluate(
         for ((title, each, own), (way, learned)), decodings in zip(at_this, responses, strict=True):
             key = each, repr(way.shape)
             cost = known[key] = known.get(key) or costs(setup, way, asked[0])
-            one = _figures(setup, described(title, own, way), learned, decodings, cost)
+            one = _figures(setup, recorded_way(title, own, way), learned, decodings, cost)
             if title in first:
                 _by_forcing(setup, one, way, decodings)
                 one.oracle = _oracle(setup, way, cost, learning, decodings.steps)
@@ -239,7 +239,7 @@ def same_way(one: Way, other: Way) -> bool:
     return fixed and one.drafter is other.drafter and how[0] == how[1]
 
 
-def described(title: str, cfg: DecodeConfig, way: Way) -> Described:
+def recorded_way(title: str, cfg: DecodeConfig, way: Way) -> Described:
     """A record of the decoding configuration for `cfg`."""
     assert way.drafter is not None and way.shape is not None
     greedy, method = way.sampler.greedy, way.verification_method
@@ -337,7 +337,7 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts
             read = along(forcing, target, plain.prompt, plain.ids)
         return whole(read, len(plain.ids), drafter.depth), at_visits
 
-    both = setup.ranks.shared([*zip(decodings.plain, decodings.drafted, strict=True)], texts)
+    both = setup.ranks.map([*zip(decodings.plain, decodings.drafted, strict=True)], texts)
     every, visited = map(list, zip(*both, strict=True))
     beliefs = []
     if not drafter.copies:

@@ -228,6 +228,6 @@ def shift(
             shifts.append((kl, len(before.ids), before.ids == after.ids))
         return shifts
 
-    batches = ranks.shared(range(0, len(prompts), batch), moved)
+    batches = ranks.map(range(0, len(prompts), batch), moved)
     kl, counts, same = map(list, zip(*(response for of in batches for response in of), strict=True))
     return Shift(original.name, ratio_interval(kl, counts), share_interval(same, [1] * len(same)))

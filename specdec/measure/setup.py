@@ -51,4 +51,4 @@ class Setup:
             return response.steps
 
         ranks = self.ranks if way.draft_length is None else ALONE
-        return [r for of_prompt in ranks.shared(range(len(prompts)), steps) for r in of_prompt]
+        return [r for of_prompt in ranks.map(range(len(prompts)), steps) for r in of_prompt]

@@ -75,7 +75,7 @@ def _setting(results: Results) -> str:
         f"drafting {drafted}{', compiled' * results.asked[0].way.compiled}. {intervals} "
         "Timed prompts are decoded plainly and speculatively in turn, in one process; times cover "
         "the tokens after the first, which prefill emits, and the draft's own prefill."
-        f"{_timed(results)}{_shared(results)}"
+        f"{_timed(results)}{_processes_note(results)}"
     )
 
 
@@ -90,7 +90,7 @@ def _timed(results: Results) -> str:
     )
 
 
-def _shared(results: Results) -> str:
+def _processes_note(results: Results) -> str:
     """A sentence on the processes that measured, if there were several."""
     if results.processes == 1:
         return ""

@@ -58,7 +58,7 @@ class Choose:
     ) -> Chosen:
         """Choose `count` children at each of these places of a draft, given the draft's logits
         there. Rows outside `going_B` get no children and use no random numbers."""
-        logits, q = self.drafted(logits_BTS, draft, place_BT), None
+        logits, q = self.draft_logits(logits_BTS, draft, place_BT), None
         if self.siblings != "fixed":
             q = self.sampler.probs(logits)
             index, none = self._draw(q, count, going_B)
@@ -72,7 +72,7 @@ class Choose:
         """Target token ids for indices into the draft's processed logits."""
         return index if self.vocab_S is None or self.processors else self.vocab_S[index]
 
-    def drafted(self, logits_BTS: Tensor, draft: Proposal, place_BT: Tensor) -> Tensor:
+    def draft_logits(self, logits_BTS: Tensor, draft: Proposal, place_BT: Tensor) -> Tensor:
         """The draft's logits after the processors, expanded to the target's whole vocabulary if
         there are any."""
         if self.processors and self.vocab_S is not None:

@@ -202,7 +202,7 @@ class Dynamic(Shape):
         count = 0  # nodes grown so far
         for d in range(self.depth):
             draft = Proposal(tokens_BG, None, parents_BG)
-            logits = choose.drafted(logits_BTS, draft, front_BT + 1).float()
+            logits = choose.draft_logits(logits_BTS, draft, front_BT + 1).float()
             width = min(self.top_k, logits.shape[-1])
             best_BTC, index_BTC = (logits - logits.logsumexp(-1, keepdim=True)).topk(width, -1)
             best_BTC = growth.log_confidence(d, best_BTC)

@@ -266,7 +266,7 @@ def opening(target: TargetParts, cfg: TargetConfig, reason: str = "") -> str:
         f"{f'; it {target.only_chains}' if alone else ''}"
         f"{unchecked}"
         f"{spread}{f'; prompts by {target.rendering}' if not target.rendering.is_default else ''}"
-        f"{f'; {packed_linear.described(target.model, target.dtype)}' if pack else ''}"
+        f"{f'; {packed_linear.packing_in_words(target.model, target.dtype)}' if pack else ''}"
         f"{busy if waits_briefly() and target.device.type == 'cpu' else ''}"
         f"{endless if after is not None else ''}"
     )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from specdec.compat import attention_of, copy_of_layers, set_attention
 from specdec.context import HiddenStateSpec
 from specdec.errors import UserError, first_line, require
-from specdec.runtime.cpu.grouped_attention import ungroup
+from specdec.runtime.cpu.grouped_attention import use_sdpa
 from specdec.runtime.quantised import dense_linear, holds_weight, is_linear
 from specdec.runtime.recurrent_states import bounds_steps, in_steps
 from specdec.runtime.replay import ReplayCache
@@ -92,13 +92,13 @@ def twin_check_of(target: Any) -> TwinChecks | None:
     try:
         twin = TwinChecks(target)
         if not twin.texts_right() and attention_of(target.model.config) == "grouped":
-            ungroup(target.model)
+            use_sdpa(target.model)
             twin = TwinChecks(target)
             twin.texts_right()
         return twin
     except NoTwin as error:
         target.without_twin = str(error)
-        ungroup(target.model)
+        use_sdpa(target.model)
         return None
 
 

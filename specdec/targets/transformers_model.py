@@ -25,7 +25,7 @@ from specdec.errors import UserError, first_line, located, require
 from specdec.files import make_folder
 from specdec.progress import tell
 from specdec.runtime.cpu import packed_linear
-from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.cpu.grouped_attention import use_grouped_attention
 from specdec.runtime.quantised import (
     itemsize,
     method,
@@ -120,7 +120,7 @@ def load_model(
             f"{type(model).__name__}, such as {missing[0]}: {AGAIN}, or give a whole model"
         )
     if grouped:
-        group(model)
+        use_grouped_attention(model)
     alone = places is None or (not cfg.device_map and packed_linear.all_plain(model))
     if cfg.packed and alone and rules is None:  # then drafts loaded for this target are packed too
         packed_linear.pack(model)

@@ -203,8 +203,8 @@ def test_a_sample_of_the_anchors_keeps_their_drafts(case: Made) -> None:
     forcing = TeacherForcing(case.drafter, case.target, Sampler(1.0), visited=True)
     row = case.source.rows[0]
     batch = case.source.batch([0])
-    anchors = forcing.anchors(row.mask, row.document, row.position, 0, row.drafted)
-    assert anchors.total == float((row.drafted[:, 0] >= 0).sum())
+    anchors = forcing.anchors(row.mask, row.document, row.position, 0, row.drafted_TK)
+    assert anchors.total == float((row.drafted_TK[:, 0] >= 0).sum())
     last = replace(
         anchors,
         row_N=anchors.row_N[1:],

@@ -170,7 +170,7 @@ def test_a_hybrid_expects_of_its_head_what_the_calibration_saw(target: Target) -
     drafts = {}
     for variant in ("greedy", "greedy_draft", "sampled"):
         hybrid.weigh(lambda member, gamma: (0.2, 1.0 + 0.1 * gamma), [], [], variant)
-        drafts[variant] = hybrid.drafted(), hybrid.alpha
+        drafts[variant] = hybrid.head_draft_length(), hybrid.alpha
     assert drafts == {"greedy": (0, [0.0]), "greedy_draft": (1, [0.5]), "sampled": (3, [0.999])}
 
 

@@ -29,7 +29,7 @@ from specdec.errors import UserError
 from specdec.lab.drafters.counts import BigramConfig
 from specdec.lab.drafters.sparse import SparseConfig
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
-from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.cpu.grouped_attention import use_grouped_attention
 from specdec.sampling.trees import Chain, Static
 from specdec.targets import self_check
 from specdec.targets.loading import load_parts, load_target
@@ -295,7 +295,7 @@ def test_sparse_attention_keeps_its_name() -> None:
     target = target_of("deepseek_v32", **SPARSE, max_position_embeddings=256)
     ids = torch.tensor([words(40)])
     before = target.model(ids).logits
-    group(target.model)
+    use_grouped_attention(target.model)
     assert attention_of(target.model.config) == "sdpa"
     torch.testing.assert_close(target.model(ids).logits, before)
 

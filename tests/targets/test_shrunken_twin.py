@@ -23,7 +23,7 @@ from specdec.errors import UserError
 from specdec.lab.targets.seq2seq import Seq2SeqTarget
 from specdec.runtime import cache
 from specdec.runtime.cpu import grouped_attention
-from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.cpu.grouped_attention import use_grouped_attention
 from specdec.targets import sequence_packing, shrunken_twin
 from specdec.targets.loading import opening
 from specdec.targets.shrunken_config import POSITIONS, shrunken_config
@@ -96,7 +96,7 @@ def loaded(kind: str, config: dict[str, Any]) -> tuple[Target, Any]:
     """A target as `load_target` makes it, and the same model, untouched."""
     model = model_of(kind, config)
     theirs = copy.deepcopy(model)
-    group(model)
+    use_grouped_attention(model)
     return Target(model, None, kind), theirs
 
 
@@ -204,7 +204,7 @@ def test_a_difference_that_no_reading_avoids_is_rejected(monkeypatch: pytest.Mon
         return bool(attention_of(module.config) == "grouped")
 
     monkeypatch.setattr(base, "forward", fading)
-    group(model)
+    use_grouped_attention(model)
     target = Target(model, None, "fading")
     assert attention_of(model.config) == "sdpa" and target.reading is Reading.SLOTS
     TwinChecks.forget()
@@ -254,7 +254,7 @@ def test_without_a_twin_transformers_modules_are_used(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(shrunken_twin, "shrunken_config", none)
     model = model_of("llama", SMALL)
-    group(model)
+    use_grouped_attention(model)
     target = Target(model, None, "alone")
     assert target.without_twin == "no small one can be made"
     assert target.lean is None and attention_of(model.config) == "sdpa"

@@ -126,15 +126,15 @@ def test_the_rows_of_a_step_are_those_with_which_the_run_began(tmp_path: Path) -
     """Enumerated by hand: 2 processes · 2 rows · 3 micro-batches = 12 rows in each step."""
     portion = RowsPerStep(2, 3, 2)
     for processes, expected in {1: (2, 6), 2: (2, 3), 3: (2, 2), 4: (1, 3), 6: (2, 1)}.items():
-        shared, said = portion.shared(LoopConfig(rows=2, accumulate=3), processes)
+        shared, said = portion.for_processes(LoopConfig(rows=2, accumulate=3), processes)
         assert (shared.rows, shared.accumulate) == expected
         assert bool(said) == (processes != 2)
     with pytest.raises(UserError, match=r"12 packed rows, which 5 .*: 1, 2, 3, 4, 6, 12;"):
-        portion.shared(LoopConfig(rows=2, accumulate=3), 5)
+        portion.for_processes(LoopConfig(rows=2, accumulate=3), 5)
     by_hand = LoopConfig(rows=3, accumulate=4)
-    assert portion.shared(by_hand, 1) == (by_hand, "")
+    assert portion.for_processes(by_hand, 1) == (by_hand, "")
     with pytest.raises(UserError, match=r"loop\.rows=3 loop\.accumulate=4 on 2 .* would read 24"):
-        portion.shared(by_hand, 2)
+        portion.for_processes(by_hand, 2)
 
 
 def cut_back(run: Path) -> Path:

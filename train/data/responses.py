@@ -295,7 +295,7 @@ def _fitting(
     """The number of prompts to answer at once: that in `cfg`, or as many as fit into the free
     memory of every process. Prints a line if these are fewer."""
     longest = max(asked.values(), key=len)
-    fitting = ranks.shared(
+    fitting = ranks.map(
         range(ranks.world), lambda _: rows_that_fit(target, longest, cfg.longest_response, needs)
     )
     usual = cfg.at_once(target.device.type != "cpu")

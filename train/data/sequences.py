@@ -115,7 +115,7 @@ class Row:
     weight: NDArray[np.float32] | None = None  # as in `Document`; None: 1 for all
 
     @property
-    def drafted(self) -> NDArray[np.int32] | None:
+    def drafted_TK(self) -> NDArray[np.int32] | None:
         """The tokens [T, K] drafted at each anchor of a speculation step, -1 elsewhere."""
         return None if self.speculation_steps is None else self.speculation_steps[:, 1:]
 

@@ -74,10 +74,10 @@ WIDE = {  # how wide encodings begin, with a mark of their own or with white spa
 
 @dataclass
 class TextFile:
-    """`stream` yields UTF-8; `percent` is the part of the file that has been read."""
+    """`stream` yields UTF-8; `percent_read` is the part of the file that has been read."""
 
     stream: IO[bytes]
-    percent: Callable[[], int]
+    percent_read: Callable[[], int]
 
 
 def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
@@ -389,7 +389,7 @@ def _array(path: Path, file: TextFile, skipped: int, tally: Tally) -> Iterator[t
         return
     if cut and not ended:
         wrong = f"a record of more than {LARGEST >> 20} MB"
-    reason = f"whatever follows {wrong}, about {file.percent()} % into the file"
+    reason = f"whatever follows {wrong}, about {file.percent_read()} % into the file"
     if cut and ended:
         reason = "record cut off by the end of the file"
     tally.count(tally.unread, reason, place)
@@ -406,7 +406,7 @@ def opened(path: Path, tally: Tally) -> Iterator[TextFile]:
     with path.open("rb", buffering=BUFFER) as raw:
         size = max(1, path.stat().st_size)
 
-        def percent() -> int:
+        def percent_read() -> int:
             return 100 * raw.tell() // size
 
         head = _head(raw)
@@ -425,7 +425,7 @@ def opened(path: Path, tally: Tally) -> Iterator[TextFile]:
             head = _head(unpacked)
         if head.startswith(BOM):
             unpacked.read(len(BOM))
-        yield TextFile(unpacked, percent)
+        yield TextFile(unpacked, percent_read)
 
 
 def _head(stream: Any) -> bytes:

@@ -106,7 +106,7 @@ class EarlyExit(TargetViewDrafter, Trainable):
     def new_cache(self, capacity: int | None = None) -> SlotCache | None:
         return new_cache(self.target.config) if self.config.lora.rank else None
 
-    def followed(self, ctx: Context, cache: Any) -> SlotCache:
+    def cache_before_anchors(self, ctx: Context, cache: Any) -> SlotCache:
         cache_of_target: SlotCache = ctx.cache
         return cache_of_target
 

@@ -41,7 +41,7 @@ class Seq2SeqLM(Pretrained):
                 "target such as T5"
             )
         options = "random, a hub name or a folder with a Hugging Face encoder-decoder"
-        model = cls.described(config, without_method(target.model.config.to_dict()), options)
+        model = cls.model_config(config, without_method(target.model.config.to_dict()), options)
         require(
             bool(model.get("is_encoder_decoder")),
             f"drafter.source={config.source!r} has no encoder, but the target has: give {options}",

@@ -136,7 +136,7 @@ class Sparse(TargetViewDrafter):
             rows.append(torch.cat(parts)[torch.cat(order).argsort()])
         return torch.stack(rows)
 
-    def followed(self, ctx: Context, cache: SparseCache | None) -> SparseCache:
+    def cache_before_anchors(self, ctx: Context, cache: SparseCache | None) -> SparseCache:
         small = cache or self.new_cache()
         self.follow(ctx.cache, small, partial(self._choice, ctx.cache, ctx.rows()))
         return small

@@ -71,7 +71,7 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-def group(model: Any) -> None:
+def use_grouped_attention(model: Any) -> None:
     """Switch a model from `sdpa` to `grouped_attention`. Other attention is unchanged, including
     sparse attention, whose indexer hides keys only under the name sdpa."""
     kinds = layer_kinds(model.config.get_text_config(decoder=True))
@@ -80,7 +80,7 @@ def group(model: Any) -> None:
         model.set_attn_implementation("grouped")
 
 
-def ungroup(model: Any) -> None:
+def use_sdpa(model: Any) -> None:
     """Switch a model from `grouped_attention` back to `sdpa`."""
     if attention_of(model.config) == "grouped":
         model.set_attn_implementation("sdpa")

@@ -253,7 +253,7 @@ def obstacle(dtype: torch.dtype) -> str | None:
     return None
 
 
-def described(module: nn.Module, dtype: torch.dtype) -> str:
+def packing_in_words(module: nn.Module, dtype: torch.dtype) -> str:
     """A clause for the user that says for which numbers of rows a packed `module` uses its copies:
     of 1, 4 and 16 rows (a vanilla step, a speculation step, a batch), those with copies are named,
     unless all have them."""

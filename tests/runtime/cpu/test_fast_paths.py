@@ -32,7 +32,7 @@ def test_a_target_without_fast_paths(tiny: Tiny, monkeypatch: pytest.MonkeyPatch
     assert fast.lean is not None and attention_of(fast.model.config) == "grouped"
     assert plain.lean is None and attention_of(plain.model.config) == "sdpa"
     assert not packed_linear.is_packed(plain.model)
-    assert cpu.SWITCH in packed_linear.described(plain.model, torch.float32)
+    assert cpu.SWITCH in packed_linear.packing_in_words(plain.model, torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     expected, logits = (
         target.logits(target.hidden_states(ids, HiddenStateSpec(), cache=target.new_cache())[1])

@@ -202,14 +202,15 @@ def test_it_tells_whether_weights_are_packed(tiny: Tiny, monkeypatch: pytest.Mon
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     said = "its weights are packed"
     assert (
-        packed_linear.described(target.model, torch.float32) == f"{said} for 4 or 16 rows at once"
+        packed_linear.packing_in_words(target.model, torch.float32)
+        == f"{said} for 4 or 16 rows at once"
     )
     monkeypatch.setattr(packed_linear, "probe", lambda *_: ProbeResult(True, ""))
-    assert packed_linear.described(target.model, torch.float32) == said
+    assert packed_linear.packing_in_words(target.model, torch.float32) == said
     monkeypatch.setattr(packed_linear, "probe", lambda *_: ProbeResult(False, ""))
-    assert "are not used" in packed_linear.described(target.model, torch.float32)
+    assert "are not used" in packed_linear.packing_in_words(target.model, torch.float32)
     monkeypatch.setattr(packed_linear, "obstacle", lambda _: "needs avx512bw")
-    assert packed_linear.described(target.model, torch.float32) == (
+    assert packed_linear.packing_in_words(target.model, torch.float32) == (
         "weights are not packed: needs avx512bw"
     )
 
