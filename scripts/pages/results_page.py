@@ -20,29 +20,26 @@ PATH = FOLDER.with_suffix(".md")
 DEVELOPERS_PATH = FOLDER.parent / "notebook" / "figures.md"
 # the tables that show how the code behaves rather than what a draft gains
 DEVELOPERS = (
-    *("13-sizes", "14-unchanged", "15-kills", "18-forecast", "19-long-texts"),
-    "20-engine-kills",
+    *("02-shapes", "12-on-policy", "13-sizes", "14-unchanged", "15-kills", "17-processes"),
+    *("18-forecast", "19-long-texts", "20-engine-kills", "21-coverage", "22-speed-avx2"),
 )
 INTRODUCTION = """# Results
 
 *`scripts/docs` makes this page from the files in `docs/results`; a test compares them.*
 
-What today's code does, one table for each claim. The target is SmolLM2-135M-Instruct and the
-prompts are held-out ones of ShareGPT, answered one at a time, unless a table says otherwise.
-Brackets are 95 % intervals over prompts; tables older than the one on their coverage have
-percentile bootstraps, and their τ also counts tokens accepted beyond the end of a response, so it
-is slightly higher than today's. [Concepts](concepts.md) explains α, τ and c. Each table names the
-commit that was measured, the date, the machine and the command that makes it again. No GPU has run
-this project yet, so all machines are CPUs. What no longer holds, and what did not work, is in the
-[notebook](notebook/index.md), and so are [figures for developers](notebook/figures.md): kills,
-memory, forecasts and the speed of training steps.
+One table for each claim. The target is SmolLM2-135M-Instruct and the prompts are held-out ones of
+ShareGPT, answered one at a time, unless a table says otherwise. Brackets are 95 % intervals over
+prompts; before 26 November 2026 they are percentile bootstraps, and τ is slightly higher than
+today's. [Concepts](concepts.md) explains α, τ and c. No GPU has run this project yet. The
+[notebook](notebook/index.md) has what did not work, and
+[figures for developers](notebook/figures.md): coverage of the intervals, kills, memory, forecasts.
 """
 DEVELOPERS_INTRODUCTION = """# Figures for developers
 
 *`scripts/docs` makes this page from the files in `docs/results`; a test compares them.*
 
-How the code behaves: kills, memory, forecasts, speed of training steps. [Results](results.md)
-says what holds for all tables.
+How the code behaves (kills, memory, forecasts, speed of training steps, coverage of intervals), and
+earlier measurements. The introduction of [Results](results.md) is valid for all tables.
 """
 
 Number = int | float
@@ -122,7 +119,7 @@ def page_of_tables(introduction: str, names_of_tables: Sequence[str]) -> str:
             rows = f", {rows_of(table, run)}" if len(table.runs) > 1 else ""
             parts.append(f"Commit {run.commit}, {run.date}, {run.machine}{rows}:\n")
             parts.append(f"```\n{run.command}\n```\n")
-        parts.append(f"*Figures: `docs/results/{name}.json`*\n")
+        parts.append(f"`docs/results/{name}.json`\n")
     return "\n".join(parts)
 
 
