@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 STAT = Path("/proc/stat")  # Linux alone
-SECONDS = 0.1  # of the look at the cores: ten units of the kernel's clock each
-BUSY = 0.5  # of a core
+SECONDS = 0.1  # duration of the measurement: ten ticks of the kernel's clock
+BUSY = 0.5  # in cores
 SPINS = "1000"  # about 30 microseconds; libgomp's default is milliseconds
 SPINNING, WAITING = "GOMP_SPINCOUNT", "DRAFTSMITH_WAITING"
-OWN_CHOICE = (SPINNING, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # of the user
+OWN_CHOICE = (SPINNING, "OMP_WAIT_POLICY", "KMP_BLOCKTIME")  # settings of the user
 
 
 def wait_briefly_if_busy() -> None:

@@ -333,7 +333,7 @@ def quiet_libraries() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-# what transformers says at loading that changes nothing that is computed
+# messages of transformers at loading without effect on results
 NO_MATTER = re.compile(
     r"deprecated|fast path|falling back|load report|generation flags|pad_token|attention mask|"
     r"flash",
@@ -433,8 +433,8 @@ def csv_rows(lines: Iterable[str], longest: int) -> Iterator[list[str]]:
 
 # the C library
 
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux's <fcntl.h> and <linux/fs.h>
-RENAME_SWAP = 2  # of macOS's <sys/stdio.h>
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # from Linux's <fcntl.h> and <linux/fs.h>
+RENAME_SWAP = 2  # from macOS's <sys/stdio.h>
 
 
 def exchange(one: Path, other: Path) -> bool:

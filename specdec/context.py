@@ -94,8 +94,8 @@ class TrainingMoment:
     and the results of the pass that are needed."""
 
     progress: float = 0.0  # share of the run's steps done so far
-    seeds: Sequence[int] = ()  # one per row: everything random in a row follows from its seed
-    # which depths of each anchor the loss reads; None: all
+    seeds: Sequence[int] = ()  # one per row, the source of all its random numbers
+    # mask of the depths of each anchor in the loss; None: all
     counted_BAK: Tensor | None = field(default=None, compare=False)
 
     def generators(self, device: torch.device) -> list[torch.Generator]:

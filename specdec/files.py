@@ -63,7 +63,7 @@ def require_writable(folder: Path) -> None:
         with naming(folder), trial.open("wb") as file:
             file.write(bytes(TRIAL))
             file.flush()
-            os.fsync(file.fileno())  # some file systems say only here that there is no room
+            os.fsync(file.fileno())  # some file systems report a full disk only here
     except OSError as error:
         raise of_files(error) from error
     finally:
@@ -159,7 +159,8 @@ def remove_abandoned(folder: Path) -> None:
         if (match := PARTIAL.fullmatch(path.name)) is None:
             continue
         lock = path if match["lock"] else path.with_name(f"{path.name}{LOCK}")
-        with suppress(OSError), _abandoned(lock) as abandoned:  # of another user, or removed by now
+        # it may be another user's, or removed by now
+        with suppress(OSError), _abandoned(lock) as abandoned:
             if not abandoned:
                 continue
             if match["lock"]:
@@ -428,7 +429,7 @@ def record(kind: type[T], value: Any, where: str) -> T:
         required = f.default is MISSING and f.default_factory is MISSING
         require(name in value or not required, f"{where}: the key {name!r} is missing")
     checked = {key: _as(hints[key], x, f"{where}: {key}") for key, x in value.items()}
-    with located(where):  # what the dataclass itself requires
+    with located(where):  # checks of the dataclass itself
         return kind(**checked)
 
 

@@ -96,7 +96,7 @@ class Plugins(MutableMapping[str, T]):
             self._require_fitting(entry.name, value)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
-        except Exception as error:  # of any kind, since importing a package may do anything
+        except Exception as error:  # importing a package may raise anything
             raise UserError(
                 f"{where} cannot be loaded ({type(error).__name__}: {first_line(error)}): fix that "
                 f"package, or choose another {self.noun}"

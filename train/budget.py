@@ -31,14 +31,15 @@ BUDGET = "budget.json"  # in the run's folder
 # from further epochs than from as many seconds of new texts, and an interval of τ within ±.08 takes
 # less than a quarter of 10 minutes.
 TEXTS, TRAINING, MEASURING = 0.35, 0.40, 0.25
-VALIDATION_KEY = "validation"  # how the keys of texts begin that are not trained on
-VALIDATION = 0.2  # of the texts' time, at most: those of the validation part are written first
-READING = 0.25  # of the texts' time: hidden states that do not come with the responses
+VALIDATION_KEY = "validation"  # prefix of the keys of texts that are not trained on
+# maximum fraction of the texts' time for the validation part, which is written first
+VALIDATION = 0.2
+READING = 0.25  # fraction of the texts' time for hidden states that do not come with the responses
 LEAST_VALIDATION = 12  # texts of the validation part, however slow the machine
 POOR = 300  # with fewer training texts, a head has hardly begun to learn
-TIMED_STEPS = 8  # of training, at least, after which the number of steps is fixed
+TIMED_STEPS = 8  # minimum number of training steps before their number is fixed
 TIMED = 0.05  # share of the training time that these take: as long as the default warm-up
-FORWARD = 1 / 3  # of a training step's time, for a held-out evaluation of as many rows
+FORWARD = 1 / 3  # time of a held-out evaluation of as many rows, in training steps
 
 
 @dataclass
@@ -68,8 +69,8 @@ class BudgetRecord:
     whole: float  # seconds that were left after loading
     left: float  # when the last stage ended
     texts: dict[str, str] = field(default_factory=dict)  # places in their order, such as 0-3,7
-    steps: int | None = None  # of training
-    prompts: int | None = None  # that are measured
+    steps: int | None = None  # number of training steps
+    prompts: int | None = None  # number of measured prompts
     timed: int | None = None  # the first of them
 
 
@@ -122,9 +123,9 @@ class TrainingTime:
     `forecast` estimates it from the steps so far, and the learning rate is still rising."""
 
     stage: StageTime
-    rounds: int  # of training, of which each has the time of the stage
+    rounds: int  # number of rounds of training, each with the time of the stage
     fixed: int | None
-    record: Callable[[int], None]  # of the number that is fixed
+    record: Callable[[int], None]  # records the fixed number
     times: list[float] = field(default_factory=list)  # seconds of each step so far
 
     def begin_step(self) -> None:
@@ -173,7 +174,7 @@ class Budget:
         folder already records the texts to train on."""
         self.cfg, self.path, self.ranks, self.now = cfg, folder / BUDGET, ranks, now
         self.shares, self.current = dict(shares), ""
-        self._began = self._until = 0.0  # of this stage
+        self._began = self._until = 0.0  # times of this stage
         self.writing: StageTime | None = None  # the last stage that wrote texts
         known = ranks.first(lambda: self._known(settings, begun))
         self.record: BudgetRecord | None = known

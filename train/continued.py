@@ -83,7 +83,7 @@ CHANGES: dict[str, Change] = {
     "hidden_states.engines": Change.PRESENCE,
     "hidden_states.mode": Change.ALLOWED,
     "hidden_states.bits": Change.NEVER,
-    # what follows training
+    # the time after training
     **{f"decode.{name}": Change.ALLOWED for name in _DECODE},
     "combine_with": Change.ALLOWED,
     "export": Change.ALLOWED,
@@ -175,9 +175,9 @@ class SettledRun:
     cfg: Config
     accelerator: Accelerator
     rows: RowsPerStep  # as the run began
-    spread: str  # what to tell the user about the rows of these processes
+    spread: str  # a note for the user on the rows of these processes
     dtype_reason: str  # why the target has its dtype, where that was not given
-    decided: Sequence[str]  # what the target decided of the settings, to tell the user
+    decided: Sequence[str]  # notes for the user on settings that the target decided
 
     def settings_to_record(self) -> dict[str, Any]:
         """The settings for config.json, with the rows per step as the run began."""

@@ -88,7 +88,7 @@ class Diagnosis:
     cut: CutResponses | None = None  # None: no responses of the target are stored
     samples: list[ShownSequence] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
-    rendering: str = ""  # how prompts are rendered, if not as the target's files say
+    rendering: str = ""  # rendering of prompts, if it differs from the target's files
 
 
 def diagnose_data(

@@ -185,7 +185,7 @@ def noted_prompts(folder: Path, limit: int) -> tuple[list[Prompt], list[Prompt]]
             earlier = tuple((role, text) for role, text in line.pop("earlier"))
             ids, notes = np.array(line.pop("ids"), np.int32), tuple(line.pop("notes"))
             part.append(Prompt(**line, ids=ids, earlier=earlier, notes=notes))
-    except (KeyError, TypeError, ValueError):  # of another version
+    except (KeyError, TypeError, ValueError):  # written by another version
         return None
     for name, prompts in parts.items():
         if len(prompts) < min(lines[0][name], limit if name == "test" else KEPT // 2):

@@ -15,7 +15,7 @@ from specdec.measure.results import ByDepth, HeldOut
 from specdec.signals import Terminated
 from train.hidden_states.batches import BatchSource
 
-SHARES = (0.1, 0.2)  # of the steps, after which a run is evaluated so that there is a forecast
+SHARES = (0.1, 0.2)  # fractions of the steps after which a run is evaluated for its forecast
 FEWEST = 50  # steps of a run that is worth one
 FROM = 0.05  # share of the steps before which the learning rate still rises
 # What a factor e in steps adds to τ: so much, and a share of τ - 1; and its standard deviation,

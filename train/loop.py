@@ -104,10 +104,10 @@ class UnreadStep:
     """A step whose loss and gradient are still on the device and were not read by the host."""
 
     number: int
-    rows: Sequence[int]  # that all processes read together
+    rows: Sequence[int]  # rows that all processes read together
     micro_batches: Sequence[Sequence[int]]  # the rows of each one of this process
-    losses: Sequence[Tensor]  # of these, scalars in float32
-    norm: Tensor  # of the gradient, a scalar
+    losses: Sequence[Tensor]  # their losses, scalars in float32
+    norm: Tensor  # norm of the gradient, a scalar
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Learner:
 
     forcing: TeacherForcing
     model: nn.Module
-    parameters: Sequence[nn.Parameter]  # those that train
+    parameters: Sequence[nn.Parameter]  # trained ones
     optimizers: Sequence[torch.optim.Optimizer]
     cfg: LoopConfig  # its epochs are those of the whole run
     schedule: OptimConfig
@@ -126,8 +126,8 @@ class Learner:
     ranks: Ranks  # the same processes
     tracker: Tracker
     state: State
-    folder: Path  # of the run
-    parts: TargetParts  # of the target
+    folder: Path  # the run's folder
+    parts: TargetParts  # the target's parts
     portion: int  # rows that a step reads
     statistics: Tensor  # this process's sums over anchors since the last record, by depth
     unread: list[UnreadStep] = field(default_factory=list)
@@ -137,7 +137,7 @@ class Learner:
     saved: int = 0  # the step of the newest checkpoint
     passed: int = 0  # tokens in the rows that were passed over
     outlook: str = ""  # the last held-out τ and the forecast for the end, in a few words
-    time: TrainingTime | None = None  # that steps are to fit; None: as many as the settings say
+    time: TrainingTime | None = None  # time for the steps; None: their number is in the settings
 
     def look_ahead(self) -> float | None:
         """Forecast held-out τ at T = 0 at the end of training (None without a forecast), and set

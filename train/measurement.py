@@ -35,7 +35,7 @@ from train.data.sequences import Prompt
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
-AFTER = 0.1  # of the time for measuring: the report and the export
+AFTER = 0.1  # fraction of the time for measuring: report and export
 RECORD = "measured.json"  # in the report's folder: how its results were measured
 SPECDEC = Path(specdec.__path__[0])
 # modules and packages whose formulas the figures depend on
@@ -49,7 +49,7 @@ MEASURING = (
 class FinalSettings:
     """The settings for the time after a run's training."""
 
-    name: str  # of the run
+    name: str  # name of the run
     data: str  # the name of its data
     decode: DecodeConfig
     combine_with: str | None  # the retrieval-based method of the hybrid that is measured too

@@ -257,7 +257,7 @@ class OpenJob:
 
     settled: SettledRun
     target: TargetLoader
-    fingerprint: str  # of the target
+    fingerprint: str  # fingerprint of the target
     ranks: Ranks
     tracker: Tracker
     progress: Progress

@@ -57,20 +57,20 @@ from train.sizes import (
 )
 from train.target_defaults import tokenizer_of, with_target_defaults
 
-ROOM = 0.9  # of a device's memory that is planned; the rest is the runtime's own
+ROOM = 0.9  # planned fraction of a device's memory; the rest is the runtime's
 FULL = 4  # bytes of a number in float32
 HELD = 4  # float32 tensors over the draft's vocabulary that a chunk of anchors holds
-KEPT = 1.5  # what a training step keeps, relative to what its products read and write
+KEPT = 1.5  # memory kept by a training step, relative to its products' inputs and outputs
 CHECKPOINTS = 3  # on disk while a new one is written
 SAID = 0.9  # share of responses.max_new_tokens that responses took up in quickstarts
 ALONG = 1.7  # counting acceptance along a text takes as many times only reading it
 AFTER = 30.0  # seconds for imports, checkpoints, report and export
-SEVERAL = 0.85  # of the added speed that several devices give to one target
+SEVERAL = 0.85  # efficiency of several devices for one target
 GRAPH = 2e-5  # seconds that a layer takes to start in an engine, which replays a graph
 CONTEXT = 1024  # tokens of a sequence that is being decoded when a draft's gain is worked out
 BATCHES = (1, 8, 32, 128)  # for which a draft's gain is worked out
 LONGEST = 8  # tokens of the longest chain that is considered
-MOST_DEVICES = 64  # of a remedy
+MOST_DEVICES = 64  # maximum number of devices in a remedy
 SAMPLED = 400  # conversations that are read if planning.tokens says how many there are
 ASSUMED = 20_000_000  # tokens of the training texts, if there is no tokenizer to count them with
 ENGINES = ["http://localhost:8000/v1"]  # in remedies
@@ -92,7 +92,7 @@ class DataAmount:
     prompt: float  # mean number of tokens of a prompt
     known: str
     split: DataSplit[Any] | None = None
-    lengths: Sequence[str] = ()  # of its prompts and documents, in words
+    lengths: Sequence[str] = ()  # lengths of its prompts and documents, in words
 
 
 class PlannedStage(NamedTuple):
@@ -135,8 +135,8 @@ class Facts:
     costs: dict[int, tuple[float, PassCost]]
     free: float = math.inf
     measured: bool = False  # whether the target and the draft were timed on this machine
-    cut: CutResponses | None = None  # of responses that earlier runs have stored
-    decided: Sequence[str] = ()  # what the target decided of the settings
+    cut: CutResponses | None = None  # counts of cut responses of earlier runs
+    decided: Sequence[str] = ()  # notes on settings that the target decided
 
 
 def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
@@ -673,7 +673,7 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
         return amount(max(1, tokens // length), tokens, known), []
     if asked:
         few = min(SAMPLED, cfg.data.limit or SAMPLED)
-        with console.capture():  # what is said of a sample of the data is not true of all of it
+        with console.capture():  # messages on a sample are not true of all data
             split = split_of_run(replace(cfg.data, limit=few), cfg.responses, parts, ALONE)
         mean = np.mean([len(text.ids) for text in split.train])
         planned = amount(max(1, round(asked / mean)), asked, "as planning.tokens says")

@@ -50,7 +50,7 @@ PATHS: tuple[str, ...] = ("target.path", "target.adapter", "target.cache")
 PATHS += ("data.path", "data.decoding_log", "data.chat_template")
 PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
 PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
-LARGEST = 2**63 - 1  # of a whole number in a setting: torch and JSON readers take no larger ones
+LARGEST = 2**63 - 1  # largest integer in a setting: torch and JSON readers take no larger ones
 # What Hydra and OmegaConf raise for a user's mistake. The last three are not meant for users: where
 # this project's own code raises them, they are bugs, and `of_hydra` lets them through.
 REFUSALS = (HydraException, OmegaConfBaseException, ValueError, TypeError, OverflowError)
@@ -394,7 +394,7 @@ class Arguments:
 
     overrides: Sequence[str] = ()
     name: str = "config"
-    folder: Path = CONF  # of the primary configuration
+    folder: Path = CONF  # folder of the primary configuration
     beside: str | None = None  # a folder with more of it
     sweeps: bool = False
     runs: bool = True

@@ -46,13 +46,13 @@ class RunDocuments:
     validation: list[Document]  # held out, to select the best draft on
     prompts: list[Prompt]  # the decoder's, of the test part
     validation_prompts: list[Prompt]  # the decoder's, for calibration and choices; may be empty
-    measured: int  # how many of `prompts` the final evaluation decodes
+    measured: int  # number of `prompts` in the final evaluation
     records: int  # number of records read from the data
-    share: float  # of all conversations, held out
-    validation_share: float  # of these, in the validation part; 0: all select and all are reported
+    share: float  # held-out fraction of all conversations
+    validation_share: float  # validation fraction of these; 0: all select and all are reported
     asked: list[Prompt] = field(default_factory=list)  # training prompts, if the target answers
-    cut: CutResponses | None = None  # of the target's responses
-    counts: DataCounts | None = None  # of what was read, before any response was generated
+    cut: CutResponses | None = None  # counts of the target's cut responses
+    counts: DataCounts | None = None  # counts before any response was generated
 
 
 def split_of_run(

@@ -127,9 +127,9 @@ class TargetSizes:
 
     title: str
     weights: int
-    experts: int  # of the weights, those that only some tokens are multiplied by
-    share: float  # of a layer's experts, those that read one token
-    embedding: int  # of the weights, those of which a pass reads single rows
+    experts: int  # weights by which only some tokens are multiplied
+    share: float  # fraction of a layer's experts that read one token
+    embedding: int  # weights of which a forward pass reads single rows
     head: int
     layers: int
     width: int
@@ -137,7 +137,7 @@ class TargetSizes:
     itemsize: float
     cached: float
     state: int = 2  # bytes of a number in a hidden state
-    divided: int = 0  # of the weights, those that `target.tensor_parallel` divides
+    divided: int = 0  # weights that `target.tensor_parallel` divides
     heads: int = 0  # it does so over as many processes as this number can be divided by
 
     @property
@@ -185,7 +185,7 @@ class DraftFootprint:
     linear: int
     depth: int
     parallel: bool
-    stored: int  # of the target's layers that it reads
+    stored: int  # number of the target's layers that it reads
     anchors: int | None  # in each row of training; None: every position
     solved: bool  # whether it has a closed-form initialisation
 

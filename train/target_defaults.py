@@ -23,7 +23,7 @@ from train.run_config import Config
 # Tokens of a document where neither the target nor the settings give fewer. SpecForge's examples
 # train at 4,096 to 8,192; speculators' at 8,192, for Qwen3 with reasoning
 LONGEST, LONGEST_THINKING = 4096, 8192
-# of a document, the share that the prompt may take; reasoning is longer than what it answers
+# maximum share of the prompt in a document; reasoning is longer than its prompt
 PROMPT, PROMPT_THINKING = 1 / 2, 1 / 4
 LENGTHS = {"data": ("max_length", "max_prompt"), "responses": ("max_new_tokens",)}
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -100,7 +100,7 @@ def _with_lengths(cfg: Config, target: TargetLengths) -> Config:
     if target.thinks:
         longest, share = LONGEST_THINKING, PROMPT_THINKING
     if not responds:
-        new = None  # of responses that are not generated
+        new = None  # no responses are generated
     length, prompt = data.max_length, data.max_prompt
     if length is None:
         if prompt is not None:

@@ -42,7 +42,7 @@ class TensorBoardRun(TrackedRun):
     ) -> None:
         self._folder, self._run_id = folder / FOLDER, run_id
         self._settings = settings
-        for path in self._folder.rglob(EVENTS):  # of a run of other settings
+        for path in self._folder.rglob(EVENTS):  # files of a run with other settings
             if not path.name.endswith(f".{run_id}"):
                 path.unlink()
         known = any(self._folder.glob(EVENTS))

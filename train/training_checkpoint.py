@@ -38,7 +38,7 @@ from specdec.ranks import Ranks
 
 TENSORS, STATE = "training.safetensors", "training.json"
 Optimizers = Sequence[torch.optim.Optimizer]
-MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # what optimisers keep
+MOMENTS = ({"step", "exp_avg", "exp_avg_sq"}, {"momentum_buffer"})  # keys of the optimisers' state
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=False)
 
 
@@ -59,18 +59,18 @@ class State:
     rows: int = 0  # packed rows read so far: the position in the data
     tokens: int = 0  # in these rows
     seconds: float = 0.0
-    waiting: float = 0.0  # of these seconds, for stored hidden states
+    waiting: float = 0.0  # seconds spent waiting for stored hidden states
     best: Best | None = None
     waited: int = 0  # evaluations since the best one
     evaluated: list[tuple[int, float]] = field(default_factory=list)  # the steps, and τ at T = 0
-    gamma: int = 0  # of the chains of that τ; 0: as deep as the draft is trained
+    gamma: int = 0  # γ of the chains for that τ; 0: the trained depth
     statistics: list[list[float]] = field(default_factory=list)  # sums since the last record
     owed: bool = False  # the evaluation of this step is still to come: SIGTERM was faster
     optimizer: list[dict[str, Any]] = field(default_factory=list)  # groups, as last saved
     # empty in checkpoints of earlier versions:
     run: str = ""  # the identity of the run
     metrics: str = ""  # the checksum of its metrics.jsonl
-    tensors: str = ""  # that of the tensors
+    tensors: str = ""  # checksum of the tensors
 
     def __post_init__(self) -> None:
         require_within("state", self, step=0, rows=0, tokens=0, seconds=0, waiting=0, waited=0)

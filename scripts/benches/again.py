@@ -24,7 +24,7 @@ class Opened(NamedTuple):
     drafter: Drafter
     decode: dict[str, Any]  # the run's settings
     prompts: list[list[int]]  # held out
-    words: list[str]  # what the user says in each
+    words: list[str]  # the user's last turn in each
 
 
 @lru_cache(maxsize=1)
@@ -44,7 +44,7 @@ def again(run: Path, name: str, of: Results, **changes: Any) -> Results:
     UserError for settings that this draft does not support."""
     kept = run / name
     if not (kept / FILE).exists():
-        at_hand = opened(run, of.prompts + 1)  # one more, to make choices on
+        at_hand = opened(run, of.prompts + 1)  # one more, for choices
         fixed = {"prompts": of.prompts, "fastest": False}
         cfg = record(DecodeConfig, at_hand.decode | fixed | changes, "decode")
         subject = Subject(of.name, at_hand.target, at_hand.drafter, of.data)

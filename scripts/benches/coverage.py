@@ -19,7 +19,7 @@ from specdec.theory.intervals import (
 
 SIZES = (2, 3, 4, 5, 7, 10, 20, 50, 100)
 COUNTED = 70  # prompts whose speculation steps are counted, beside the n that are timed
-DEPTH = 3  # of the chains
+DEPTH = 3  # depth of the chains
 EVEN, SKEWED = 0.5, 1.0  # standard deviation of the logarithm of a response's length
 
 Draw = Callable[[np.random.Generator, int], Interval]
@@ -158,7 +158,7 @@ def _seconds(random: np.random.Generator, work: np.ndarray, spread: float) -> np
 def timed(random: np.random.Generator, n: int, spread: float) -> Interval:
     """A speedup of 1, with each prompt timed both ways; it varies from prompt to prompt by 15 %."""
     tokens = np.exp(random.normal(4, spread, n))
-    own = np.exp(random.normal(-(0.15**2) / 2, 0.15, n))  # of mean 1
+    own = np.exp(random.normal(-(0.15**2) / 2, 0.15, n))  # mean 1
     plain, drafted = _seconds(random, tokens, spread), _seconds(random, tokens * own, spread)
     return ratio_interval(plain, drafted)  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ FIXED += ("track=none", "export=null")
 # be others in each process.
 FIXED += ("target.packed=false",)
 ROOT = Path(__file__).resolve().parents[2]
-DEPTHS = 3  # how many depths α is shown for
+DEPTHS = 3  # number of depths for which α is shown
 Counts = tuple[list[float], list[float]]  # numerators and denominators, one of each per prompt
 
 

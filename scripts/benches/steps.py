@@ -100,7 +100,7 @@ def step_of(overrides: Sequence[str]) -> tuple[Callable[[], int], torch.device]:
 
 def main() -> None:
     responses = sys.stdout
-    with redirect_stdout(sys.stderr):  # what a checkout prints is not a response
+    with redirect_stdout(sys.stderr):  # a checkout's output is no reply
         step, device = step_of(sys.argv[1:])
 
         def clock(run: Callable[[], Any]) -> float:

@@ -81,7 +81,7 @@ VERDICTS = (
     "not made by transformers",
     "with a fault",
 )
-# what the page says of targets that are not read with others in a cache of slots
+# notes of the page on targets without batches in a cache of slots
 ALONE = {
     Reading.SLOTS: "",
     Reading.ROWS: ", rows by length",
@@ -171,7 +171,7 @@ def each(
     """The outcomes of each architecture, in the order of completion. Each runs in its own process,
     forked from this one, which has imported everything: a crash or a hang is an outcome too.
     Outcomes that `folder` already holds are not made again, unless one is a fault."""
-    gc.freeze()  # what is imported is not looked through again in every process
+    gc.freeze()  # imported objects are not collected again in every process
     fork, waiting, running = get_context("fork"), list(chosen), dict[Any, tuple[Tiny, Any, float]]()
     while waiting or running:
         while waiting and len(running) < processes:

@@ -66,7 +66,7 @@ SEEING = [
     *("minicpmv4_6", "ovis2", "paligemma", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"),
     *("smolvlm", "video_llama_3"),
 ]
-# what no rule can know, by kind of model; a key may be a path into a nested configuration
+# exceptions to the rules, by model type; a key may be a path into a nested configuration
 MIXED = ["linear_attention", "full_attention"] * 2
 SWITCHED = ["sliding_attention", "full_attention"] * 2
 PATCHES: dict[str, dict[str, Any]] = {

@@ -53,7 +53,7 @@ SIZE = (
 )
 SMALL = next(n for n, k in DRAFTERS.items() if getattr(k, "Auto", None) is AutoModelForSeq2SeqLM)
 T5 = (f"drafter={SMALL}", "drafter.source=random", "drafter.train_embeddings=true")
-LAYERS = (1, 2)  # how many the encoder and the decoder of each draft have
+LAYERS = (1, 2)  # layers of the encoder and of the decoder of each draft
 COUNTED = ("drafter=unigram", "drafter=bigram")
 # Table 2, T5-small 77M for T5-XXL: γ, α, measured speedup
 PAPERS = {

@@ -7,7 +7,7 @@ INK, GREY, PALE = "#1f2937", "#6b7280", "#e5e7eb"
 BLUE, ORANGE, GREEN, RED, YELLOW = "#2563eb", "#ea580c", "#16a34a", "#dc2626", "#ca8a04"
 TINTS = {GREEN: "#dcfce7", RED: "#fee2e2", BLUE: "#dbeafe", YELLOW: "#fef9c3", GREY: "#f3f4f6"}
 TINTS |= {ORANGE: "#ffedd5"}
-DARK = {  # what stands for each colour where the reader asked for dark pages
+DARK = {  # the colours of dark pages
     INK: "#e5e7eb",
     GREY: "#9ca3af",
     PALE: "#374151",
@@ -56,7 +56,7 @@ class Drawing:
 
     width: int
     height: int
-    title: str  # what it shows, for those who cannot see it
+    title: str  # a description for screen readers
     parts: list[str] = field(default_factory=list)
 
     def text(

@@ -97,7 +97,7 @@ def families() -> str:
     return d.svg()
 
 
-STAGES = (  # what is made, from what or for whom; where it is kept; how an engine makes it instead
+STAGES = (  # product, its source or user, its file, and the flag that moves it into an engine
     ("Traffic", "your conversations", "chats.jsonl", "", GREY),
     ("Responses", "by the target", "cache/responses", "responses.from=", BLUE),
     ("Hidden states", "of the target", "cache/hidden_states", "hidden_states.from=", BLUE),
@@ -269,7 +269,7 @@ def shapes() -> str:
     return d.svg()
 
 
-SAID = Path(__file__).with_name("generate.ansi")  # what `script` recorded of a terminal
+SAID = Path(__file__).with_name("generate.ansi")  # a terminal session recorded by `script`
 PROMPT = '"Which planets orbit the Sun?" --gamma 2 --max-new-tokens 72'
 NIGHT, FOREGROUND = "#111827", "#d1d5db"
 TERMINAL = {1: "#f87171", 2: "#4ade80", 3: "#facc15", 4: "#60a5fa"}  # by ANSI's numbers

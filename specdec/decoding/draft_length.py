@@ -91,7 +91,7 @@ class SavedFigures(ABC):
 
     setting: ClassVar[str]
     remedy: ClassVar[str]  # how to get the file
-    stem: ClassVar[str]  # of the file's name in the folder of a report
+    stem: ClassVar[str]  # stem of the file's name in the folder of a report
 
     @abstractmethod
     def summary(self, where: str) -> str:

@@ -9,7 +9,7 @@ from specdec.decoding.decode import prefill
 from specdec.runtime.device import free_bytes
 from specdec.targets.target import Target
 
-SHARE = 0.8  # of the free memory that a batch may take
+SHARE = 0.8  # fraction of the free memory that a batch may take
 GROWTH = 2  # a layer's cache that grows is copied, and may reserve up to as much again
 LOGITS = 4  # float32 tensors over the vocabulary that a step holds for each row
 ACTIVATIONS = 24  # tensors of the model's width that a layer holds for each token of a prompt
@@ -27,7 +27,7 @@ def rows_that_fit(
         return None
     cache = target.new_cache()
     prefill(target, [prompt], HiddenStateSpec(), cache)
-    states = cache.states.nbytes  # of the same size for a text of any length
+    states = cache.states.nbytes  # their size does not depend on the length
     by_token = (cache.nbytes - states) / max(1, cache.capacity)
     by_token += (len(needs.layers) + needs.final_hidden) * target.width * target.dtype.itemsize
     kept = (by_token * (len(prompt) + new) + states) * GROWTH

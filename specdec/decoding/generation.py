@@ -14,7 +14,7 @@ from specdec.decoding.stream import Stops, Stream
 from specdec.decoding.verification_methods import Verdict
 from specdec.runtime.device import Stopwatch
 
-PHASES = ("draft", "verify", "judge", "commit")  # of a speculation step
+PHASES = ("draft", "verify", "judge", "commit")  # phases of a speculation step
 
 
 @dataclass
@@ -27,7 +27,7 @@ class SpeculationStep:
     nodes: int  # all drafted tokens: more than `drafted` in a tree
     tested: int  # `accepted`, plus one if the draft continued after the accepted tokens
     path: tuple[int, ...] = ()  # the nodes that were kept
-    tokens: tuple[int, ...] = ()  # what was drafted, if it was a chain
+    tokens: tuple[int, ...] = ()  # the drafted tokens, if they are a chain
     rejected: tuple[int, ...] = ()  # drafted after the accepted tokens; of a tree, a first branch
 
     @property
@@ -51,7 +51,7 @@ class Generation:
     overrun: list[int]  # tokens that the last speculation step committed beyond that cut
     steps: list[SpeculationStep]
     prefill_seconds: float
-    seconds: float  # of the speculation steps until this row ended, without prefill
+    seconds: float  # time of the speculation steps until this row ended, without prefill
     spent: dict[str, float] = field(default_factory=dict)  # seconds by phase, see `PHASES`
 
     @property
@@ -151,7 +151,7 @@ class GrowingResponses:
         self.in_batch = numbers[:size]  # the prompt of each row of the batch
         # the prompts that get a row when another's response has ended
         self._waiting = numbers[size:]
-        self._count = len(numbers)  # of the prompts that are continued
+        self._count = len(numbers)  # number of continued prompts
         self.clock = Clock(self.device)
         self._steps: list[list[SpeculationStep]] = [[] for _ in self.prompts]
         self._done: dict[int, Generation] = {}

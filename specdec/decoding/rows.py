@@ -20,7 +20,7 @@ class Rows:
         self.seen = [0] * len(prompts)  # number of positions with hidden states
         self.device = device
         ids_BT = torch.zeros(len(prompts), 0, dtype=torch.long, device=device)
-        self._buffers = Context(ids_BT)  # of ids and hidden states, with room for more
+        self._buffers = Context(ids_BT)  # ids and hidden states, with room for more
         self.extend([list(p) for p in prompts])
 
     def ids(self) -> Tensor:

@@ -21,7 +21,7 @@ class Stream:
         self._special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
         self._pieces: list[str] = []
         self._ids: list[int] = []  # tokens shown last, and after them those still waiting
-        self._count = 0  # how many of them were shown
+        self._count = 0  # number of shown ones
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens complete."""

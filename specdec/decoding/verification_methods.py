@@ -39,7 +39,7 @@ class Law(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    accepted_B: Tensor  # how many nodes are kept
+    accepted_B: Tensor  # number of nodes kept
     next_B: Tensor  # the token that the target adds
     path_BK: Tensor  # the kept nodes by depth, then -1; as wide as the batch's longest path
 

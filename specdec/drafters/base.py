@@ -83,7 +83,7 @@ class Drafter(nn.Module, ABC):
     config: Any
     sizes: Any
     needs: HiddenStateSpec = HiddenStateSpec()
-    depth: int  # how many depths are trained and measured; also the default γ
+    depth: int  # number of trained and measured depths; also the default γ
     limits: Limits
 
     copies: bool = False  # its proposals are point masses, without q: `copied`
@@ -91,7 +91,7 @@ class Drafter(nn.Module, ABC):
     weighs_choices: ClassVar[bool] = False  # chooses between ways to draft by their cost: `weigh`
     sends_scouts: ClassVar[bool] = False  # its proposals have scouts (see `Scouts`): `hear`
     runs_target: ClassVar[bool] = False  # may run the target's own layers, even in training
-    calibrations = Calibrations()  # of its confidence in each drafted token
+    calibrations = Calibrations()  # calibrations of its confidence
     noted_alpha: Sequence[float] = ()  # its greedy α by depth on held-out text, as noted on disk
     # the same way to draft in `generate` of transformers: "assistant" or "prompt lookup"
     in_transformers: ClassVar[str | None] = None
@@ -395,7 +395,7 @@ class Trainable(Predictor):
 
     learning_rates: Mapping[str, float] = {}  # factors of `optim.lr`, by pattern of weight names
     added: str | tuple[str, ...] = ()  # prefixes of tensors that an earlier draft may lack
-    closed_form_depths: int = 2  # how many depths `solve_closed_form` solves for
+    closed_form_depths: int = 2  # number of depths in `solve_closed_form`
     # It has a head for each depth that reads only states of the target: no drafted token, and
     # nothing of another head (`read_by_heads`, `heads_of`). So training needs the tensors of one
     # head at a time (Gloeckle et al. 2024, arXiv 2404.19737, section 2): its logits are made, give

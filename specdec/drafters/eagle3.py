@@ -33,7 +33,7 @@ from specdec.targets.parts import TargetParts
 
 MOST_LAYERS = 64
 KEPT = 0.8  # the factor on M_h in a closed-form initialisation (see `Eagle3.solve_closed_form`)
-DAMPING = 0.03  # of the inverse of 1 + M_h / s there, which is nearly singular
+DAMPING = 0.03  # damping of the inverse of 1 + M_h / s there, which is nearly singular
 
 
 @dataclass
@@ -129,7 +129,7 @@ class Eagle3(Solved):
         if self.input_norm is not None:
             hidden_states = self.input_norm(hidden_states)  # [..., F], normed together
         if self.fc_norm is not None:
-            chunks = hidden_states.chunk(len(self.fc_norm), -1)  # of each layer [..., D]
+            chunks = hidden_states.chunk(len(self.fc_norm), -1)  # one per layer [..., D]
             normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
             hidden_states = torch.cat(normed, -1)  # [..., F], each layer's normed by itself
         return hidden_states

@@ -47,7 +47,7 @@ from specdec.theory.leviathan import pass_cost, walltime_by_gamma
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # the shortest match of each cell
 PRIOR = (0.3, 0.55, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97)  # share that is right after such a match
 SURE, UNSURE = 0.7, 0.45  # PRIOR holds if SURE of the occurrences agree; below, UNSURE · PRIOR
-WEIGHT = 20.0  # of the prior, in copied tokens
+WEIGHT = 20.0  # weight of the prior, in copied tokens
 UNSEEN = 0.8  # share of the texts that the copying member learns before copying is counted
 COUNTED = 20_000  # the most copied tokens that are counted
 COSTS = 0.07, {1: 1.05, 8: 1.2}  # c, and v by γ, until they are measured
@@ -117,7 +117,7 @@ class Hybrid(Drafter):
         self.copier, self.head = self._made(sizes.copier), self._made(sizes.head)
         self.needs, theirs = self.head.needs, self.head.limits
         self.longest, self.gamma = (min(n, theirs.depth or n) for n in (config.depth, config.gamma))
-        self.depth = self.longest  # what teacher forcing covers: an evaluation may ask for less
+        self.depth = self.longest  # depth of teacher forcing; an evaluation may request less
         # a copied branch joins the nodes of a tree
         self.limits = replace(theirs, slots=theirs.slots + self.longest)
         counts_NK = torch.zeros(2 * len(LENGTHS), config.depth, dtype=torch.long)

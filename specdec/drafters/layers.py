@@ -198,7 +198,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, shared, bias=False)
         self.v_proj = nn.Linear(width, shared, bias=False)
         self.o_proj = nn.Linear(inner, llama.hidden_size, bias=False)
-        self._joint: JointLinear | None = None  # of q, k and v
+        self._joint: JointLinear | None = None  # joint layer of q, k and v
         for name in ("q_norm", "k_norm"):
             norm = RMSNorm(self.head_dim, llama.rms_norm_eps) if head_norms else nn.Identity()
             self.add_module(name, norm)
@@ -280,7 +280,7 @@ class Attend(Protocol):
         """The entries [B, T, …] of x [B, T, …] at the requested places of layer i."""
 
 
-# what a copied layer adds to a hidden state before training, relative to the hidden state
+# size of a copied layer's output before training, relative to the hidden state
 UPDATE = 0.25
 LONGEST = 1 << 17  # positions of a draft whose target sets no limit
 READS = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")

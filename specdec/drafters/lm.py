@@ -75,7 +75,7 @@ class LM(Pretrained):
         try:
             with torch.device("meta"):
                 draft = fresh(AutoModelForCausalLM, model, config.train_embeddings)
-        except Exception as error:  # whatever a config's or a model's own checks raise
+        except Exception as error:  # configs and models raise any error
             raise UserError(
                 f"drafter.source={config.source!r}: no draft can be made from this "
                 f"{model['model_type']} ({first_line(error)}): give random, a hub name or a folder"

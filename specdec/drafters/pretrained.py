@@ -84,7 +84,7 @@ def _compared(source: str, target: TargetParts) -> bool:
         return False
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except Exception as error:  # whatever the libraries of tokenizers raise
+    except Exception as error:  # tokenizers raise any error
         raise UserError(
             f"drafter.source={source!r}: its tokenizer could not be loaded ({first_line(error)}): "
             "copy or download it again, or give another model"

@@ -294,7 +294,7 @@ def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     return position_BP, sight
 
 
-RIDGE = 3e-3  # how much a weight is penalised, relative to the sum of squares of its input
+RIDGE = 3e-3  # penalty of a weight, relative to the sum of squares of its input
 
 
 class Squares:
@@ -429,7 +429,7 @@ class Prefix(Recurrent):
         self.norm = RMSNorm(D, self.llama.rms_norm_eps)
 
     def embed(self, ids: Tensor) -> Tensor:
-        return ids  # which `enter` does not read
+        return ids  # `enter` does not read embeddings
 
     def enter(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         return self.layer.entered(hidden_state)

@@ -20,7 +20,7 @@ from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.errors import UserError
 from specdec.sampling.sampler import Sampler
 
-# what an engine would else take from the generation_config.json of the model that it serves
+# values that an engine would otherwise take from its model's generation_config.json
 PLAIN = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_p": 0.0}
 
 
@@ -79,7 +79,7 @@ class TargetToServe:
     revision: str | None = None
     trust_remote_code: bool = False
     has_cuda: bool = False
-    template_args: Mapping[str, Any] = field(default_factory=dict)  # of its chat template
+    template_args: Mapping[str, Any] = field(default_factory=dict)  # arguments of its chat template
     chat_template: str | None = None  # a file with another chat template
 
 
@@ -101,9 +101,9 @@ class Engine:
     name: ClassVar[str]
     title: ClassVar[str]
     owners: ClassVar[tuple[str, ...]] = ()
-    # of a drafter, the layout (specdec/formats) in which the engine loads a draft
+    # the layout (specdec/formats) that the engine loads, by drafter
     layouts: ClassVar[Mapping[str, str]] = {}
-    install: ClassVar[str] = "install the engine"  # what to do where it is missing
+    install: ClassVar[str] = "install the engine"  # remedy if it is missing
 
     # Serving
 

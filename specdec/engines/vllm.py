@@ -37,7 +37,7 @@ from specdec.engines.engine_interface import (
 )
 from specdec.errors import UserError, first_line, require, unreadable
 
-METHODS = {  # of a drafter, the method of the speculative config
+METHODS = {  # the method in the speculative config, by drafter
     "eagle": "eagle",
     "eagle3": "eagle3",
     "peagle": "eagle3",

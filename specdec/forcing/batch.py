@@ -25,7 +25,7 @@ class OnTrajectory:
     k is conditioned on the text up to the anchor and the first k drafted tokens; `final_NKD` is the
     target's final hidden state after them, from which p is computed."""
 
-    place_N: Tensor  # of the anchor at position t of row b: b · T + t
+    place_N: Tensor  # place of the anchor at position t of row b: b · T + t
     accepted_N: Tensor
     drafted_NK: Tensor  # -1 where nothing was drafted
     final_NKD: Tensor
@@ -120,7 +120,7 @@ def read_drafts(
     shift = len(ids) - target.placed(ids)  # an encoder's tokens take no slot
     tokens: list[int] = []
     parents: list[int] = []
-    places = []  # of each speculation step and depth, in the text and then in the branches
+    places = []  # for each speculation step and depth, in the text, then in the branches
     for anchor, count, draft in zip(anchors, accepted, drafted_NK, strict=True):
         place = anchor
         places.append([place])

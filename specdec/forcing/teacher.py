@@ -57,8 +57,8 @@ class TargetColumns:
     argmax_NK: Tensor  # argmax p
     label_NK: Tensor  # the text's own token
     valid_NK: Tensor
-    loss_weight_NK: Tensor  # of each depth in the loss
-    weight_NK: Tensor  # of each depth relative to the others of its anchor
+    loss_weight_NK: Tensor  # weight of each depth in the loss
+    weight_NK: Tensor  # weight of each depth relative to the others of its anchor
     accepted_NK: Tensor | None  # at a decoder's anchors: which drafts it accepted
 
 
@@ -70,7 +70,7 @@ class TrainingPass:
     anchors: Anchors
     progress: float  # share of the run's steps that are done
     decay_K: Tensor  # the weight of each depth
-    parameters: Sequence[nn.Parameter]  # those that train
+    parameters: Sequence[nn.Parameter]  # trained ones
     reference_NKD: Tensor | None  # hidden states of the reference draft, if there is one
 
 

@@ -44,7 +44,7 @@ from specdec.targets.target import Target
 FORMAT = 2
 WEIGHTS, CARD = "draft.safetensors", "drafter.json"
 CALIBRATION = "calibration.json"
-TRAINED_ON = "trained_on.npz"  # what it was trained on; see train.data.prompts_trained_on
+TRAINED_ON = "trained_on.npz"  # record of training prompts; see train.data.prompts_trained_on
 REMEDY = "calibrate the draft again with scripts/evaluate --calibrate"
 FLOATS = ("F64", "F32", "F16", "BF16")  # types that weights may be stored in
 WHOLE = {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}  # and those of buffers
@@ -60,7 +60,7 @@ class TargetOf:
     fingerprint: str
     vocab_size: int
     width: int = 0
-    # how prompts were rendered, beyond the target's own files
+    # rendering of prompts beyond the target's own files
     rendering: PromptRendering = DEFAULT_RENDERING
 
 
@@ -89,7 +89,7 @@ def write_draft(
     Raises UserError for a weight that is not finite."""
     folder = Path(folder)
     state = drafter.weights_to_save(drafter.state_dict() if weights is None else weights)
-    with torch.device("meta"):  # what is on disk has the names that `load_draft` will look for
+    with torch.device("meta"):  # files have the names that `load_draft` expects
         kept = untied(type(drafter)(drafter.config, drafter.sizes).state_dict())
     tensors = {name: state[name].detach().cpu().contiguous() for name in kept}
     require_finite(tensors, f"{folder}: not written")
@@ -193,7 +193,7 @@ def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
             planned = kind(card.config, card.shape)
     except UserError:
         raise
-    except Exception as error:  # whatever transformers' and torch's own checks raise
+    except Exception as error:  # transformers and torch raise any error
         raise UserError(
             f"{path}: no {card.family} can be built from this card ({_line(error)}): train the "
             "draft again"

@@ -58,11 +58,12 @@ class ExportLayout:
     from_engine: Callable[[Any, Tensors], Tensors] = unchanged
     refuse: Callable[[Any, TargetParts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
-    prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
+    # prefixes of names: ours, then the engine's
+    prefixes: Mapping[str, str] = field(default_factory=dict)
     whole_model: bool = False  # it is written with the target's tokenizer
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, TargetParts], Description] | None = None
-    # how the tensors, under the engine's names, and the config are written to files and read back
+    # functions that write tensors (with the engine's names) and config to files, and read them
     save: Callable[[Path, Tensors, Description], None] = save_safetensors
     load: Callable[[Path], Tensors] = load_safetensors
 

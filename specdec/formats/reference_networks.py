@@ -30,7 +30,7 @@ from specdec.formats.layout import Description, Tensors, shared_head
 from specdec.targets.parts import TargetParts
 
 LENGTH = 192  # tokens of a trial, if the target has so many positions
-ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text
+ANCHORS = (0.3, 0.99)  # positions of a trial's anchors, as fractions of its text
 DEPTHS = 3  # the most depths that are compared
 FINAL = -1  # in place of a layer's number: the final state, not the stream after a layer
 

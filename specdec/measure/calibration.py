@@ -33,9 +33,9 @@ from specdec.theory.logistic import minimise
 
 CALIBRATING = 24  # prompts for a calibration
 AT_ONCE = 8  # prompts answered together
-BINS = 10  # of equal width, for the calibration error
+BINS = 10  # bins of equal width, for the calibration error
 LEAST = 1e-12  # the smallest confidence, and the smallest divisor
-PRIOR = 1.0  # how strongly each depth is drawn towards the one before; see `fit`
+PRIOR = 1.0  # strength of the prior from the depth before; see `fit`
 
 
 class ConfidenceAndAcceptance(NamedTuple):

@@ -47,7 +47,7 @@ def file_of(figures: SavedFigures) -> FiguresFile:
 class Learned:
     """Measurements made for choices; None for those not needed."""
 
-    paths: list[list[int]] | None = None  # of the chosen tree or chain
+    paths: list[list[int]] | None = None  # paths of the chosen tree or chain
     acceptance_by_rank: list[list[float]] | None = None  # [K][C], the reason for the choice
     c: Interval | None = None
     v: Interval | None = None

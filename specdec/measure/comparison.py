@@ -60,7 +60,7 @@ class Comparison:
     target: str
     prompts: int
     ways: list[ComparedWay]
-    notes: list[str] = field(default_factory=list)  # what restricts the comparison
+    notes: list[str] = field(default_factory=list)  # restrictions of the comparison
 
     @property
     def asked(self) -> list[ComparedWay]:

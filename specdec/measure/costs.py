@@ -110,7 +110,7 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
         draft()
         drafted = counter.get_total_flops()
         _, final_BTD = target.hidden_states(rows.anchors(), HiddenStateSpec(), cache=cache)
-        of_layers = counter.get_total_flops() - drafted  # those of this process
+        of_layers = counter.get_total_flops() - drafted  # operations of this process
         target.logits(final_BTD)
         step = counter.get_total_flops() - drafted + (target.processes - 1) * of_layers
     return (drafted / gamma / step if step else None), step
@@ -133,7 +133,7 @@ def _prepared(
     if drafter.limits.positions is not None:
         prompt = prompt[-max(1, drafter.limits.positions - 1 - shape.depth) :]
     half = max(1, len(prompt) // 2)
-    prompts = [list(prompt[b % half :]) for b in range(batch)]  # of unequal lengths
+    prompts = [list(prompt[b % half :]) for b in range(batch)]  # prompts of unequal length
     cache = target.new_cache(slots)
     draft_cache = drafter.new_cache(slots)
     rows, first_BV = prefill(target, prompts, drafter.needs, cache)

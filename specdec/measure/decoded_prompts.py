@@ -53,7 +53,7 @@ class DecodedPrompts:
     row_steps: list[int] = field(default_factory=list)  # the speculation steps of all rows
     speculation_seconds: list[float] = field(default_factory=list)  # for as many speculation steps
     spent: list[dict[str, float]] = field(default_factory=list)
-    of_batches: list[int] = field(default_factory=list)  # how many prompts each timed batch had
+    of_batches: list[int] = field(default_factory=list)  # number of prompts in each timed batch
 
     @property
     def timed(self) -> int:

@@ -76,7 +76,7 @@ from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per speculation step for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
-LEAST_PROMPTS = 12  # that are decoded, however little time is left
+LEAST_PROMPTS = 12  # minimum number of prompts, however little time remains
 MOST_SLICES = 12  # kinds of prompts with figures of their own
 OTHER_KINDS = "other kinds"
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
@@ -96,7 +96,7 @@ class Subject:
     `combined`, may take turns with it, and so may a `rival`, whose α is measured too. If the target
     was trained too, `original` is the untrained one. `origin` describes the prompts."""
 
-    name: str  # of the run
+    name: str  # name of the run
     target: Target
     drafter: Drafter
     data: str

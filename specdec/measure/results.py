@@ -20,7 +20,7 @@ from specdec.theory.oracle import Oracle
 FILE = "results.json"
 CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
 LEAST_LONGER, MOST_LONGER = 2, 8  # times as long as responses were, advised where many were cut
-RIVAL = "rival "  # how the titles of the ways of a second draft begin, while both are measured
+RIVAL = "rival "  # prefix of a second draft's titles while both are measured
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -135,7 +135,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Sample:
-    prompt: str  # what the user said last
+    prompt: str  # the user's last turn
     response: str
     tau: float
     earlier: list[tuple[str, str]] = field(default_factory=list)  # the turns before: role, text
@@ -166,9 +166,10 @@ class Described:
     greedy_draft: bool = False
     compiled: bool = False
     asked: str = "auto"  # the verification method that was asked for
-    paths: list[list[int]] | None = None  # of a static tree
-    branches: int | None = None  # of a dynamic tree
-    draft_length_settings: dict[str, Any] = field(default_factory=dict)  # of the length policy
+    paths: list[list[int]] | None = None  # paths of a static tree
+    branches: int | None = None  # children per node of a dynamic tree
+    # settings of the adaptive draft length
+    draft_length_settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def shape(self) -> str:
@@ -219,7 +220,8 @@ class Measured:
     seconds_spent: dict[str, float] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
-    times: list[BatchTimes] = field(default_factory=list)  # of the timed prompts, the first ones
+    # times of the timed prompts, which are the first ones
+    times: list[BatchTimes] = field(default_factory=list)
     slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
     fastest: bool = False  # whether the shape expected to be fastest is this one
 
@@ -275,7 +277,7 @@ class CutResponses:
     cut: int
     max_new_tokens: int
     room: int | None = None  # the most tokens that the target has room for; None: no limit
-    sampling: str = ""  # how the responses were drawn, in words
+    sampling: str = ""  # a description of the sampling
 
     @property
     def share(self) -> float:
@@ -356,7 +358,7 @@ class Results:
     each temperature, all temperatures of one configuration in a row. The first configuration is the
     requested one; the others took turns with it."""
 
-    name: str  # of the run
+    name: str  # name of the run
     drafter: str  # the family
     target: str
     data: str
@@ -365,21 +367,21 @@ class Results:
     max_new_tokens: int
     machine: Machine
     measured: list[Measured]
-    processes: int = 1  # that shared the prompts out
-    timed: int = 0  # how many prompts were timed, beginning with the first; 0: all
-    counting: int = 1  # how many of the other prompts were decoded together
-    origin: str = "held-out prompts"  # what the prompts are
+    processes: int = 1  # number of processes that measured
+    timed: int = 0  # number of timed prompts, which are the first ones; 0: all
+    counting: int = 1  # number of other prompts decoded together
+    origin: str = "held-out prompts"  # a description of the prompts
     prompt_keys: list[str] = field(default_factory=list)  # hashes of their ids, in order
-    target_fingerprint: str = ""  # of the target as it decoded; empty: unknown
+    target_fingerprint: str = ""  # fingerprint of the decoding target; empty: unknown
     learned_on: str = ""
-    calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to
-    target_operations: int = 0  # of a plain step; 0 if they cannot be counted
+    calibrated_on: int = 0  # number of other prompts in the draft's calibration
+    target_operations: int = 0  # operations of a vanilla step; 0 if they cannot be counted
     weight_bytes: int = 0  # the size of the target's weights, which a pass reads
     draft: str = ""  # its folder, quoted for use in a command; empty if unknown
     combined: str = ""  # the same for the second draft: its folder, or the first's with options
     training: Training | None = None
     cut: CutResponses | None = None  # None: the target wrote no responses to train on
-    shift: Shift | None = None  # of the target, if it was trained too
+    shift: Shift | None = None  # shift of the target, if it was trained too
     # how the prompts were rendered, beyond the target's own files
     rendering: PromptRendering = DEFAULT_RENDERING
 

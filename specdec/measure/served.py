@@ -69,7 +69,7 @@ class Served:
     engine: str
     plain: str | None
     prompts: int
-    origin: str  # of the prompts
+    origin: str  # a description of the prompts
     max_new_tokens: int
     asked: list[ServedAt]
 
@@ -151,7 +151,7 @@ class MeasuredServer:
                 "counters do not fit its responses",
             )
             time.sleep(0.02)
-        # of the last step, and of one that was already under way
+        # counts of the last step, and of one that was already running
         beyond = 1 + len(now.by_position)
         require(
             tokens <= length + 2 * beyond,

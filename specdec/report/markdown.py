@@ -22,7 +22,7 @@ T = TypeVar("T")
 MARKUP = re.compile(
     r"""[\\`*\[\]<>|~\#!&@$^{}]  # markup wherever it stands
     | (?<![^\W_])_ | _(?![^\W_])  # but not within a word
-    | :(?=//) | (?<=www)\.  # what some readers make a link without any markup
+    | :(?=//) | (?<=www)\.  # texts that some readers turn into links
     | ^[-+=]  # a list or an underline, at the start of a line
     """,
     re.VERBOSE | re.IGNORECASE,

@@ -180,7 +180,7 @@ class SlotCache(Cache):
 
     def __init__(self, layers: int, capacity: int | None = None, chains_only: bool = False) -> None:
         Cache.__init__(self, layers=[SlotLayer(self) for _ in range(layers)])
-        self.chains_only = chains_only  # as layers with states do
+        self.chains_only = chains_only  # with recurrent state
         self.fixed = capacity is not None
         self.capacity = capacity or 0
         self.lengths: list[int] = [0]  # committed slots of each row
@@ -194,7 +194,7 @@ class SlotCache(Cache):
         self.offset = 0  # where the current pass starts in the longest row
         self.part: Tensor | None = None  # the rows that are read now (see `alike`); None: all
         self._sees_BPP: Tensor | None = None  # scratch slots' ancestors, 1 or 0; None: a chain
-        self.before_BT: Tensor | None = None  # what the current pass counts (see `TokensBefore`)
+        self.before_BT: Tensor | None = None  # counts of the current pass (see `TokensBefore`)
         self.asked: Callable[[], None] | None = None  # called whenever a layer asks for its length
         self.states = RecurrentStates()
 
@@ -495,9 +495,7 @@ def model_inputs(config: Any, place: Place, dtype: torch.dtype) -> dict[str, Any
             slot_position_BP = _numbered(slot_position_BP, mask_BTP)
             same_BTP = position_BT[..., None] // chunk == slot_position_BP[:, None] // chunk
             attention["chunked_attention"] = ready(mask_BTP & same_BTP)
-        if keeps_states(
-            config
-        ):  # there is no padding in what a state reads (see recurrent_states.py)
+        if keeps_states(config):  # states read no padding (see recurrent_states.py)
             attention |= {kind: near if "sliding" in kind else full for kind in MIXED}
             attention |= dict.fromkeys(STATES - MIXED)
     return {"position_ids": position_BT, "attention_mask": attention}

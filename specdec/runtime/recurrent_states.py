@@ -32,7 +32,7 @@ class RecurrentStates:
         self._moved: dict[Key, Tensor] = {}  # after those of the passes since then
         self._read: dict[
             nn.Module, tuple[Any, Any]
-        ] = {}  # what each module was called with in these passes
+        ] = {}  # arguments of each module's calls in these passes
         self._rows: Tensor | None = None  # while modules run again: the rows that do
         self.ran: set[nn.Module] = set()  # the modules that asked `begun` since the last commit
         self.touched: Callable[[], None] | None = None  # called whenever a module asks for a state

@@ -88,7 +88,7 @@ class RecomputeCache(SlotCache):
     def __init__(self) -> None:
         super().__init__(0, chains_only=True)
         self._committed: list[Tensor] = []  # the ids of each row
-        self._scratch: list[Tensor] = []  # those after them [B, T], by pass
+        self._scratch: list[Tensor] = []  # uncommitted ones [B, T], by pass
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +137,8 @@ class ReplayCache(RecomputeCache):
     def __init__(self, memory: ReplayMemory, together: bool = True) -> None:
         super().__init__()
         self._memory, self._together = memory, together
-        self._kept: list[Any] = []  # of each row
-        self._read: list[int] = []  # of how many tokens of each row that is
+        self._kept: list[Any] = []  # memory of each row
+        self._read: list[int] = []  # number of tokens in each row's memory
         self._after: dict[int, Any] = {}  # by row, what is kept after the last pass
 
     @property

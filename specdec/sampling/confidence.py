@@ -59,7 +59,7 @@ class Calibrations:
     greedy: Calibration | None = None
     greedy_draft: Calibration | None = None
     sampled: Calibration | None = None
-    prompts: int = 0  # how many prompts they were fitted to
+    prompts: int = 0  # number of prompts in the fit
 
     def __post_init__(self) -> None:
         require_between("prompts", self.prompts, 0)

@@ -13,7 +13,7 @@ from torch import Tensor
 STEP = 0x9E3779B97F4A7C15  # SplitMix64's distance between the states of two numbers
 MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 SHIFTS = (30, 27, 31)
-BITS = 52  # of a number: so few that it times any float64 stays below that float64
+BITS = 52  # bits of a number, few enough that its product with any float64 stays below that float64
 
 
 class RowDraws:

@@ -114,7 +114,7 @@ class Sampler:
     def summarise(self, logits_NV: Tensor) -> Summary:
         """Reduce target logits to the numbers that `log_probs_of` needs; temperature above 0."""
         scaled, threshold_N1 = self._kept(logits_NV)
-        argmax_N = scaled.argmax(-1)  # of float32: bfloat16 argmax is slow on a CPU
+        argmax_N = scaled.argmax(-1)  # float32, because bfloat16 argmax is slow on a CPU
         log_z_N = scaled.logsumexp(-1)
         whole_log_z_N = self._scaled(logits_NV).logsumexp(-1) if self.truncates else log_z_N
         return Summary(log_z_N, threshold_N1[:, 0], argmax_N, whole_log_z_N)

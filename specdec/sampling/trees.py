@@ -39,7 +39,7 @@ class Growth:
     acceptance after the last nodes, if it makes one.
     """
 
-    logits_BS: Tensor  # of the first drafted token
+    logits_BS: Tensor  # logits of the first drafted token
     grow: Callable[[Tensor, Tensor | None], Tensor]
     marginals: Callable[[int], Tensor] | None = None
     own_BT: Tensor | None = None

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from xxhash import xxh3_128
 
 AT_ONCE = 2**22  # numbers of a tensor that are hashed at a time
-# what the keys of a config are about that changes no logit outside of training
+# parts of config keys without effect on logits outside training
 IDLE = re.compile(
     r"_.*|transformers_version|architectures|auto_map|model_name|name_or_path|dtype|torch_dtype"
     r"|use_cache|output_(attentions|hidden_states|router_logits|scores)|return_dict.*"

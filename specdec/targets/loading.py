@@ -149,7 +149,7 @@ class TargetLoader:
             if cfg.tensor_parallel:
                 division_rules(complete, config, kind, weights)
             if weights is not None and kind.separable:
-                weights.fingerprint()  # which notes it
+                weights.fingerprint()  # computes and records it
         self._stored = load_parts(cfg)
         require(
             not cfg.tensor_parallel or self._stored is not None,

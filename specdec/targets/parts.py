@@ -51,14 +51,15 @@ class TargetParts:
 
     head: nn.Linear
     embedding: nn.Embedding
-    layers: nn.ModuleList  # those of the decoder; empty where they stay on disk
+    layers: nn.ModuleList  # the decoder's; empty if they stay on disk
     _turn_ends: tuple[Any, TurnEnds] | None = None  # and their template
     head_factor: float  # by which the head's logits are multiplied, where that is all
     weights: SafetensorsFiles | None = None  # the checkpoint's files, if they are safetensors
     stored: StoredLayers | None = None  # where the weights of layers are read; None: from memory
     transform: nn.Module | None = None  # from the last hidden state to the head's input
-    reads_pairs: str | None = None  # what it is, if it reads a prompt apart from its response
-    rendering: PromptRendering = DEFAULT_RENDERING  # of its prompts; see `render_prompts_with`
+    reads_pairs: str | None = None  # its kind, if it reads a prompt apart from its response
+    # rendering of prompts; see `render_prompts_with`
+    rendering: PromptRendering = DEFAULT_RENDERING
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class TargetParts:
         state = {name: x.detach().float() for name, x in self.norm.named_parameters()}
         weight_D = state["weight"]
         unit_D = torch.ones_like(weight_D)
-        unit_D[1::2] = -1  # of mean 0 and mean square 1, so that a norm only multiplies it
+        unit_D[1::2] = -1  # mean 0 and mean square 1, so that a norm only multiplies it
         normed_D, bias_D = (
             torch.func.functional_call(self.norm, state, (x,))
             for x in (unit_D, torch.zeros_like(unit_D))
@@ -447,7 +448,7 @@ def _stored(state: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a state dict; tensor subclasses are split into their plain tensors."""
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            continue  # what a library notes beside the weights, such as the name of a layout
+            continue  # a library's note beside the weights, such as the name of a layout
         inner = value.data
         if type(inner) is not Tensor and hasattr(inner, "__tensor_flatten__"):
             parts, _ = inner.__tensor_flatten__()

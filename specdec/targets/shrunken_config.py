@@ -56,7 +56,8 @@ NARROW: dict[str, Any] = {
     **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups"), 1),
     **dict.fromkeys(("query_pre_attn_scalar",), HEAD),
     **dict.fromkeys(("rotary_dim",), HEAD // 2),
-    **dict.fromkeys(("index_n_heads",), 32),  # of few, all may score 0, and any key may be chosen
+    # with few heads, all scores may be 0, and any key may be chosen
+    **dict.fromkeys(("index_n_heads",), 32),
     **dict.fromkeys(("router_hidden_size",), 16),
     **dict.fromkeys(("embed_dim", "hidden_size_global", "out_hidden_size"), WIDTH),
     **dict.fromkeys(("depth",), 2),
@@ -95,8 +96,8 @@ NUMBERED = (
     *("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs"),
     *("hybrid_layer_ids", "cross_attention_layers"),
 )
-OF_SOME = "per_layer_config"  # what some layers have instead of what the configuration says
-# what no rule about names can know, by kind of model
+OF_SOME = "per_layer_config"  # values of some layers that replace the configuration's
+# exceptions to the rules about names, by model type
 FITTED: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16},
@@ -232,7 +233,7 @@ def _rope(rope: Mapping[str, Any], width: int, old: int) -> dict[str, Any]:
     """Rotary parameters for heads of a smaller width."""
     smaller = dict(rope)
     for key, value in rope.items():
-        if isinstance(value, dict):  # those of a kind of layer
+        if isinstance(value, dict):  # values of a kind of layer
             smaller[key] = _rope(value, width, old)
         elif isinstance(value, list) and value and all(isinstance(x, int | float) for x in value):
             if key == "mrope_section":

@@ -71,7 +71,7 @@ def _random_states_kept() -> Iterator[None]:
 
 # prompts of rows that are read together: on each side of every threshold, and just before some
 PROMPTS = (4, 7, 13, LONGEST - 12)
-TREE = (-1, 0, -1, 1)  # of which node each node is a child; -1: of the last committed token
+TREE = (-1, 0, -1, 1)  # parent of each node; -1: the last committed token
 PATHS = ((0, 1, 3), (2,))  # the nodes of the tree that follow one another
 # for each speculation step after the prompt: how many tokens it reads, and what each row keeps of
 # them
@@ -82,7 +82,8 @@ STEPS: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = (
     (1, ((0,), (0,), (0,), (0,))),
     (4, ((0, 1, 3), (0, 1), (0, 1, 3), (2,))),
 )
-DOCUMENTS = (12, 13, 11, 4), (20, 16)  # of packed rows; padding follows those of the second row
+# lengths in packed rows; padding follows those of the second row
+DOCUMENTS = (12, 13, 11, 4), (20, 16)
 
 
 class ShrunkenTwin:

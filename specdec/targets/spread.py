@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from specdec.errors import UserError, first_line, require
 
 AUTO = "auto"
-KEPT = 0.1  # of each device's memory, for caches and activations
+KEPT = 0.1  # fraction of each device's memory for caches and activations
 DISK = "disk"
 
 Place = int | str  # a GPU's number, "cpu" or "disk", as accelerate names them

@@ -77,7 +77,7 @@ class Target(TargetParts):
     # What the checks find out, or what a library does
     lean_allowed = True  # False if the checks find a difference
     without_twin: str | None = None  # why no shrunken twin was checked (see self_check.py)
-    processes = 1  # that hold its layers together (see tensor_parallel.py)
+    processes = 1  # number of processes that hold its layers together (see tensor_parallel.py)
     streams: int | None = None  # the dimension of the streams, where layers pass several
     holders: Sequence[nn.Module] = ()  # the modules with recurrent states
 

@@ -37,7 +37,7 @@ MOST = 8  # layers of a plain copy at most, to which the divided ones are compar
 # the styles of transformers' plans that divide weights
 DIVIDING = {"colwise", "rowwise", "packed_colwise", "packed_rowwise", "colwise_gather_output"}
 DIVIDING |= {"colwise_rep", "rowwise_rep", "rowwise_split_input"}
-END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10)  # what is told
+END, LOAD, FREE, CACHE, KEEP, SELECT, REPLACE, DROP, READ, CONTINUE = range(10)  # commands
 
 
 class TensorParallelTeam:
@@ -50,7 +50,7 @@ class TensorParallelTeam:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.leads = False
         self.broken = False  # whether a pass failed in the middle, so that no more can follow
-        self._count = 0  # of caches so far
+        self._count = 0  # number of caches so far
         self._gone = list[int]()  # caches of the leader that the others may drop
         self._caches: dict[int, SlotCache] = {}  # the others' own
 

@@ -43,7 +43,7 @@ from specdec.targets.spread import DISK, device_map
 from specdec.targets.target_config import DTYPES, TargetConfig, resolved
 from specdec.terminal import one_line
 
-WARNED = set[str]()  # what this process has shown of transformers' warnings
+WARNED = set[str]()  # transformers' warnings that this process has shown
 
 
 def opened(cfg: TargetConfig) -> tuple[TargetConfig, str, Any, Any, SafetensorsFiles | None]:

@@ -16,7 +16,7 @@ N = TypeVar("N", int, float)
 DISTINCT = 300  # characters of a text that tells conversations with one opening apart
 TEXTS = ("paragraphs", "lines")  # the formats of plain text
 THINKING = ("template", "on", "off", "data", "mixed")
-THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # of templates: whether to reason
+THINKING_ARGUMENTS = ("enable_thinking", "thinking")  # template arguments for reasoning
 RENDERING_SETTINGS = ("template_args", "chat_template")
 # arguments that a server sets itself, with the value that changes nothing
 RENDERED: dict[str, Any] = {"add_generation_prompt": True, "continue_final_message": False}
@@ -282,11 +282,11 @@ class Repeated(dict[str, Any]):
     """A JSON object with a key that occurs twice, with different values."""
 
 
-MOST_REASONS = 100  # of a counter
+MOST_REASONS = 100  # maximum number of reasons in a counter
 LONGEST_REASON = 160  # characters
 
 
-COUNTERS = ("dropped", "changed", "ignored", "unread")  # of a `Tally`
+COUNTERS = ("dropped", "changed", "ignored", "unread")  # counters of a `Tally`
 
 
 class Tally:
@@ -296,8 +296,8 @@ class Tally:
         self.read = 0
         self.dropped: Counter[str] = Counter()  # records
         self.changed: Counter[str] = Counter()  # altered records; one may count several times
-        self.ignored: Counter[str] = Counter()  # what records say that changes nothing here
-        self.unread: Counter[str] = Counter()  # what was not parsed; counted only here
+        self.ignored: Counter[str] = Counter()  # ignored fields of records
+        self.unread: Counter[str] = Counter()  # unparsed data, counted only here
         self.too_long: list[int] = []  # tokens of the documents that were dropped as too long
         self.examples: defaultdict[str, list[str]] = defaultdict(list)
 

@@ -16,7 +16,7 @@ NO_DATA = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
     *("config.json", "dummy_data.zip"),
 )
-CACHED = re.compile(r"(cache|tmp)[-_\w]*\.arrow")  # what `map` and `filter` leave in a saved set
+CACHED = re.compile(r"(cache|tmp)[-_\w]*\.arrow")  # leftovers of `map` and `filter` in a saved set
 # a part of a split, as `push_to_hub` names it, and as the hub's own conversion to parquet does
 PART = re.compile(r"(?:.*/)?(\w+(?:\.\w+)*)-\d{5}-of-\d{5}(?:-[0-9a-f]+)?\.\w+(?:\.\w+)?")
 CONVERTED = re.compile(r"[^/]+/(?:partial-)?([^/]+)/\d{4}\.parquet")

@@ -485,7 +485,7 @@ def _ask(
         nonlocal sent
         if clock is None:
             return True
-        # of `rows` requests under way, each has taken as long as it took for as many to come back
+        # each of `rows` running requests has taken as long as `rows` replies took to arrive
         ahead = clock.used * rows / clock.done if clock.done else 0.0
         more = clock.goes_on(min(ahead, clock.seconds / 4), clock.floor - sent + clock.done)
         sent += more
@@ -507,7 +507,7 @@ def _ask(
                 results.take(response.server, name, response)
     except UserError:
         try:
-            results.finish()  # what was received before the mistake
+            results.finish()  # results received before the mistake
         finally:
             write()
         if known:  # this engine has answered others, so these are at fault

@@ -11,7 +11,7 @@ from train.data.conversations import DataConfig
 from train.data.sequences import Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 
-FEW_STEPS = 20  # of an epoch: with fewer, rows that are shorter would train better
+FEW_STEPS = 20  # steps of an epoch: with fewer, shorter rows would train better
 PERCENTILES = {"50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
 

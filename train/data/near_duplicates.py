@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 NEAR = 70  # percent: the least Jaccard similarity (word 3-shingles) of nearly equal prompts
-SHARED = 0.02, 10  # of all prompts, and prompts: words that more of them share tell none apart
+SHARED = 0.02, 10  # maximum fraction and number of prompts that share a word which still counts
 FEW = 4  # openings that may share a shingle, however few openings there are
 
 

@@ -28,7 +28,7 @@ from train.data.near_duplicates import NEAR, shingles_of
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, place_of
 
-PLACES = 24  # of a sketch
+PLACES = 24  # number of places in a sketch
 AGREEING = PLACES * NEAR // 100  # places in which near duplicates agree, at least
 ALL_NEAR = 0.9  # share of prompts above which what is near in all of them tells nothing
 T = TypeVar("T", Document, Prompt)

@@ -69,7 +69,7 @@ def read_conversations(
     def room(weight: float | None) -> int:
         """The number of conversations of a source with this weight to read at once."""
         if share is None or (weight is not None and cfg.records is not None):
-            return 1  # of mixed sources, which records are read depends on what is usable
+            return 1  # with mixed sources, usable records decide what is read
         left = AT_ONCE if cfg.limit is None else min(AT_ONCE, cfg.limit - usable)
         return math.ceil(left if weight is None else left * weight / sum(filter(None, weights)))
 

@@ -19,7 +19,7 @@ PROMPTS = ("turns", "prompt")  # keys under which several texts are prompts, not
 WRAPPERS = ("body", "request", "input")  # keys of a request that a server was sent
 # a prompt, for format auto
 SOURCES = ("instruction", "prompt", "question", "query", "input", "inputs")
-MORE = ("input", "context")  # what an instruction is about
+MORE = ("input", "context")  # the input of an instruction
 RESPONSES = ("output", "completion", "response", "answer", "targets", "chosen", "preferred_output")
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = (

@@ -44,8 +44,8 @@ from train.data.record_shapes import (
 
 SYSTEM = ("system", "system_prompt")  # keys of a record
 EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
-ARGUMENTS = "chat_template_kwargs"  # of a request: variables of the chat template
-ROLES = {  # as in data, in lower case → as servers and chat templates call them
+ARGUMENTS = "chat_template_kwargs"  # a request's variables for the chat template
+ROLES = {  # names in data, in lower case → names for servers and chat templates
     "user": "user",
     "human": "user",
     "prompter": "user",
@@ -77,7 +77,7 @@ THOUGHT = re.compile(r"\s*(?:<think>)?((?:(?!<think>).)*?)</think>(.*)", re.DOTA
 SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which JSON can contain
 BAD_ARGUMENTS = "tool calls whose arguments are not JSON"
 RETOLD = "a system prompt that describes tools, of which its template writes the tools"
-# how texts name the tools
+# headings of tools in texts
 DESCRIBED = re.compile(r"<tools>\s*([\[{].*?)\s*</tools>", re.DOTALL)
 LEADS = ("You are a function calling AI model", "# Tools")  # where the words about tools begin
 GLAIVE = re.compile(r"[,\s]*with access to the following functions\..*?-\s*(?=\{)", re.DOTALL)

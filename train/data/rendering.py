@@ -39,7 +39,7 @@ STEPS_PER_PAIR = 20  # more of them for each pair of turns
 MACRO = 20  # steps that a call of a macro takes, by its time
 LARGEST = 1 << 23  # characters of any text that a template makes, or elements of a list
 MORE = 8  # more of them for each character of the chat
-BITS = 1 << 16  # of a number
+BITS = 1 << 16  # maximum number of bits of a number
 REFUSED = "refused by the chat template"
 Span = tuple[int, int]  # start and end (exclusive) in the characters of a text
 

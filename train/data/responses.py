@@ -186,7 +186,7 @@ def documents_with_responses(
                 entry["speculation_steps"] = logged_steps(response)
         return entries
 
-    files: list[str] = []  # that this process writes
+    files: list[str] = []  # files that this process writes
     at_once = size if time is None else min(size, FIRST)
     tokens = generating = 0  # tokens so far; responses that were begun and are not in a file
 

@@ -19,7 +19,8 @@ from train.data.responses import documents_of_log
 from train.data.sequences import Document, Prompt
 from train.data.split import DataSplit, split_conversations, split_documents, split_prompts
 
-LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")  # of a `Split`
+# lists of a `DataSplit`
+LISTS = ("train", "held_out", "validation", "test", "prompts", "validation_prompts")
 
 
 @dataclass(frozen=True)

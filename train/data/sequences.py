@@ -33,7 +33,7 @@ class Document:
     mask: NDArray[np.bool_]
     truncated: bool = False
     speculation_steps: NDArray[np.int32] | None = None
-    notes: tuple[str, ...] = ()  # which parts of the conversation it lacks, to be counted
+    notes: tuple[str, ...] = ()  # missing parts of the conversation, to be counted
     chat: str = ""  # the name of its conversation, if that is in several documents
     weight: NDArray[np.float32] | None = None  # None: 1 for all
     opening: str = ""  # the opening prompt of its conversation; empty: unknown
@@ -46,13 +46,13 @@ class Prompt:
 
     id: str
     ids: NDArray[np.int32]
-    words: str = ""  # what the user said last
+    words: str = ""  # the user's last turn
     earlier: tuple[tuple[str, str], ...] = ()  # roles and texts of the turns before, shortened
     thinking: bool | None = None  # whether it asks for reasoning; None: as the template has it
     # the other arguments of the chat template that it was rendered with, by name
     arguments: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    weight: float = 1.0  # of its response in a loss, relative to others
+    weight: float = 1.0  # relative weight of its response in a loss
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
     opening: str = ""  # the opening prompt of its conversation; empty: unknown
     placed: str = ""  # the text by which the split placed it: with more, if many open alike

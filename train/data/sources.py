@@ -36,7 +36,7 @@ from train.data.records import conversation_of_record
 SUFFIXES: tuple[str, ...] = (".jsonl", ".json", ".ndjson", ".csv", ".parquet", ".arrow")
 LARGEST = 1 << 26  # characters or bytes of one record; anything longer is not a conversation
 PIECE = 1 << 16  # characters of an array that are read at a time
-LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # what precedes an element of an array
+LEAD = re.compile(r"[ \t\r\n]*([\[,]?)[ \t\r\n]*")  # text before an element of an array
 MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}"]')  # strings and brackets of JSON
 # the beginning of an object in which a list of records follows no more than plain values
 WRAPPED = re.compile(
@@ -62,7 +62,7 @@ OTHER = {  # the first bytes of files that are not text to train on
     b"<!doctype": "a web page, not the file itself: download it again",
     b"<html": "a web page, not the file itself: download it again",
 }
-WIDE = {  # how wide encodings begin, with a mark of their own or with white space or ASCII
+WIDE = {  # first bytes of wide encodings, with a byte order mark, white space or ASCII
     "utf-32": rb"\xff\xfe\0\0|\0\0\xfe\xff",
     "utf-16": rb"\xff\xfe|\xfe\xff",
     "utf-32-le": rb"[\x09-\x7e]\0\0\0",

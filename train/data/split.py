@@ -30,10 +30,10 @@ from train.data.reader import (
 )
 from train.data.sequences import Document, Prompt
 
-SHARE = 0.05  # of the conversations of large data that are held out
+SHARE = 0.05  # held-out fraction of large data
 ENOUGH = 120  # conversations to hold out of small data: to measure, to calibrate, to choose a shape
-MOST = 0.2  # of the conversations of small data that are held out
-VALIDATION = 0.25  # of the held-out conversations: they select drafts, and are not reported
+MOST = 0.2  # maximum held-out fraction of small data
+VALIDATION = 0.25  # fraction of held-out conversations that select drafts and are not reported
 LEAST_PART = 12  # conversations of the validation part, and of the test part
 FEW, PART = 4, 0.25  # conversations of one opening that stay together, or their part of those held
 TRAINED = 0.9  # no share that is held out reaches the places of what is only trained on

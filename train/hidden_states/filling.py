@@ -68,12 +68,12 @@ class RunHiddenStates:
     each request."""
 
     target: TargetLoader
-    needs: HiddenStateSpec | None  # what is stored
+    needs: HiddenStateSpec | None  # stored hidden states
     sampler: Sampler
-    length: int  # of a packed row, at most
+    length: int  # maximum length of a packed row
     store: HiddenStateStore | None
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
-    engines: Sequence[str]  # that fill the store; if there are none, the target does
+    engines: Sequence[str]  # engines that fill the store; without them, the target does
     prefetch: int  # batches that are read before they are needed
     accelerator: Accelerator
     progress: Progress

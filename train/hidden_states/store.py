@@ -55,7 +55,8 @@ from train.shards import shard_of
 # last if the drafter reads layers
 PARTS = ("final", "log_z", "threshold", "argmax", "whole_log_z", "layers")
 AFTER = "after_"  # begins the names of the same parts after drafted tokens [N, K, …]
-HiddenStateTensors = dict[str, Tensor]  # of the tokens of one document [T, …], or of rows [B, T, …]
+# for the tokens of one document [T, …], or of rows [B, T, …]
+HiddenStateTensors = dict[str, Tensor]
 # Block-wise 8-bit quantisation: whole numbers from -127 to 127, and a scale for each block of
 # neighbouring numbers of a state. A few numbers of a state may be a thousand times as large as the
 # others; with a scale for each block, only their neighbours are rounded coarsely.
@@ -67,7 +68,7 @@ SCALES = "scales"  # the name of a tensor beside `layers`, where these are store
 SHARD = 64  # rows whose documents go into one file
 OPEN = 64  # files kept open at a time
 RECORDED = 1 << 30  # bytes of hidden states that are kept while a target answers
-SUMS = "checksums"  # of the documents in a file, in the metadata of its header, as JSON by name
+SUMS = "checksums"  # key in a file's metadata: checksums of its documents as JSON by name
 
 
 @dataclass
@@ -120,13 +121,13 @@ class HiddenStateOrigin:
     """The origin of the hidden states in a store. Hidden states of another origin are never
     read."""
 
-    fingerprint: str  # of the target
+    fingerprint: str  # fingerprint of the target
     dtype: str
     layers: tuple[int, ...]
     sampler: Sampler
     width: int
     engine: bool = False  # whether an engine computed them: it may round otherwise
-    bits: int | None = None  # of a number in the layers; None: those of the dtype
+    bits: int | None = None  # bits of a value in the layers; None: the dtype's
     uncut: bool = False  # whether they say what p is before cutoffs, if the sampler has any
 
     @property

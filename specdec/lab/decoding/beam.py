@@ -77,7 +77,7 @@ class BeamResult:
     prompt: list[int]
     hypotheses: list[Hypothesis]  # best first
     speculation_steps: list[BeamSpeculationStep]  # one per pass
-    seconds: float  # of the speculation steps
+    seconds: float  # time of the speculation steps
 
     @property
     def ids(self) -> list[int]:
@@ -122,7 +122,7 @@ class Search:
     def step(self, log_p_BV: Tensor, known: Children) -> None:
         """Extend every beam by one token, given log p of the live beams; reuse `known` nodes."""
         B, V = self.beams, log_p_BV.shape[1]
-        most = max(2, 1 + len(self.eos)) * B  # so that B go on even if every beam could end
+        most = max(2, 1 + len(self.eos)) * B  # so that B remain even if every beam could end
         total_C, index_C = (log_p_BV + self.score_B[:, None]).flatten().topk(most)
         token_C = index_C % V
         ends_C = torch.isin(token_C, self.eos) | (self.length + 1 >= self.limit)

@@ -44,7 +44,7 @@ class StopClassifier(SavedFigures):
 
     weight: list[float]
     bias: float
-    mean: list[float]  # of the features used in fitting
+    mean: list[float]  # means of the features in fitting
     scale: list[float]
     records: int
     features: list[str] = field(default_factory=lambda: list(FEATURES))

@@ -23,7 +23,7 @@ class Bridge:
         self._special, self._own_special = set(target.all_special_ids), set(draft.all_special_ids)
         first = draft.bos_token_id
         self.prefix = [first] if first is not None and first in draft("").input_ids else []
-        # what the draft reads when no text is left for it
+        # the draft's input for an empty text
         self._spare = next((i for i in (first, draft.eos_token_id) if i is not None), 0)
 
     def common(self, target_size: int, draft_size: int) -> tuple[list[int], list[int]]:

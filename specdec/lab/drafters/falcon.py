@@ -229,7 +229,7 @@ class Falcon(Eagle):
         seen_BKP = seen_B1P.expand(-1, BLOCK, -1)
         blocks = [windows[:, -1:], *passed(self.fc.after(windows), max(new), places, seen_BKP)]
         cache.commit(new)
-        depths, block_BM = [0], torch.zeros_like(count_B1)  # of each node, the anchor first
+        depths, block_BM = [0], torch.zeros_like(count_B1)  # depth of each node, the anchor first
         tokens_BMK = block_BM[..., None].repeat(1, 1, BLOCK)  # the last k tokens on the path to it
 
         def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:

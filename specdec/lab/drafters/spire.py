@@ -234,7 +234,7 @@ class Spire(Trainable):
         hidden_states = entries(ctx.hidden_states(self.needs), position_BT)
         end = max(counts) + 1
         of_text = self.rope(position_BT, end)
-        before: list[KeyValue] = []  # of each layer: the window's, and then the nodes'
+        before: list[KeyValue] = []  # for each layer: the window's, then the nodes'
         start_B1 = torch.tensor(counts, device=device)[:, None]
         above_BMM = seen_BP.new_zeros(len(counts), 0, 0)  # a node's ancestors, and itself
 

@@ -86,7 +86,7 @@ class Split(NamedTuple):
     """Documents of a batch, split at their start tokens, and the places of the decoders' tokens."""
 
     encoder_NT: Tensor
-    mask_NT: Tensor | None  # which of the encoder's tokens are real; None: all
+    mask_NT: Tensor | None  # mask of the encoder's real tokens; None: all
     decoder_NT: Tensor
     real_decoder_NT: Tensor
     where_BT: Tensor
