@@ -17,8 +17,8 @@ from specdec.targets.target_config import TargetConfig
 def main(folder: str = "", *prompts: str) -> None:
     require(bool(folder and prompts), "give the folder of a draft, and one prompt or more")
     trained_for = read_card(folder).target
-    # in float32, responses are plain decoding's to the last token; in bfloat16, rounding may decide
-    # between two tokens that are almost as likely
+    # in float32, responses equal those of vanilla decoding; in bfloat16, rounding may decide between
+    # two tokens that are almost equally likely
     target = load_target(TargetConfig(trained_for.name, "float32", revision=trained_for.revision))
     drafter = load_draft(folder, target)  # refused if it was trained for other weights
 
@@ -38,7 +38,7 @@ def main(folder: str = "", *prompts: str) -> None:
     pairs = zip(drafted.generations, plain.generations, strict=True)
     same = sum(ours.ids == theirs.ids for ours, theirs in pairs)
     print(f"{drafted.tau:.2f} tokens per pass of the target")
-    print(f"{same} of {len(prompts)} responses are those of plain decoding, token for token")
+    print(f"{same} of {len(prompts)} responses are those of vanilla decoding, token for token")
 
 
 if __name__ == "__main__":

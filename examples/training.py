@@ -26,7 +26,7 @@ def main(settings: Sequence[str]) -> None:
     for at in Results.load(folder / "report").asked:
         print(
             f"T={at.way.temperature:g}: {at.tau.value:.2f} tokens per pass of the target, "
-            f"{at.speedup.value:.2f} times the speed of plain decoding"
+            f"{at.speedup.value:.2f} times the speed of vanilla decoding"
         )
     print(f"the draft is in {folder / 'best'}, its report in {folder / 'report'}")
 

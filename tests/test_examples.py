@@ -65,14 +65,14 @@ def test_a_draft_is_trained_and_decoded_with(
     tiny: Tiny, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = output_of("training", tiny.overrides("eagle3", *QUICK), monkeypatch)
-    assert "T=0: " in said and "times the speed of plain decoding" in said
+    assert "T=0: " in said and "times the speed of vanilla decoding" in said
     draft = Path("runs") / "example" / "best"
     assert str(draft) in said and (place / draft).is_dir()
     assert (place / "runs" / "example" / "report" / "report.md").exists()
 
     said = output_of("decoding", [str(draft), "we go home", "why"], monkeypatch)
     assert said.startswith("> we go home\n") and "\n> why\n" in said
-    assert "2 of 2 responses are those of plain decoding" in said
+    assert "2 of 2 responses are those of vanilla decoding" in said
 
 
 def test_a_family_is_trained(

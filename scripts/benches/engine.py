@@ -82,7 +82,7 @@ class VllmWorker:
     def answer(self, prompt: list[int], limit: int) -> TimedGeneration:
         """vLLM's greedy response of at most `limit` tokens."""
         said = self._asked(json.dumps({"ids": prompt, "limit": limit}))
-        drafts = sum(said.get("num_drafts", []))  # plain decoding has no such counts
+        drafts = sum(said.get("num_drafts", []))  # vanilla decoding has no such counts
         per_position = said.get("num_accepted_tokens_per_pos", [])
         return TimedGeneration(said["ids"], said["seconds"], drafts, per_position)
 

@@ -41,7 +41,7 @@ def lossless(
     gamma: Annotated[int | None, "default: as trained, but at most 5; trees: at most 4"] = None,
     keep: Annotated[Path | None, "folder for results, to resume from"] = None,
 ) -> None:
-    """Greedy identity with plain decoding in float32: every draft × shape × batch.
+    """Greedy identity with vanilla decoding in float32: every draft × shape × batch.
 
     Many combinations take many hours. Each line is printed as soon as it is known. With `keep`,
     results are kept in that folder, and an interrupted run continues where it stopped.

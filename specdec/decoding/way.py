@@ -28,7 +28,7 @@ class Way:
     `fitting_verification` do, and for an adaptive draft length with a tree.
     """
 
-    drafter: Drafter | None = None  # None: plain decoding
+    drafter: Drafter | None = None  # None: vanilla decoding
     shape: Shape | None = None
     sampler: Sampler = field(default_factory=lambda: Sampler(temperature=0.0))
     verification: str | VerificationMethod = "auto"

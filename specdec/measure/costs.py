@@ -119,7 +119,7 @@ def operations(target: Target, way: Way, prompt: Sequence[int]) -> tuple[float |
 def _drafting(way: Way) -> tuple[Drafter, Shape]:
     """The drafter and its topology."""
     if way.drafter is None or way.shape is None:
-        raise ValueError("plain decoding has no costs of drafting")
+        raise ValueError("vanilla decoding has no costs of drafting")
     return way.drafter, way.shape
 
 

@@ -210,7 +210,7 @@ class Measured:
     forced: Forced | None = None  # by teacher forcing, for the first way alone
     reached: list[Interval] = field(default_factory=list)  # by depth: accepted / speculation steps
     conditional_acceptance: list[Interval] = field(default_factory=list)  # given all before it
-    identical: int | None = None  # responses equal to plain decoding's, at T = 0
+    identical: int | None = None  # responses equal to vanilla decoding's, at T = 0
     learned: Learned = field(default_factory=Learned)
     operations: float | None = None  # ĉ: the draft's operations per token over the target's
     foreseen: Foreseen | None = None

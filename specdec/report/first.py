@@ -26,7 +26,7 @@ def screen(results: Results, picture: Path | None) -> list[str]:
     escaped_results, commands = escaped(results), verdict.commands(results)
     blocks = [f"# {title(escaped_results)}", f"**{verdict.sentence(escaped_results)}**"]
     if picture is not None:
-        blocks.append(f"![speedup of each way over plain decoding]({picture.name})")
+        blocks.append(f"![speedup of each configuration over vanilla decoding]({picture.name})")
     if commands:
         gains = verdict.gains(results)
         blocks.append("## How to serve it" if gains else "## How to try it in an engine")

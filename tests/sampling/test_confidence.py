@@ -87,7 +87,7 @@ def test_an_own_estimate_is_about_the_likeliest_child() -> None:
 @pytest.mark.parametrize("name", ["eagle3", "dspark", "lm"])
 def test_a_chain_stops_by_calibrated_confidence(target: Target, name: str, variant: str) -> None:
     """It stops by the calibration of its own variant of α alone. At T = 0 the responses remain
-    those of plain decoding."""
+    those of vanilla decoding."""
     drafter = make_drafter(name, target, noise=0.05)
     plain, lengths = decode(target, PROMPTS, max_new_tokens=8), dict[str, set[int]]()
     cases = (NEVER, variant, {1}), (ALWAYS, variant, {3}), (NEVER, "greedy_draft", None)

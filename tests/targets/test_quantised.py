@@ -235,7 +235,7 @@ def fp8_experts(folder: Path) -> None:
 
 @pytest.mark.parametrize("stored", [fp8, fp8_experts, mxfp4])
 def test_what_is_dequantised_decodes_as_transformers_does(tmp_path: Path, stored: Any) -> None:
-    """In float32, chains of a draft and plain decoding give the tokens of `generate`."""
+    """In float32, chains of a draft and vanilla decoding give the tokens of `generate`."""
     stored(tmp_path)
     cfg = config_of(tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(cfg.path, dtype=torch.float32)

@@ -192,7 +192,7 @@ def test_rows_leave_a_batch_and_prompts_repeat(target: Target) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_16_bits_states_are_kept_and_moved_as_well(kind: str) -> None:
-    """Also where a model passes float32 between its layers. In 16 bits, chains and plain decoding
+    """Also where a model passes float32 between its layers. In 16 bits, chains and vanilla decoding
     may round to other tokens, so what is compared is logits."""
     target = Target(model_of(kind).bfloat16(), None, kind)
     prompt = texts(1, 7)[0]

@@ -311,7 +311,7 @@ def test_visits_at_one_alpha_come_once_in_expected_tokens() -> None:
 
 def test_visits_without_anchors_or_depths() -> None:
     assert visits(torch.zeros(0, 3)).shape == (0,)
-    assert visits(torch.zeros(5, 0)).tolist() == [1] * 5  # plain decoding
+    assert visits(torch.zeros(5, 0)).tolist() == [1] * 5  # vanilla decoding
 
 
 # --- repetition ------------------------------------------------------------------------------
