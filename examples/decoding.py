@@ -17,8 +17,8 @@ from specdec.targets.target_config import TargetConfig
 def main(folder: str = "", *prompts: str) -> None:
     require(bool(folder and prompts), "give the folder of a draft, and one prompt or more")
     trained_for = read_card(folder).target
-    # in float32, responses equal those of vanilla decoding; in bfloat16, rounding may decide between
-    # two tokens that are almost equally likely
+    # in float32, responses equal those of vanilla decoding; in bfloat16, rounding may decide
+    # between two tokens that are almost equally likely
     target = load_target(TargetConfig(trained_for.name, "float32", revision=trained_for.revision))
     drafter = load_draft(folder, target)  # refused if it was trained for other weights
 
