@@ -54,7 +54,8 @@ class Parser(argparse.ArgumentParser):
         self.intermixing = False
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Also replaces ~ by the user's home folder in paths: a shell does not in --out=~/here."""
+        """Parse arguments, and replace ~ by the user's home folder in paths: a shell does not in
+        --out=~/here."""
         parsed = super().parse_args(args, namespace)
         for name, value in vars(parsed).items():
             if isinstance(value, Path):
@@ -138,7 +139,7 @@ def add_setting(
 
 
 def add_measuring(parser: argparse.ArgumentParser) -> None:
-    """Add the options for what is measured, and how often."""
+    """Add the options for the prompts to measure and the repetitions."""
     add_setting(parser, "prompts", "how many prompts to measure acceptance on", "--limit")
     add_setting(parser, "timed", "how many of them to time, for the speedup")
     add_setting(parser, "temperatures", "measured one after another")

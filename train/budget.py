@@ -44,9 +44,9 @@ FORWARD = 1 / 3  # time of a held-out evaluation of as many rows, in training st
 
 @dataclass
 class BudgetConfig:
-    """How long the whole run may take, by the clock. Each stage of the run works until its share of
-    the time is used up. Up to `data.limit` conversations are used, and up to `decode.prompts`
-    prompts are measured, at least 12."""
+    """The wall-clock time of the whole run. Each stage of the run works until its share of the time
+    is used up. Up to `data.limit` conversations are used, and up to `decode.prompts` prompts are
+    measured, at least 12."""
 
     minutes: float | None = None  # wall-clock time of the whole run; null: no limit
     floor: int = 150  # training conversations that are used at least, however slow the machine

@@ -121,7 +121,7 @@ def change_of(key: str) -> Change:
 
 @dataclass(frozen=True)
 class RowsPerStep:
-    """The settings and the number of processes with which a run began. The latter is None if it is
+    """The settings and the number of processes with which a run began. `processes` is None if it is
     not known: runs before November 2026 did not record it."""
 
     rows: int

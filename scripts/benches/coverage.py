@@ -46,9 +46,9 @@ def coverage(
     long as the shortest) and in acceptance (Beta), long responses are accepted more often, and the
     positions of a prompt are clustered. Timings have noise, prompts have speedups of their own, and
     in skewed data one timing in ten is stalled to 1.6 times. The last rows are the share of
-    experiments in which the verdict says "gains" where the true speedup is 1: of one way, and of
-    the best of three. A figure without an interval (fewer than 3 observations, 6 timings of a
-    median) claims nothing.
+    experiments in which the verdict is "gains" although the true speedup is 1: for one decoding
+    configuration, and for the best of three. A figure without an interval (fewer than 3
+    observations, 6 timings of a median) claims nothing.
     """
     console.print(f"{draws:,} experiments for each cell; intervals of {LEVEL:.0%}")
     rows = []
@@ -73,7 +73,7 @@ def coverage(
 
 
 def scenes() -> Iterator[Scene]:
-    """All figures that are simulated."""
+    """The simulated figures."""
     for name, spread in (("even lengths", EVEN), ("skewed lengths", SKEWED)):
         yield Scene("τ", name, tau((2, 3)), tau_of(spread, (2, 3)))
         yield Scene("τ near γ + 1", name, tau((8, 1)), tau_of(spread, (8, 1)))

@@ -1,4 +1,5 @@
-"""Every family on one target at equal training tokens: its size, α, τ, cost and speed."""
+"""Compares all drafting methods on one target at equal training tokens: size, α, τ, cost and
+speed."""
 
 import math
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def families(
 
 
 def row(name: str, made: Results, tree: Results | None, run: Path) -> list[str]:
-    """The row of a family in the table."""
+    """The table's row for a drafting method."""
     zero, one = made.asked  # `recipe.FIXED`
     rates = NONE
     if made.training:

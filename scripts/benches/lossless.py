@@ -99,7 +99,7 @@ def _plain(answer: Callable[..., list[Generation]], prompts: list[list[int]]) ->
 
 
 def _counts(answer: Callable[[], list[Generation]], plain: list[list[int]]) -> dict[str, int]:
-    """How many responses equal the plain ones, and the two counts whose ratio is τ."""
+    """The number of responses that equal the vanilla ones, and the two counts whose ratio is τ."""
     made = answer()
     return {
         "same": sum(g.ids == ids for g, ids in zip(made, plain, strict=True)),
@@ -135,7 +135,7 @@ def samples(
         task = progress.add_task("continuations", total=3 * samples * len(asked))
 
         def drawn(side: int, way: Way) -> list[Counter]:
-            """How often each continuation of each prompt was drawn."""
+            """The counts of the continuations drawn for each prompt."""
             answer = partial(decode, at_hand.target, way=way, max_new_tokens=3, eos=())
             cells: list[Counter] = [Counter() for _ in asked]
             for i, prompt in enumerate(asked):

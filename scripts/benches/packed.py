@@ -26,7 +26,7 @@ def packed(
     rows: Annotated[Sequence[int], "of a product"] = (1, 2, 3, 4, 8, 16, 64, 256),
     repeats: int = 15,
 ) -> None:
-    """How many times as fast products by packed weights are as the public operator's, cold.
+    """The speed of products by packed weights relative to the public operator, with cold caches.
 
     The rule in `specdec/runtime/cpu/packed_linear.py` chooses between them; a star marks the packed
     weight. Extend the rule for a kind of CPU with stars beside figures well below 1, or with

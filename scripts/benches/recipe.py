@@ -96,8 +96,8 @@ def report_of(name: str, overrides: Sequence[str], own: Sequence[str], said: str
 
 
 def tokens_of_each(runs: Iterable[Results], folder: Path) -> int:
-    """How many tokens each of the runs in `folder` was trained on. Raises UserError unless they
-    trained the same drafter on equally many tokens."""
+    """The number of tokens on which each of the runs in `folder` was trained. Raises UserError
+    unless they trained the same drafter on equally many tokens."""
     alike = {(run.drafter, run.training.tokens) for run in runs if run.training}
     require(
         len(alike) == 1,
@@ -114,7 +114,7 @@ def trained(
     seeds: int,
     rates: Sequence[str],
 ) -> tuple[list[Arm], dict[str, Arm]]:
-    """Train the runs that `folder` lacks, and print what all runs have in common. `arms` gives the
+    """Train the runs that `folder` lacks, and print the common settings of all runs. `arms` has the
     overrides of each arm. Returns every arm at every rate, and each arm at its best rate: the one
     with the highest sampled α at depth 0."""
     runs: dict[tuple[str, str], list[Results]] = {}

@@ -275,8 +275,7 @@ def passed(key: str, value: Any, longest: int) -> Any:
 
 
 def sample(by_layer: Sequence[Any]) -> list[Any]:
-    """As many per-layer entries as a small model has layers, with each kind of entry as often as
-    the others."""
+    """Per-layer entries for a small model, with each kind of entry as often as the others."""
     kinds = [x for n, x in enumerate(by_layer) if x not in by_layer[:n]]
     return [kinds[n % len(kinds)] for n in range(LAYERS)]
 
@@ -317,8 +316,8 @@ def words() -> list[str]:
 
 
 def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token for each word, space and mark, so that every offset is exact. Encoder-decoders have
-    no chat template."""
+    """A tokenizer with one token for each word, space and mark, so that every offset is exact.
+    Encoder-decoders have no chat template."""
     vocab = [*SPECIAL, "system", "user", "assistant", " ", "."]
     ids = {word: i for i, word in enumerate([*vocab, *words()])}
     model = Tokenizer(WordLevel(ids, unk_token="<unk>"))

@@ -66,7 +66,7 @@ def speedups() -> str:
 
 
 def families() -> str:
-    """τ of chains and of trees at T = 0 for all families at equal training tokens."""
+    """τ of chains and of trees at T = 0 for all drafting methods at equal training tokens."""
     table = tables()["07-families"]
     names = [column.name for column in table.columns]
     chain, tree = names.index("τ of chains, T = 0"), names.index("τ of trees, T = 0")
@@ -108,7 +108,7 @@ STAGES = (  # product, its source or user, its file, and the flag that moves it 
 
 
 def pipeline() -> str:
-    """The stages of a run, their files, and what an engine can do."""
+    """The stages of a run, their files, and the stages that an engine can take over."""
     d = Drawing(960, 168, "The stages of a run, where each is kept, and what an engine can do")
     left, pitch, width = 104, 142, 126
     for y, words in ((48, "train.py"), (64, "runs all"), (112, "kept in"), (142, "in an engine")):

@@ -18,9 +18,9 @@ TREES = ("static", "dynamic", "best_first")
 
 @dataclass
 class DecodeConfig:
-    """How drafts are decoded and measured. Acceptance is counted on all `prompts`. Seconds come
-    from the first `timed` of them, on which vanilla and speculative decoding take turns, in
-    complete batches. A speedup is computed from both."""
+    """The settings for decoding and measuring drafts. Acceptance is counted on all `prompts`.
+    Seconds come from the first `timed` of them, on which vanilla and speculative decoding take
+    turns, in complete batches. A speedup is computed from both."""
 
     gamma: int | None = None  # tokens drafted per speculation step of a chain; null: drafter.depth
     prompts: int = 100  # held-out prompts on which acceptance is counted; 0: no measuring

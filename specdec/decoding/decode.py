@@ -56,10 +56,10 @@ def decode(
     `eos` None is the target's own; () never ends a response early. A `stop` string ends a response
     at the token that completes it, and may begin in the prompt. `processors` are transformers'
     logits processors, applied to p and q alike. `seeds` has one number for each prompt. `on_tokens`
-    is called after each speculation step, and `record` keeps hidden states of plain responses. Once
-    `goes_on` returns False, no waiting prompt is started, and only the responses to the started
-    ones are returned. Raises UserError as `require_room` does, and for options that do not go
-    together.
+    is called after each speculation step, and `record` keeps hidden states of vanilla responses.
+    Once `goes_on` returns False, no waiting prompt is started, and only the responses to the
+    started ones are returned. Raises UserError as `require_room` does, and for options that do not
+    go together.
     """
     way = way or Way()
     drafter, shape = way.drafter, way.shape

@@ -62,9 +62,9 @@ class Length:
         return self.limit
 
     def stop(self, depth: int, q_BS: Tensor, token_B: Tensor, confidence_B: Tensor) -> Tensor:
-        """Which rows stop drafting [B] bool, after `token_B` (indices into S) were drawn from q at
-        `depth` with this confidence. It is also called after the last token, for policies that
-        learn. For stopped rows, inputs are arbitrary and the result is ignored."""
+        """A mask [B] of the rows that stop drafting, after `token_B` (indices into S) were drawn
+        from q at `depth` with this confidence. It is also called after the last token, for policies
+        that learn. For stopped rows, inputs are arbitrary and the result is ignored."""
         return torch.zeros_like(token_B, dtype=torch.bool)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:

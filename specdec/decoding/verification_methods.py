@@ -56,9 +56,9 @@ class VerificationMethod:
     """A function of one node's children or of the whole tree, and its guarantees.
 
     `siblings` is how the children of a node must be drawn: "none" means chains only, "without"
-    replacement, "with" replacement (duplicates stay), or "fixed": chosen deterministically, which
-    is also what a q of None means. `at_zero` judges at temperature 0; None is `greedy`, which is
-    lossless. `parameters` maps each name to its largest value; values must be above 0.
+    replacement, "with" replacement (duplicates stay), or "fixed": chosen deterministically, as with
+    a q of None. `at_zero` judges at temperature 0; None is `greedy`, which is lossless.
+    `parameters` maps each name to its largest value; values must be above 0.
     """
 
     node: JudgeChildren | None = None

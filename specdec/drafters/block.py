@@ -138,7 +138,8 @@ class Block(Trainable):
         return self.target.embed(ids_BAM).to(self.fc.weight.dtype)
 
     def layer_input(self, layer: Layer, x: Tensor) -> tuple[Tensor, Any]:
-        """What attention reads of the slots' stream [..., D], and what to pass on to `finish`."""
+        """The input of attention, from the slots' residual stream [..., D], and a value that is
+        passed on to `finish`."""
         return layer.input_layernorm(x), None
 
     def finish(self, layer: Layer, x: Tensor, attended: Tensor, kept: Any) -> Tensor:

@@ -102,9 +102,9 @@ class Eagle(Solved):
         There, pass j reads every position t of the text. Its query and residual come from the
         output of pass j - 1 at t - 1; its keys are those of true hidden states up to t - (j - 1)
         and one of each pass i < j, from the output of pass i at t - j + i. So it is depth j - 1 of
-        the anchor with pair t - (j - 1), which reads what our unrolled layer reads, but detached.
+        the anchor with pair t - (j - 1), with the inputs of our unrolled layer, but detached.
         The reference takes one backward pass for each loss, so gradients sum:
-        `loss.depth_decay=1`. Two of its traits are left out. Its masked scores are 0, not
+        `loss.depth_decay=1`. Two of its properties are not reproduced. Its masked scores are 0, not
         -inf, so masked positions count in the softmax's denominator, as in no engine. And pass j
         also trains on the first j - 1 positions of a response, whose anchors lie before the
         response.

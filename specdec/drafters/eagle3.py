@@ -153,8 +153,8 @@ class Eagle3(Solved):
         return self.norm
 
     def copy_from(self, target: TargetParts) -> None:
-        """Also copy the head and the final norm. If the target's layers are not Llama-like, copy
-        only the tensors that fit."""
+        """Copy the parts of the target's last layer, the head and the final norm. If the target's
+        layers are not Llama-like, copy only the tensors that fit."""
         D = self.llama.hidden_size
         self.lm_head.weight.copy_(target.own_head(self.vocab_S))
         for i, layer in enumerate([self.layer, *self.upper]):

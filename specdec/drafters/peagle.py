@@ -99,7 +99,8 @@ class PEagle(Eagle3):
         return entries(hidden_BAKD.flatten(2), order_BA.argsort(1)).view_as(hidden_BAKD)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
-        """All depths at once. A cache keeps the real pairs; masked ones are scratch."""
+        """The growth of all depths from one forward pass. A cache keeps the real pairs; masked ones
+        are scratch."""
         if cache is None:
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
             logits_BKS = self.unembed(self.hidden(ctx, anchor_B1, None)[:, 0], 0)

@@ -245,8 +245,8 @@ class Pretrained(Trainable):
         return {name: x.detach() for name, x in plain.state_dict().items() if not x.is_meta}
 
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]. `attend` are transformers' arguments for what
-        they attend to: the tokens of their text, or the slots of a cache."""
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` holds transformers' arguments for
+        attention: over the tokens of their text, or over the slots of a cache."""
         states: Tensor = body_of(self.model)(input_ids=ids, **attend).last_hidden_state
         return states
 

@@ -62,8 +62,8 @@ class TargetViewDrafter(Predictor):
         return self.target.logits(hidden)
 
     def step(self, ids: Tensor, **attend: Any) -> Tensor:
-        """Hidden states [B, T, D] of tokens [B, T]. `attend` are transformers' arguments for what
-        they attend to: the tokens of their text, or the slots of a cache."""
+        """Hidden states [B, T, D] of tokens [B, T]. `attend` holds transformers' arguments for
+        attention: over the tokens of their text, or over the slots of a cache."""
         states: Tensor = self.body.held(input_ids=ids, **attend).last_hidden_state
         return self.target.before_head(states)
 

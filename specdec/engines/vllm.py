@@ -186,7 +186,7 @@ class Vllm(Engine):
         )
 
     def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
-        """From `metrics.speculative_decoding`, which vLLM gives with
+        """Read `metrics.speculative_decoding`, which vLLM returns with
         --per-request-spec-decode-metrics."""
         metrics = reply.get("metrics")
         figures = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
@@ -203,7 +203,7 @@ class Vllm(Engine):
         return SpeculationCounts(sum(by_accepted), sum(by_position), by_position)
 
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
-        """From the counters in /metrics whose names begin with vllm:spec_decode."""
+        """Read the counters in /metrics whose names begin with vllm:spec_decode."""
         counts, by_position = Counter[str](), Counter[int]()
         for name, labels, value in COUNTER.findall(str(server.get(f"{server.root}/metrics"))):
             position, count = POSITION.search(labels), int(float(value))

@@ -191,8 +191,8 @@ def as_engines_draft(results: Results) -> list[Measured]:
 
 
 def _by_engine(engine: Engine, results: Results) -> Command | None:
-    """The command with which an engine serves the draft, or None. An engine drafts chains, whatever
-    is fastest here."""
+    """The command with which an engine serves the draft, or None. An engine drafts chains, even if
+    a tree is fastest here."""
     name, chains = engine.layouts.get(results.drafter), as_engines_draft(results)
     if name is None or not chains:
         return None

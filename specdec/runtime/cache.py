@@ -44,7 +44,7 @@ Update = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Place(NamedTuple):
-    """Where a forward pass writes and reads: the positions of its tokens, and the slots that each
+    """The place of a forward pass in a cache: the positions of its tokens, and the slots that each
     token attends to."""
 
     position_BT: Tensor

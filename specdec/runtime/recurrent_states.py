@@ -194,8 +194,8 @@ def _brought_in(
 
 
 def bounds_steps(module: Any) -> bool:
-    """Whether a module's steps of one token differ from its pass over several tokens: Mamba 2
-    bounds the time step (`time_step_limit`) only in the latter."""
+    """Whether a module's steps of one token differ from its pass over several tokens. Mamba 2
+    bounds the time step (`time_step_limit`) only for several tokens."""
     least, most = getattr(module, "time_step_limit", None) or (0.0, math.inf)
     return least > 0 or most < math.inf
 

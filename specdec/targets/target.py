@@ -51,7 +51,7 @@ PassStates = tuple[Tensor | None, Tensor]
 
 
 class Reading(Enum):
-    """How a forward pass continues from a cache."""
+    """The way in which a forward pass continues from a cache."""
 
     SLOTS = "reads rows of any length together"
     ROWS = "makes its own masks or positions, so only rows of equal length are read together"

@@ -43,7 +43,7 @@ def settled_number(key: str, value: N | None) -> N:
 
 @dataclass
 class SourceConfig:
-    """One of several sources."""
+    """A source of data."""
 
     path: str = ""  # as data.path
     subset: str | None = None  # as data.subset

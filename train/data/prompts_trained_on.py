@@ -91,13 +91,13 @@ class TrainedOn:
         return TrainedOn(self.keys_N[self.earlier_N], self.sketches_NC[self.earlier_N])
 
     def exactly(self, origins: Sequence[bytes]) -> list[bool]:
-        """Which of these were trained on, word for word."""
+        """A flag for each of `origins` that was trained on, word for word."""
         known = {*self.keys_N.tolist()}
         return [int.from_bytes(origin[:8], "big") in known for origin in origins]
 
     def nearly(self, origins: Sequence[bytes]) -> list[bool]:
-        """Which of these, or a near duplicate of them, were trained on. If nearly all have one,
-        they share an instruction, and only exact matches count."""
+        """A flag for each of `origins` that was trained on, or has a near duplicate that was. If
+        nearly all have one, they share an instruction, and only exact matches count."""
         exactly = self.exactly(origins)
         near = [self._near(origin) for origin in origins]
         others = sum(there and not same for there, same in zip(near, exactly, strict=True))
@@ -175,7 +175,8 @@ def without_trained_on(split: DataSplit[Any], drafts: Collection[Path]) -> None:
 def leave_out(split: DataSplit[Any], earlier: TrainedOn, names: str) -> None:
     """`without_trained_on`, given the record of the drafts with these `names`. The held-out side is
     judged as a whole, so that all its parts are treated alike. If all of it has openings like those
-    trained on, only the texts by which a split placed the latter are removed."""
+    trained on, only conversations whose distinguishing texts were trained on (`told_apart`) are
+    removed."""
     if not len(earlier.keys_N) or not (split.test and split.prompts):
         return
     parts = split.test, split.validation, split.prompts, split.validation_prompts
@@ -226,8 +227,8 @@ def overlap_in_words(draft: Path, openings: Sequence[str]) -> str | None:
 def not_trained_on(prompts: Sequence[Prompt], draft: Path) -> tuple[list[Prompt], bool]:
     """The prompts that the draft in this folder was not trained on in any stage, without near
     duplicates of its training prompts; and whether its record is complete. If all of them have
-    openings like those trained on, the texts by which a split placed the latter decide, as in
-    `leave_out`. Raises Damaged for a record that cannot be read."""
+    openings like those trained on, their distinguishing texts decide, as in `leave_out`. Raises
+    Damaged for a record that cannot be read."""
     known = trained_on(draft)
     if known is None or not len(known.keys_N):
         return [*prompts], known is not None and known.complete

@@ -30,7 +30,7 @@ RESPONSES_READ = "responses.json"  # in a run's folder: which file each of its r
 
 @dataclass
 class ResponsesConfig:
-    """How responses are generated with `data.responses=target`."""
+    """The settings for generating responses with `data.responses=target`."""
 
     # temperature; 0: greedy; null: that of the target's generation_config.json, which servers use,
     # or 0 without one

@@ -67,7 +67,7 @@ class Author:
     and those that `verification` accepts are kept. With `verification` None the draft writes alone.
     `folder` keeps these responses; `key` names the draft's weights. With `logged_depth`, documents
     also hold the decoder's speculation steps, each cut to that many drafted tokens, and documents
-    without a step are left out."""
+    without a step are skipped."""
 
     drafter: Drafter
     gamma: int

@@ -1,6 +1,6 @@
-"""Splits conversations into training and held-out ones, and the latter into a validation part, on
-which drafts are selected, and a test part, which is reported; and converts them into documents or
-prompts."""
+"""Splits conversations into training and held-out ones, and converts them into documents or
+prompts. The held-out side has a validation part, on which drafts are selected, and a test part,
+which is reported."""
 
 import hashlib
 from collections import Counter, defaultdict

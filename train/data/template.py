@@ -579,7 +579,7 @@ def _written(part: str, text: str, without: str) -> bool:
 def _texts_within(
     messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]
 ) -> list[str]:
-    """All texts that a template may write of a chat."""
+    """All texts of a chat that a template may write."""
     beside = [leaf for m in messages if m.beside for leaf in _leaves(m.beside)]
     return [m.content for m in messages] + beside + [*_leaves(tools)] + [*_leaves(arguments)]
 

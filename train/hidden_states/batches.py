@@ -61,7 +61,7 @@ class OnlineBatches:
         self.waited = 0.0  # it computes instead
 
     def expect(self, requests: Sequence[Sequence[int]]) -> None:
-        """Nothing is read ahead."""
+        """Do nothing: nothing is read ahead."""
 
     def batch(self, indices: Sequence[int]) -> Batch:
         rows = [self.rows[i] for i in indices]

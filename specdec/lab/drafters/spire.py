@@ -6,7 +6,7 @@ paper's pruned initialisation). All but the embedding are then trained. Each lay
 follows:
 
 - Before the anchor, draft layer i makes its keys and values of the stream that enters the target's
-  matching layer, so it attends to what the whole target knows of the text.
+  matching layer, so it attends to states of the complete target.
 - It sees only the last `window` tokens before the anchor and the first `sink` tokens of the text
   (StreamingLLM, Xiao et al. 2024), in training too, so a draft's cache does not grow with the text.
   All depths of a speculation step share one window.

@@ -87,7 +87,7 @@ class Translated(Predictor):
         vocab_S: Tensor | None = None,
         earlier: Drafter | None = None,
     ) -> "Translated":
-        """Its draft vocabulary is the intersection, whatever `vocab_S` holds."""
+        """Build the drafter. Its draft vocabulary is the intersection, independent of `vocab_S`."""
         drafter = super().build(config, target)
         if config.method == "tli":
             ids = drafter.bridge.common(target.vocab_size, drafter.lm.vocab_size)
