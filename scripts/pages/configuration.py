@@ -61,7 +61,7 @@ GUIDES = {
     "track": "[Tracking](training.md#tracking)",
     "planning": "[The plan](gpus.md#the-plan)",
     "drafter": "[Choosing a draft](choosing.md), "
-    "[Settings of families](training.md#settings-of-families), "
+    "[Settings of drafters](training.md#settings-of-drafters), "
     "[Where training starts](training.md#where-training-starts)",
 }
 
