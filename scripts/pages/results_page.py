@@ -20,8 +20,9 @@ PATH = FOLDER.with_suffix(".md")
 DEVELOPERS_PATH = FOLDER.parent / "notebook" / "figures.md"
 # the tables that show how the code behaves rather than what a draft gains
 DEVELOPERS = (
-    *("02-shapes", "12-on-policy", "13-sizes", "14-unchanged", "15-kills", "17-processes"),
-    *("18-forecast", "19-long-texts", "20-engine-kills", "21-coverage", "22-speed-avx2"),
+    *("02-shapes", "03-time", "12-on-policy", "13-sizes", "14-unchanged", "15-kills"),
+    *("17-processes", "18-forecast", "19-long-texts", "20-engine-kills", "21-coverage"),
+    "22-speed-avx2",
 )
 INTRODUCTION = """# Results
 
