@@ -560,7 +560,8 @@ class Chat:
 
 
 def _probe(response: Message) -> Message:
-    """A response with another text, with reasoning if this one has it."""
+    """A dummy response for comparing renderings: another text, and reasoning if `response` has
+    reasoning."""
     thought = {"reasoning_content": PROBE} if "reasoning_content" in response.beside else {}
     return replace(response, content=PROBE, beside=thought, as_written=None)
 
