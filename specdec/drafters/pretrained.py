@@ -30,7 +30,7 @@ from specdec.drafters.attention import states
 from specdec.drafters.base import Drafter, DrafterConfig, Sizes, Trainable, growth_over
 from specdec.errors import UserError, first_line, require
 from specdec.runtime.cache import SlotCache
-from specdec.runtime.cpu.grouped_attention import group
+from specdec.runtime.cpu.grouped_attention import use_grouped_attention
 from specdec.runtime.quantised import without_method
 from specdec.sampling.trees import Growth
 from specdec.targets.checkpoint_files import file_of_model
@@ -327,7 +327,7 @@ def fresh(auto: Any, keys: dict[str, Any], train_embeddings: bool) -> Any:
     config = AutoConfig.for_model(**keys)
     model = auto.from_config(config, trust_remote_code=False).float()
     keep_stored_weights(model)
-    group(model)
+    use_grouped_attention(model)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(train_embeddings)
     return model
