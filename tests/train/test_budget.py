@@ -163,7 +163,7 @@ def test_a_process_that_measures_alone_goes_by_its_own_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process does not see the run's folder and takes no part in measuring."""
-    monkeypatch.setattr(measurement, "_unmeasured", lambda *_: None)
+    monkeypatch.setattr(measurement, "_export_unmeasured_draft", lambda *_: None)
     monkeypatch.setattr(measurement.draft_checkpoint, "copy_trained_on", lambda *_: None)
     cfg = FinalSettings("run", "data", DecodeConfig(prompts=0), None, None, False, False)
 
