@@ -300,7 +300,8 @@ def test_scouts_are_a_jacobi_iteration(target: Target) -> None:
             ids_BM, above_BM = proposal.block(torch.tensor([[ids[end - 1]]]))
             heard.append(target.step(ids_BM, HiddenStateSpec(), ctx.cache, above_BM)[1])
             ctx.cache.drop()
-        assert torch.allclose(heard[0], heard[1][:, :3], atol=1e-5)
+        # products of more rows round in another order on a CPU with AVX2 alone
+        assert torch.allclose(heard[0], heard[1][:, :3], atol=1e-4)
         if n == 0:
             levels = [[ids[j * end // 3] for j in range(3)]]
         else:
