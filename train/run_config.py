@@ -275,7 +275,7 @@ class Config:
                 f"drafter.layers={layers}: give at least one layer of the target, each only once, "
                 "or null for the default",
             )
-        layouts = layout_names(drafter.name) or {layout for _, layout in LAYOUTS}
+        layouts = {LAYOUT, *(layout_names(drafter.name) or (layout for _, layout in LAYOUTS))}
         if (export := self.export) is not None and export not in layouts:
             raise UserError(
                 f"export={export!r} is unknown for {drafter.name}{nearest(export, layouts)}"

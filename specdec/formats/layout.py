@@ -44,6 +44,15 @@ def load_safetensors(folder: Path) -> Tensors:
 
 
 @dataclass(frozen=True)
+class FileChoices:
+    """What a user may choose of an export in one file: the type of its weights (None: the one they
+    were trained in), and a file of the target whose tokenizer it copies (None: the target's own)."""
+
+    weight_type: str | None = None
+    tokenizer_from: Path | None = None
+
+
+@dataclass(frozen=True)
 class ExportLayout:
     """A family's weights as an engine names, shapes and describes them. `to_engine` converts the
     drafter's tensors to the engine's before they are renamed; `from_engine` converts them back
@@ -57,11 +66,16 @@ class ExportLayout:
     from_engine: Callable[[Any, Tensors], Tensors] = unchanged
     refuse: Callable[[Any, TargetParts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
+    # what to tell of a draft, given its hidden states [A, K, D] at anchors of a short text
+    note: Callable[[Any, Tensor], str] | None = None
     prefixes: Mapping[str, str] = field(default_factory=dict)  # of names: ours, then the engine's
     whole_model: bool = False  # it is written with the target's tokenizer
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, TargetParts], Description] | None = None
-    # how the tensors, under the engine's names, and the config are written to files and read back
+    # of a layout in one file, how its name ends; empty: the layout is a folder
+    suffix: str = ""
+    # how the tensors, under the engine's names, and the config are written and read back: in a
+    # folder, or in the file
     save: Callable[[Path, Tensors, Description], None] = save_safetensors
     load: Callable[[Path], Tensors] = load_safetensors
 
