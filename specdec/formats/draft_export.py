@@ -44,6 +44,7 @@ from specdec.formats.gguf_file import (
 )
 from specdec.formats.gguf_tokenizer import draft_tokenizer
 from specdec.formats.layout import (
+    AS_TRAINED,
     CONFIG,
     LAYOUT,
     MARK,
@@ -135,7 +136,7 @@ def write_export(
     target: TargetParts,
     layout: str = LAYOUT,
     draft: Path | None = None,
-    choices: FileChoices = FileChoices(),
+    choices: FileChoices = AS_TRAINED,
 ) -> str:
     """Export a draft; returns a line that says what was compared. The export, a folder or a file,
     appears only if the draft read back gives the same logits or, from a file with rounded weights,

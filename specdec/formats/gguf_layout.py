@@ -2,11 +2,12 @@
 has none of its own) its head, which llama.cpp shares.
 
 Read from llama.cpp's graphs (src/models/eagle3.cpp, dflash.cpp) and drafting loop
-(common/speculative.cpp). `target_layers` are the layers whose input is read, so they are our numbers
-of the layers after which it is. Ids of a pruned draft vocabulary are absolute. `eagle3` rotates
+(common/speculative.cpp). `target_layers` are the layers whose input is read, which are our numbers
+of the layers after which states are read. Ids of a pruned draft vocabulary are absolute. `eagle3` rotates
 neighbouring numbers of a head, and its query and key weights are permuted for that; `dflash`
 rotates halves, as transformers does. Of scaled rotary positions, both take one factor for all
-frequencies, and `eagle3` also a factor for each.
+frequencies, and `eagle3` also a factor for each. A block is drafted as it was trained only with as
+many tokens as `depth` says.
 """
 
 import math
@@ -285,7 +286,8 @@ def dflash2_keys(drafter: DFlash2, target: TargetParts) -> Description:
 
 
 def dflash2_to_engine(drafter: DFlash2, tensors: Tensors) -> Tensors:
-    """Successors have a row for each token of the target's vocabulary: zeros outside the draft's."""
+    """Successors have a row for each token of the target's vocabulary, zeros outside the draft's
+    own."""
     if (vocab_S := drafter.vocab_S) is not None:
         rows_SN = tensors[SUCCESSORS]
         rows_VN = rows_SN.new_zeros(drafter.sizes.target_vocab, rows_SN.shape[1])
@@ -310,8 +312,8 @@ def selector_note(drafter: DFlash2, hidden_AKD: Tensor) -> str:
         outside += int((among_AN != best_A1).all(-1).sum())
     places = hidden_AKD.shape[:2].numel()
     return (
-        f"; llama.cpp's selector chooses among the {k} likeliest tokens of a slot, which leaves out "
-        f"the draft's own choice at {outside} of {places} places"
+        f"; llama.cpp's selector chooses among the {k} likeliest tokens of a slot, which leaves "
+        f"out the draft's own choice at {outside} of {places} places"
     )
 
 
