@@ -93,7 +93,9 @@ class Config:
     # retrieval-based method, such as suffix: the run also measures a hybrid of it and the draft and
     # saves it as with-METHOD; null: none
     combine_with: str | None = None
-    export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
+    # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; null: no
+    # export
+    export: str | None = LAYOUT
 
     @property
     def family(self) -> type[Drafter]:

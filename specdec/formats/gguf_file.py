@@ -165,6 +165,20 @@ def opened_gguf(path: Path) -> Iterator[GGUFReader]:
     yield reader
 
 
+def require_rounded(
+    tensors: Mapping[str, Tensor], path: Path, kind: WeightType, where: str
+) -> None:
+    """Raise UserError, naming the tensor, if one of those that were written to a file is missing
+    there, or off by more than its type's rounding."""
+    read = read_tensors(path)
+    for name, x in tensors.items():
+        require(name in read, f"{where}: tensor {name!r} is missing")
+        off, ids = (read[name] - x.cpu()).abs(), not x.is_floating_point()
+        most = torch.zeros(()) if ids else largest_rounding(x.cpu(), kind)
+        fits = bool((off <= most).all())  # NaN does not
+        require(fits, f"{where}: read back, tensor {name!r} is off by {float(off.max()):.2g}")
+
+
 def largest_rounding(x: Tensor, kind: WeightType) -> Tensor:
     """By how much each number of `x` may differ when it is stored and read back, by the formats'
     definitions (ggml-quants.c). q8_0 rounds to 1/127 of the largest of 32 numbers, q4_0 to 1/8 of

@@ -11,7 +11,7 @@ from pathlib import Path
 from gguf import MODEL_ARCH, get_tensor_name_map
 from torch import Tensor
 
-from specdec.errors import UserError, require
+from specdec.errors import require
 from specdec.files import new_file
 from specdec.formats.draft_checkpoint import require_finite, untied
 from specdec.formats.draft_export import mark_of, require_free
@@ -19,8 +19,7 @@ from specdec.formats.gguf_file import (
     FILE_TYPE,
     MARK_KEY,
     SUFFIX,
-    largest_rounding,
-    read_tensors,
+    require_rounded,
     weight_type_of,
     write_gguf,
 )
@@ -66,15 +65,7 @@ def write_target_gguf(path: Path, target: Target, choices: FileChoices) -> str:
     }
     with new_file(path) as partial:
         write_gguf(partial, tensors, keys)
-        read = read_tensors(partial)
-        require(read.keys() == tensors.keys(), f"{path}: not written: tensors are missing")
-        for name, x in tensors.items():
-            off = (read[name] - x.float()).abs()
-            if not bool((off <= largest_rounding(x, kind)).all()):
-                raise UserError(
-                    f"{path}: not written: read back, tensor {name!r} is off by "
-                    f"{float(off.max()):.2g}"
-                )
+        require_rounded(tensors, partial, kind, f"{path}: not written")
     return f"{len(tensors)} tensors read back"
 
 
