@@ -5,9 +5,9 @@ Read from llama.cpp's graphs (src/models/eagle3.cpp, dflash.cpp) and drafting lo
 (common/speculative.cpp). `target_layers` are the layers whose input is read, which are our numbers
 of the layers after which states are read. Ids of a pruned draft vocabulary are absolute. `eagle3`
 rotates neighbouring numbers of a head, and its query and key weights are permuted for that;
-`dflash` rotates halves, as transformers does. Of scaled rotary positions, both take one factor for all
-frequencies, and `eagle3` also a factor for each. A block is drafted as it was trained only with as
-many tokens as `depth` says.
+`dflash` rotates halves, as transformers does. Of scaled rotary positions, both take one factor for
+all frequencies, and `eagle3` also a factor for each. A block is drafted as it was trained only with
+as many tokens as `depth` says.
 """
 
 import math

@@ -134,9 +134,10 @@ def _splitting(pre_tokenizer: dict[str, Any]) -> str:
     one that is not among these."""
     parts = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
     steps = [(part.get("type"), part.get("individual_digits")) for part in parts]
-    if steps == [("Digits", True), ("ByteLevel", None)] and parts[1].get("use_regex", True):
+    whole = parts[-1].get("use_regex", True)  # whether ByteLevel splits words as well
+    if steps == [("Digits", True), ("ByteLevel", None)] and whole:
         return "smollm"
-    if [kind for kind, _ in steps] == ["Split", "ByteLevel"]:
+    if [kind for kind, _ in steps] == ["Split", "ByteLevel"] and not whole:
         regex = (parts[0].get("pattern") or {}).get("Regex")
         names = {REGEX: "llama-bpe", REGEX.replace(NUMBERS, r"\p{N}"): "qwen2"}
         return names.get(regex, "default")
