@@ -1,5 +1,5 @@
-"""Drafts and targets as GGUF files. That llama.cpp accepts of them what our decoder accepts is
-tested with the engine (tests/engines).
+"""Drafts and targets as GGUF files, read back and compared with a second implementation; llama.cpp
+itself does not run here.
 
 Run alone: pytest tests/formats/test_gguf.py
 """
