@@ -10,6 +10,8 @@ Two capabilities are optional. An engine without hidden states leaves `hidden_st
 """
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +78,7 @@ class TargetToServe:
 
     model: str  # a folder, a file, or a name on the Hub
     name: str
-    dtype: str
+    dtype: str  # "auto" for a GGUF file that is served as it is
     revision: str | None = None
     trust_remote_code: bool = False
     has_cuda: bool = False
@@ -88,7 +90,7 @@ class TargetToServe:
 class DraftToServe:
     """An exported draft to serve with, and its mark: the drafter's name and the layout."""
 
-    folder: Path
+    folder: Path  # or a GGUF file
     drafter: str
     layout: str
     gamma: int
@@ -105,6 +107,8 @@ class Engine:
     # of a drafter, the layout (specdec/formats) in which the engine loads a draft
     layouts: ClassVar[Mapping[str, str]] = {}
     install: ClassVar[str] = "install the engine"  # what to do where it is missing
+    reads_gguf: ClassVar[bool] = False  # it loads target and draft from GGUF files
+    length_option: ClassVar[str] = "--max-model-len"  # how many tokens a text may have
 
     # Serving
 
@@ -240,6 +244,24 @@ class Engine:
         """The server's counters since it started; None if it has none. Raises RequestRejected and
         ServerUnavailable as `Server.ask` does."""
         return None
+
+
+def speculation_counters(page: str, engine: str) -> SpeculationCounts | None:
+    """The counters of speculation in a page of /metrics, whose names begin with ENGINE:spec_decode;
+    None if it has none. Those of several engines behind one address are added up."""
+    named = rf"^{engine}:spec_decode_num_(\w+?)_total(?:\{{(.*)\}})? ([\d.e+]+)$"
+    counts, by_position = Counter[str](), Counter[int]()
+    for name, labels, value in re.findall(named, page, re.M):
+        position, count = re.search(r'position="(\d+)"', labels), int(float(value))
+        if name == "accepted_tokens_per_pos" and position:
+            by_position[int(position[1])] += count
+        else:
+            counts[name] += count
+    if not counts and not by_position:
+        return None
+    positions = range(1 + max(by_position, default=-1))
+    deep = tuple(by_position[k] for k in positions)
+    return SpeculationCounts(counts["drafts"], counts["accepted_tokens"], deep)
 
 
 def choice_of(reply: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ beyond their end.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import TypeVar
@@ -120,6 +120,8 @@ class MeasuredServer:
         if counted is None:
             counted = self._counted(before, len(ids))
         else:
+            if before is not None and not counted.by_position:
+                counted = self._with_positions(before, counted)
             committed = 1 + counted.steps + counted.accepted
             # the steps while a long prompt is read emit nothing, so there may be more than these
             require(
@@ -131,6 +133,20 @@ class MeasuredServer:
 
     def _counters(self) -> SpeculationCounts | None:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
+
+    def _with_positions(
+        self, before: SpeculationCounts, own: SpeculationCounts
+    ) -> SpeculationCounts:
+        """The figures that a response gives for itself, with what the counters add: the positions,
+        and steps whose tokens lie beyond its end. Raises UserError if they count another's too."""
+        now = self._counters()
+        counted = own if now is None else now.since(before)
+        require(
+            counted.accepted == own.accepted,
+            f"{self.server.url} counted {counted.accepted} accepted tokens for a response with "
+            f"{own.accepted}: somebody else uses this engine, and its counters count them too",
+        )
+        return replace(counted, steps=max(counted.steps, own.steps))
 
     def _counted(self, before: SpeculationCounts | None, length: int) -> SpeculationCounts:
         """What was counted for a response of this many tokens, once all of it is: one from prefill
