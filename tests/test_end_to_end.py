@@ -4,7 +4,8 @@ The drafts learn a dozen conversations by heart and are asked those, so that on 
 it rounds, they draft tokens that are accepted. How well a draft does on other text is not asked.
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
-With the serving engine: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env)
+With serving engines: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env and
+scripts/llama-cpp-env; -k llama_cpp only the latter)
 In scripts/test one worker begins with this file, and others help at the end (see conftest.py).
 """
 
@@ -47,6 +48,7 @@ from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from specdec.theory.alpha import visits
+from specdec.theory.intervals import ratio_interval
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
@@ -357,16 +359,83 @@ def test_vllm_accepts_what_our_decoder_accepts(
 @contextmanager
 def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     """The address of vLLM, started by scripts/serve with float32 and these arguments."""
+    arguments = ("target.dtype=float32", *arguments)
+    with engine_served(folder, *arguments, theirs=("--max-model-len", "1024")) as url:
+        yield url
+
+
+@contextmanager
+def engine_served(folder: Path, *arguments: str, theirs: Sequence[str] = ()) -> Iterator[str]:
+    """The address of an engine, started by scripts/serve with these arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         from benches.serving import ServedEngine
-    usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
-    server = ServedEngine(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
+    cache = f"target.cache={ROOT / 'cache/targets'}"
+    server = ServedEngine(folder, cache, *arguments, theirs=theirs)
     try:
         server.launch()
         yield server.url
     finally:
         server.kill()
+
+
+def accepted_within(result: Generation) -> list[int]:
+    """What the steps accepted at each position, if the last draft goes no further than the token
+    before the last one of the response, as llama.cpp's do."""
+    start = len(result.prompt) - 1
+    most = (NEW - 1 - (r.anchor - start) for r in result.steps)
+    accepted = [min(r.accepted, n) for r, n in zip(result.steps, most, strict=True)]
+    return [sum(n > k for n in accepted) for k in range(3)]
+
+
+@contextmanager
+def llama_cpp(draft: Path, *arguments: str) -> Iterator[MeasuredServer]:
+    """llama.cpp with a draft of three tokens, which needs scripts/llama-cpp-env alone."""
+    how = ["--engine", "llama.cpp", *arguments, "--draft", str(draft), "--gamma", "3"]
+    with engine_served(draft.parent, *how) as url:
+        parts = TargetLoader(TargetConfig(SMOLLM2, cache=str(ROOT / "cache/targets")), alone=True)
+        yield MeasuredServer(Server.at_address("--engine", url), parts.parts, speculates=True)
+
+
+@pytest.mark.serving
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_llama_cpp_accepts_what_our_decoder_accepts(
+    target: Target, served: Served, tmp_path: Path, name: str
+) -> None:
+    """float32: the same ids, steps, and accepted counts at each position, for each prompt."""
+    drafter, results = served(name)
+    draft_export.write_export(tmp_path / "head.gguf", drafter, target, "gguf")
+    with llama_cpp(tmp_path / "head.gguf", "target.dtype=float32") as engine:
+        theirs = [engine.reply(g.prompt, NEW, Sampler(0.0), 0) for g in results]
+    assert [reply.ids for reply in theirs] == [g.ids for g in results]
+    assert [reply.speculation_steps for reply in theirs] == [len(g.steps) for g in results]
+    accepted = [accepted_within(g) for g in results]
+    assert [list(reply.accepted) for reply in theirs] == accepted
+    assert sum(map(sum, accepted)) > 0
+
+
+@pytest.mark.serving
+def test_llama_cpp_serves_the_quantised_target_as_it_is(
+    target: Target, served: Served, tmp_path: Path
+) -> None:
+    """The demo's own file in Q4_1. llama.cpp rounds activations to 8 bits there, so near-ties flip
+    and the texts part: the intervals of τ over the prompts overlap. Its responses are the target's,
+    by the comparison with the target's logits before a run keeps any."""
+    drafter, results = served("eagle3")
+    draft_export.write_export(tmp_path / "head.gguf", drafter, target, "gguf")
+    with llama_cpp(tmp_path / "head.gguf") as engine:
+        theirs = [engine.reply(g.prompt, NEW, Sampler(0.0), 0) for g in results]
+        options = [*TRAINING, "drafter=ngram", "decode.prompts=0", "track=none", "name=llama-cpp"]
+        options += [f"responses.root={tmp_path / 'responses'}", "responses.batch=4"]
+        options += [f"target.cache={ROOT / 'cache/targets'}", f"responses.from={engine.server.url}"]
+        train.run(compose(options), tmp_path / "run")
+    tokens, steps = zip(*((len(r.ids) - 1, r.speculation_steps) for r in theirs), strict=True)
+    their_tau = ratio_interval(tokens, steps)
+    our_tau = ratio_interval([len(g.ids) - 1 for g in results], [len(g.steps) for g in results])
+    assert their_tau.value > 1.2 and our_tau.claims and their_tau.claims
+    assert their_tau.low <= our_tau.high and our_tau.low <= their_tau.high
+    lines = [x for f in (tmp_path / "responses").rglob("*.jsonl") for x in f.read_text().split()]
+    assert len(lines) > 0
 
 
 @pytest.mark.serving

@@ -40,7 +40,6 @@ METHODS = {  # of a drafter, the value of --spec-type
     "dflash": "draft-dflash",
     "dflash2": "draft-dflash",
     "dspark": "draft-dspark",
-    "mtp": "draft-mtp",
 }
 SAMPLERS = ["temperature", "top_k", "top_p"]  # in the order of our sampler, and no other one
 REASONS = {"eos": "stop", "word": "stop", "limit": "length"}  # of `stop_type`
@@ -51,6 +50,7 @@ class LlamaCpp(Engine):
     """llama.cpp's server."""
 
     name, title, owners = "llama.cpp", "llama.cpp", ("llamacpp",)
+    layouts = dict.fromkeys(METHODS, "gguf")
     install = "run scripts/llama-cpp-env"
     reads_gguf = True
     length_option = "--ctx-size"

@@ -196,18 +196,21 @@ def _by_engine(engine: Engine, results: Results) -> Command | None:
     if name is None or not chains:
         return None
     layout = layout_of(results.drafter, name)
+    draft, served = f"{EXPORT}{layout.suffix}", f"{TARGET}{layout.suffix}"
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
     overrides = f"{EXPORT}/{OVERRIDES}" if layout.overrides else None
     template = f"{EXPORT}/{CHAT_TEMPLATE}" if results.rendering.chat_template is not None else None
-    options = engine.chat_options(results.rendering.arguments, template)
-    serving = engine.shown_commands(results.drafter, EXPORT, TARGET, gamma, overrides, options)
+    options = engine.chat_options(results.rendering.arguments, None if layout.suffix else template)
+    serving = engine.shown_commands(results.drafter, draft, served, gamma, overrides, options)
     alike: dict[float, Measured] = {}
     for one in chains:
         if one.way.gamma == gamma:  # the first is the one that was asked for
             alike.setdefault(one.way.temperature, one)
     here = ", ".join(f"{_times(one)} at T = {t:g}" for t, one in alike.items())
-    exporting = f"scripts/export {results.draft} --to {EXPORT} --with-target {TARGET}"
-    exporting += "" if name == LAYOUT else f" --layout {name}"
+    exporting = f"scripts/export {results.draft} --to {draft}"
+    # a file of the target, which may be quantised, is the user's own
+    exporting += "" if layout.suffix else f" --with-target {served}"
+    exporting += "" if layout.suffix or name == LAYOUT else f" --layout {name}"
     return Command(
         f"In {engine.title}, which drafts chains (here, chains of {gamma} are {here}):",
         (exporting, *serving),
