@@ -52,6 +52,7 @@ from specdec.theory.intervals import ratio_interval
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
+from train.engine_measurement import gain_in_engine
 from train.data.records import conversation_of_record
 from train.data.split import split_prompts
 from train.data.template import Chat
@@ -436,6 +437,23 @@ def test_llama_cpp_serves_the_quantised_target_as_it_is(
     assert their_tau.low <= our_tau.high and our_tau.low <= their_tau.high
     lines = [x for f in (tmp_path / "responses").rglob("*.jsonl") for x in f.read_text().split()]
     assert len(lines) > 0
+
+
+@pytest.mark.serving
+def test_the_gain_in_llama_cpp_is_measured(
+    runs: Runs, target: Target, served: Served, asked: list[list[int]]
+) -> None:
+    """Both servers, the costs and the figures, as at the end of the quickstart."""
+    drafter, _ = served("eagle3")
+    cfg = TargetConfig(SMOLLM2, cache=str(ROOT / "cache/targets"))
+    folder = runs("eagle3")
+    gain = gain_in_engine("llama.cpp", folder, drafter, target, cfg, asked, 2, 24, None)
+    assert gain is not None and gain.engine.startswith("llama.cpp b")
+    assert (gain.weights, gain.prompts) == ("Q4_1", PROMPTS)
+    assert gain.tau.value > 1.2 and gain.v > 0.5 and gain.identical > 0
+    # the speedup is τ over what a step costs, but for c < 0, which is 0
+    assert gain.speedup.value >= gain.tau.value / gain.step_cost * 0.99
+    assert str(folder / "export.gguf") in gain.commands[0]
 
 
 @pytest.mark.serving

@@ -144,6 +144,11 @@ class Engine:
         layers to files in a folder. Raises UserError if it cannot."""
         raise self.no_states()
 
+    def parallel_options(self, at_once: int) -> list[str]:
+        """The options of `serve_command` that serve so many responses at once, each as long as one
+        alone. Empty if the engine does that anyway."""
+        return []
+
     def chat_options(
         self, template_args: Mapping[str, Any], chat_template: str | None
     ) -> list[str]:
@@ -238,6 +243,11 @@ class Engine:
     def speculation_counts_of(self, reply: Any, server: Server) -> SpeculationCounts | None:
         """The figures that a reply gives for itself; None if it gives none. Raises UserError for
         figures that cannot be read."""
+        return None
+
+    def decoding_seconds_of(self, reply: Any) -> float | None:
+        """The seconds from the first token of a reply's response to its last; None if the engine
+        does not say so."""
         return None
 
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:

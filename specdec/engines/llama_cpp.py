@@ -98,6 +98,10 @@ class LlamaCpp(Engine):
         threads = str(torch.get_num_threads())
         return [*_options(how), "--threads-draft", threads, "--threads-batch-draft", threads]
 
+    def parallel_options(self, at_once: int) -> list[str]:
+        """--ctx-size is divided among them."""
+        return ["--parallel", str(at_once), "--ctx-size", str(at_once * CONTEXT)]
+
     def chat_options(
         self, template_args: Mapping[str, Any], chat_template: str | None
     ) -> list[str]:
@@ -202,6 +206,12 @@ class LlamaCpp(Engine):
                 "was measured"
             )
         return SpeculationCounts(max(0, tokens - 1 - accepted), accepted)
+
+    def decoding_seconds_of(self, reply: Any) -> float | None:
+        """`predicted_ms` begins when the first token has been drawn."""
+        timings = reply.get("timings")
+        timed = timings.get("predicted_ms") if isinstance(timings, dict) else None
+        return timed / 1000 if isinstance(timed, int | float) else None
 
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
         """From the counters in /metrics whose names begin with llamacpp:spec_decode."""

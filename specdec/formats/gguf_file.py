@@ -63,6 +63,15 @@ def weight_type_of(name: str | None, dtype: torch.dtype) -> WeightType:
     return WEIGHT_TYPES[name]
 
 
+def file_type_name(file_type: Any) -> str:
+    """The name of a `general.file_type`, such as Q4_1; "unknown" for one that `gguf` does not
+    know."""
+    try:
+        return LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return "unknown"
+
+
 def stored_as(shape: torch.Size, kind: WeightType) -> Stored:
     """The type in which a tensor of floats of this shape is stored. A matrix whose rows do not
     consist of blocks is float16 where the others are quantised, as llama.cpp's own converter does

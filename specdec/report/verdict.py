@@ -15,6 +15,7 @@ from specdec.engines.engine_interface import Engine
 from specdec.engines.known_engines import ENGINES
 from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES
+from specdec.measure.engine_gain import EngineGain
 from specdec.measure.results import Described, Measured, Results
 from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 
@@ -138,6 +139,28 @@ def _gain(measured: Sequence[Measured], results: Results) -> str:
 def _times(one: Measured) -> str:
     value, brackets, interval = one.speedup.text(2).partition(" [")
     return f"{value} times as fast{brackets}{interval}"
+
+
+def sentence_in_engine(gain: EngineGain) -> str:
+    """What the draft gains in an engine, in a sentence."""
+    times = f"{gain.speedup.text(2).replace(' [', ' times as fast [', 1)}"
+    if not gain.speedup.claims:
+        return f"Nothing can be claimed in {gain.engine} (measured on {gain.prompts} prompts)."
+    if gain.speedup.low > 1:
+        return f"Serve it in {gain.engine}: {times}."
+    if gain.speedup.high < 1:
+        return f"Serve the target alone in {gain.engine}: drafting does not pay there ({times})."
+    return f"No gain is shown in {gain.engine} ({times})."
+
+
+def costs_in_engine(gain: EngineGain) -> str:
+    """Why a draft pays in an engine or not, in sentences."""
+    cost, tau = gain.step_cost, gain.tau.value
+    return (
+        f"There, a speculation step takes as long as {cost:.2f} plain steps: {gain.v:.2f} to verify "
+        f"{gain.gamma + 1} tokens (v), and {gain.c:.2f} to draft each (c). It yields {tau:.2f} "
+        f"tokens (τ), and pays where τ is larger than v + γc."
+    )
 
 
 def commands(results: Results) -> list[Command]:
