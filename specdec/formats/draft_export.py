@@ -21,6 +21,7 @@ from specdec.errors import UserError, located, nearest, require
 from specdec.files import read_json, replaced, require_elsewhere
 from specdec.formats import (
     dflash_layout,
+    draft_import,
     eagle3_layout,
     eagle_layout,
     export_check,
@@ -30,7 +31,7 @@ from specdec.formats import (
     mtp_layout,
     peagle_layout,
 )
-from specdec.formats.draft_checkpoint import copy_trained_on, require_finite, require_same, untied
+from specdec.formats.draft_checkpoint import copy_trained_on
 from specdec.formats.export_readme import README, export_readme
 from specdec.formats.layout import (
     CONFIG,
@@ -41,8 +42,10 @@ from specdec.formats.layout import (
     ExportLayout,
     renamed,
     rotary_note,
+    save_safetensors,
 )
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
+from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.parts import TargetParts
 from specdec.targets.prompt_rendering import CHAT_TEMPLATE
@@ -104,19 +107,33 @@ def _require_one_text(target: TargetParts) -> None:
     )
 
 
+def default_layout(drafter: Drafter) -> str:
+    """The layout of an export unless another is asked for: that in which an imported draft came."""
+    return LAYOUT if drafter.origin is None else str(drafter.origin.layout)
+
+
+def can_be_exported(drafter: Drafter) -> bool:
+    """Whether a draft has a layout: an engine loads its family, or it was imported."""
+    return drafter.origin is not None or bool(layout_names(drafter.config.name))
+
+
 def write_export(
     folder: Path | str,
     drafter: Drafter,
     target: TargetParts,
-    layout: str = LAYOUT,
+    layout: str | None = None,
     draft: Path | None = None,
 ) -> str:
-    """Export a draft; returns a line that says what was compared. `draft` is its folder, whose file
-    that says what it was trained on goes into the export. The folder appears only if the
-    draft read back gives the same logits. Raises UserError for a layout that this family does not
-    have, for a weight that is missing or not finite, for a draft that an engine would read
-    differently, and for a folder that is not an earlier export."""
+    """Export a draft in a layout (None: `default_layout`); returns a line that says what was
+    compared. An imported draft is written in its own layout with the names, types and config that
+    it came with. `draft` is its folder, whose file that says what it was trained on goes into the
+    export. The folder appears only if the draft read back gives the same logits. Raises UserError
+    for a layout that this family does not have, for a weight that is missing or not finite, for a
+    draft that an engine would read differently, and for a folder that is not an earlier export."""
     folder, name = Path(folder), drafter.config.name
+    layout = layout or default_layout(drafter)
+    if drafter.origin is not None and layout == drafter.origin.layout:
+        return _write_as_it_came(folder, drafter, target, draft)
     chosen = layout_of(name, layout)
     require_free(folder)
     _require_one_text(target)
@@ -136,15 +153,7 @@ def write_export(
             )
         if chosen.whole_model and target.tokenizer is not None:
             save_tokenizer(target.tokenizer, partial)
-        if draft is not None:
-            copy_trained_on(draft, partial)
-        if target.rendering.chat_template is not None:
-            template = target.rendering.chat_template
-            (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        if README in _written(folder) or not (folder / README).exists():  # else it is the user's
-            readme = export_readme(drafter, layout, target, bool(chosen.overrides))
-            (partial / README).write_text(readme, encoding="utf-8")
-        _write_mark(partial, name, layout, target)
+        _write_beside(partial, folder, drafter, target, layout, draft)
         again = read_export(partial, drafter, target, layout)
         before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
         if chosen.objection and (said := chosen.objection(drafter, before)):
@@ -152,26 +161,74 @@ def write_export(
         gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
         if not gap <= rounding:
             raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
-        compared = "no second implementation of this layout to compare it with"
-        if (name, layout) in REFERENCE_NETWORKS:
-            elsewhere, most = (
-                export_check.reference_gap(partial, drafter, target),
-                export_check.largest_gap(target),
-            )
-            if not elsewhere <= most:
-                raise UserError(
-                    f"{folder}: not written: an engine that reads {CONFIG} would compute logits "
-                    f"that differ by {elsewhere:.2g} of the largest (rounding explains "
-                    f"{most:.2g}): this is a bug, please report it with the target's config"
-                )
-            compared = (
-                f"a network of {CONFIG} as engines build it differs by {elsewhere:.0e} of the "
-                "largest logit"
-            )
+        compared = _compared(partial, folder, drafter, target, layout)
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
         f"{len(tensors)} tensors read back, logits {same}; {compared}{rotary_note(config)}"
         f"{_stops(target)}"
+    )
+
+
+def _write_beside(
+    partial: Path,
+    folder: Path,
+    drafter: Drafter,
+    target: TargetParts,
+    layout: str,
+    draft: Path | None,
+) -> None:
+    """Write what lies beside the weights of an export."""
+    overrides = (partial / OVERRIDES).exists()
+    if draft is not None:
+        copy_trained_on(draft, partial)
+    if (template := target.rendering.chat_template) is not None:
+        (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    if README in _written(folder) or not (folder / README).exists():  # else it is the user's
+        readme = export_readme(drafter, layout, target, overrides)
+        (partial / README).write_text(readme, encoding="utf-8")
+    _write_mark(partial, drafter.config.name, layout, target)
+
+
+def _compared(
+    partial: Path, folder: Path, drafter: Drafter, target: TargetParts, layout: str
+) -> str:
+    """What was compared of an export in a folder that does not have its own name yet. Raises
+    UserError if a second implementation of its network gives other logits."""
+    if (drafter.config.name, layout) not in REFERENCE_NETWORKS:
+        return "no second implementation of this layout to compare it with"
+    elsewhere = export_check.reference_gap(partial, drafter, target)
+    most = export_check.largest_gap(target)
+    if not elsewhere <= most:
+        raise UserError(
+            f"{folder}: not written: an engine that reads {CONFIG} would compute logits that "
+            f"differ by {elsewhere:.2g} of the largest (rounding explains {most:.2g}): this is a "
+            "bug, please report it with the target's config"
+        )
+    return (
+        f"a network of {CONFIG} as engines build it differs by {elsewhere:.0e} of the largest logit"
+    )
+
+
+def _write_as_it_came(
+    folder: Path, drafter: Drafter, target: TargetParts, draft: Path | None
+) -> str:
+    """`write_export` of an imported draft in its own layout."""
+    require_free(folder)
+    _require_one_text(target)
+    tensors, config, layout = draft_import.as_it_came(drafter, target)
+    require_finite(tensors, f"{folder}: not written")
+    with replaced(folder, _written(folder)) as partial:
+        save_safetensors(partial, tensors, config, layout.weights)
+        _write_beside(partial, folder, drafter, target, drafter.origin.layout, draft)
+        again = draft_import.foreign_draft(partial).drafter(target)
+        kept, state = draft_import.rounded_as_it_came(drafter), again.state_dict()
+        for name, x in kept.items():
+            same = torch.equal(state[name].float(), x.float())
+            require(same, f"{folder}: not written: read back, tensor {name!r} differs")
+        again.to(target.device).attach(target)
+        compared = _compared(partial, folder, again.eval(), target, drafter.origin.layout)
+    return (
+        f"{len(tensors)} tensors read back, identical, in the layout that they came in; {compared}"
     )
 
 
