@@ -256,7 +256,7 @@ def _write(
 
 
 def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
-    if cfg.export is not None and draft_export.layout_names(drafter.config.name):
+    if cfg.export is not None and draft_export.can_be_exported(drafter):
         checked = draft_export.write_export(
             folder / "export", drafter, target, cfg.export, folder / "best"
         )

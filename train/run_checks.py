@@ -72,8 +72,10 @@ def check_target(
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
         "responses.from and hidden_states.from",
     )
-    if export is not None and draft_export.layout_names(drafter.name):
-        draft_export.require_exportable(drafter, parts, export)
+    known = None if stage.draft is None else draft_checkpoint.imported(stage.draft)
+    if export is not None and (known or draft_export.layout_names(drafter.name)):
+        if known is None or known.layout != export:  # else it is written as it came
+            draft_export.require_exportable(drafter, parts, export)
         draft_export.require_free(folder / "export")
     if export is not None and family(drafter.name).adapts_target(drafter):
         draft_export.require_free(folder / "export-target")
