@@ -40,6 +40,7 @@ class EagleConfig(RecurrentConfig):
     detach: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_within("drafter", self, unroll=(1, self.depth), noise=0)
 
 

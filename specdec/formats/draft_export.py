@@ -41,6 +41,7 @@ from specdec.formats.layout import (
     ExportLayout,
     renamed,
     rotary_note,
+    window_note,
 )
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.runtime.cpu.packed_linear import is_packed, pack
@@ -171,7 +172,7 @@ def write_export(
     same = "identical" if gap == 0 else "equal but for rounding"
     return (
         f"{len(tensors)} tensors read back, logits {same}; {compared}{rotary_note(config)}"
-        f"{_stops(target)}"
+        f"{window_note(config)}{_stops(target)}"
     )
 
 

@@ -5,7 +5,15 @@ import torch
 from specdec.drafters.base import Drafter
 from specdec.drafters.eagle3 import Eagle3
 from specdec.errors import require
-from specdec.formats.layout import Description, ExportLayout, Tensors, one_layer, special_tokens
+from specdec.formats.layout import (
+    Description,
+    ExportLayout,
+    Tensors,
+    one_layer,
+    refuse_sinks,
+    special_tokens,
+    window_of,
+)
 from specdec.targets.parts import TargetParts
 
 
@@ -46,7 +54,8 @@ def speculators(drafter: Eagle3, target: TargetParts) -> Description:
 
 def layers(drafter: Eagle3) -> Description:
     """The layers as a Llama, whose first layer engines widen. SGLang takes one layer only."""
-    return {**one_layer(drafter), "num_hidden_layers": drafter.config.num_layers}
+    count = drafter.config.num_layers
+    return {**one_layer(drafter), "num_hidden_layers": count, **window_of(drafter, count)}
 
 
 def described(drafter: Eagle3, target: TargetParts) -> Description:
@@ -85,8 +94,8 @@ def from_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 LAYOUTS = {
-    "hf": ExportLayout(hf, to_engine, from_engine),
+    "hf": ExportLayout(hf, to_engine, from_engine, refuse_sinks),
     "speculators": ExportLayout(
-        speculators, to_engine, from_engine, prefixes={"midlayer.": "layers.0."}
+        speculators, to_engine, from_engine, refuse_sinks, prefixes={"midlayer.": "layers.0."}
     ),
 }

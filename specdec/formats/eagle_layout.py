@@ -6,8 +6,10 @@ from specdec.formats.layout import (
     ExportLayout,
     one_layer,
     refuse_biased_head,
+    refuse_sinks,
     shared_head,
     special_tokens,
+    window_of,
 )
 from specdec.targets.parts import TargetParts
 
@@ -16,6 +18,7 @@ def config(drafter: Eagle, target: TargetParts) -> Description:
     """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`."""
     return {
         **one_layer(drafter),
+        **window_of(drafter, 1),
         "architectures": ["LlamaForCausalLM"],
         "draft_vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
@@ -24,4 +27,9 @@ def config(drafter: Eagle, target: TargetParts) -> Description:
     }
 
 
-LAYOUTS = {"hf": ExportLayout(config, refuse=refuse_biased_head)}
+def refuse(drafter: Eagle, target: TargetParts) -> None:
+    refuse_biased_head(drafter, target)
+    refuse_sinks(drafter, target)
+
+
+LAYOUTS = {"hf": ExportLayout(config, refuse=refuse)}

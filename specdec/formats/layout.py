@@ -85,6 +85,29 @@ def layers_of(llama: LlamaConfig) -> Description:
     return described | {"rope_parameters": rope}
 
 
+def window_of(drafter: Any, num_layers: int) -> Description:
+    """The keys for a draft whose layers see a window. In transformers and vLLM, as here, a token is
+    the last of the `sliding_window` tokens that it sees."""
+    window = getattr(drafter.config, "window", None)
+    if window is None:
+        return {}
+    return {
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention"] * num_layers,
+    }
+
+
+def refuse_sinks(drafter: Any, target: TargetParts) -> None:
+    """Raise UserError for a draft that sees the first tokens of a text beside its window."""
+    sinks = getattr(drafter.config, "sink_tokens", 0)
+    require(
+        not sinks,
+        f"drafter.sink_tokens={sinks}: no engine keeps the first tokens of a text beside a window, "
+        "so it would draft otherwise in long texts: give 0, or export=null",
+    )
+
+
 def one_layer(drafter: Any) -> Description:
     """The config of a one-layer Llama, for the layer of a recurrent drafter."""
     return {**layers_of(drafter.llama), "model_type": "llama", "num_hidden_layers": 1}
@@ -111,6 +134,18 @@ def special_tokens(target: TargetParts) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}
+
+
+def window_note(config: Description) -> str:
+    """Which readers would draft other tokens in long texts, if a draft has a window."""
+    of_layers = config.get("transformer_layer_config", config)
+    if not of_layers.get("use_sliding_window"):
+        return ""
+    return (
+        f"; each layer sees {of_layers['sliding_window']} tokens: serve it with vLLM, since an "
+        "engine that leaves the window out, as SGLang does for EAGLE-3, drafts other tokens in "
+        "longer texts"
+    )
 
 
 def rotary_note(config: Description) -> str:

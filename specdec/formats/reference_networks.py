@@ -29,6 +29,8 @@ from specdec.formats.layout import Description, Tensors, shared_head
 from specdec.targets.parts import TargetParts
 
 LENGTH = 192  # tokens of a trial, if the target has so many positions
+BEYOND = 64  # tokens of a trial beyond a draft's window
+LONGEST = 1024  # tokens of a trial for a larger window, which then is not seen
 ANCHORS = (0.3, 0.99)  # of a trial, as shares of its text
 DEPTHS = 3  # the most depths that are compared
 FINAL = -1  # in place of a layer's number: the final state, not the stream after a layer
@@ -46,8 +48,10 @@ class CheckText:
     @classmethod
     def drawn_for(cls, drafter: Drafter, target: TargetParts) -> "CheckText":
         depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
-        room = min(target.room(1), drafter.limits.positions or LENGTH + DEPTHS)
-        length = min(LENGTH, room - depths)
+        window = getattr(drafter.config, "window", None) or 0
+        wanted = max(LENGTH, min(window + BEYOND, LONGEST))
+        room = min(target.room(1), drafter.limits.positions or wanted + DEPTHS)
+        length = min(wanted, room - depths)
         ids_T = torch.randint(target.vocab_size, (length + depths,), generator=generator)
         anchors = tuple(max(1, int(share * (length - 1))) for share in ANCHORS)
         return cls(ids_T.to(target.device), anchors, depths, target.width)
@@ -170,8 +174,17 @@ def loaded(module: nn.Module, tensors: Tensors, unread: tuple[str, ...] = ()) ->
     return module.to(next(iter(state.values())).device).eval()
 
 
-def causal(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+def causal(count: int, device: torch.device, window: int | None = None) -> Tensor:
+    """What each of the positions sees: itself and those before it or, of these, the last ones."""
+    sees = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    return sees if window is None else sees.triu(1 - window)
+
+
+def window_of(config: Description, i: int) -> int | None:
+    """What layer i sees, as vLLM's llama.py and qwen3_dflash.py read a config."""
+    kinds = config.get("layer_types")
+    window: int | None = config.get("sliding_window")
+    return window if kinds and kinds[i] == "sliding_attention" else None
 
 
 def unrolled(
@@ -201,7 +214,8 @@ def eagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     def run(embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         x = linear(torch.cat([embedding, hidden_state], -1), fc)
         rope = _on(x, rope_of(config, torch.arange(len(x))))
-        out = block.finish(x, block.attend(x, rope, causal(len(x), x.device)))
+        sees = causal(len(x), x.device, window_of(files.config, 0))
+        out = block.finish(x, block.attend(x, rope, sees))
         return out, out
 
     return unrolled(run, files, trial.state(FINAL), trial, anchor)
@@ -232,6 +246,7 @@ class Eagle3Layers(nn.Module):
         self.config, self.count = config, len(ids)
         self.normed_residual = description.get("norm_before_residual", False)
         self.normed_output = description.get("norm_output", False)
+        self.windows = [window_of(description, i) for i in range(count)]
 
     def combined(self, x: Tensor) -> Tensor:
         if hasattr(self, "input_norm"):
@@ -244,7 +259,7 @@ class Eagle3Layers(nn.Module):
 
     def forward(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         rope = _on(hidden_state, rope_of(self.config, torch.arange(len(hidden_state))))
-        sees, stream = causal(len(hidden_state), hidden_state.device), hidden_state
+        stream = hidden_state
         for i, layer in enumerate(self.layers):
             if i == 0:
                 normed = layer.hidden_norm(hidden_state)
@@ -252,6 +267,7 @@ class Eagle3Layers(nn.Module):
                 read = torch.cat([layer.input_layernorm(embedding), normed], -1)
             else:
                 read = layer.input_layernorm(stream)
+            sees = causal(len(read), read.device, self.windows[i])
             stream = layer.finish(stream, layer.attend(read, rope, sees))
         normed = self.norm(stream)
         return normed, normed if self.normed_output else stream
@@ -343,10 +359,14 @@ class MTPLayer(LlamaBlock):
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
 
     def forward(
-        self, embedding: Tensor, state: Tensor, rope: tuple[Tensor, Tensor]
+        self,
+        embedding: Tensor,
+        state: Tensor,
+        rope: tuple[Tensor, Tensor],
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        sees = causal(len(x), x.device)
+        sees = causal(len(x), x.device, window)
         x = x + self.attend(self.input_layernorm(x), rope, sees)
         out = self.final_layernorm(x + self.mlp(self.pre_mlp_layernorm(x)))
         return out, out
@@ -381,10 +401,12 @@ def mtp(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     )
     layer = loaded(MTPLayer(config), files.taken("model.mtp.layers.0."))
     scaled = replace(files, config=shared_head(files.target))
+    size = served.get("sliding_window_size", -1)
+    window = size if size > -1 else None
 
     def run(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         output: tuple[Tensor, Tensor] = layer(
-            embedding, state, _on(state, rope_of(config, torch.arange(len(state))))
+            embedding, state, _on(state, rope_of(config, torch.arange(len(state)))), window
         )
         return output
 
@@ -406,6 +428,9 @@ class DFlashLayers(nn.Module):
         self.fc = nn.Linear(hidden_states, D, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
         self.config = config
+        sliding = description["dflash_config"].get("swa_window_size")
+        described = {**description, "sliding_window": sliding or description.get("sliding_window")}
+        self.windows = [window_of(described, i) for i in range(count)]
 
     def forward(self, hidden_states: Tensor, block: Tensor, causal_block: bool) -> Tensor:
         """The states of a block's slots, which follow the hidden states [P, F] and see all of
@@ -413,10 +438,10 @@ class DFlashLayers(nn.Module):
         context, count = self.hidden_norm(self.fc(hidden_states)), len(block)
         P = len(hidden_states)
         rope = _on(block, rope_of(self.config, torch.arange(P + count)))
-        sees = causal(P + count, block.device)
-        if not causal_block:
-            sees[P:] = True
-        for layer in self.layers:
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            sees = causal(P + count, block.device, window)
+            if not causal_block:
+                sees[P:, P:] = True
             read = torch.cat([context, layer.input_layernorm(block)])
             block = layer.finish(block, layer.attend(read, rope, sees)[P:])
         states: Tensor = self.norm(block)

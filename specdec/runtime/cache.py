@@ -285,6 +285,15 @@ class SlotCache(Cache):
                 missing = self.capacity - self.stack.shape[4]
                 self._hold_stack(pad(self.stack, (0, 0, 0, missing)))
 
+    def first_scratch(self) -> list[int]:
+        """The slot of each row at which its scratch slots begin."""
+        return self.lengths
+
+    @property
+    def end(self) -> int:
+        """The position after the last one of the pass that was placed."""
+        return max(self.lengths) + self.scratch
+
     def updates(self, layers: int, heads: int, head_dim: int, x: Tensor) -> list[Update]:
         """How the pass that was placed writes each of the first `layers` layers, which have so many
         key heads of this width, in the dtype of x. All views are made here, a few for all layers
@@ -393,7 +402,7 @@ class SlotCache(Cache):
         """Give these rows of the batch to the texts of another cache of the same model, in order.
         What the rows held before is not seen any more. Neither cache has uncommitted slots."""
         assert not self.scratch and not other.scratch
-        slots = max(other.lengths)
+        slots = max(other.first_scratch())
         self.reserve(slots)
         for layer, theirs in zip(self.slot_layers, other.slot_layers, strict=True):
             layer.replace(rows, theirs, slots)

@@ -35,8 +35,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.layers import Rope, _full_attention, config_of, llama_of, share_of
 from specdec.drafters.mtp import MTPConfig
+from specdec.drafters.peagle import PEagleConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
 from specdec.targets.parts import TargetParts
@@ -46,11 +48,15 @@ from tests.tiny import random_drafter
 
 V, KEPT = 61, torch.arange(2, 42)
 EXPORTED = {
-    name: config
+    name: replace(config, sink_tokens=0) if "a window" in name else config
     for name, config in CONFIGS.items()
     if draft_export.layout_names(config.name)
     and "adapters" not in name
     and "a module a" not in name
+}
+EXPORTED |= {
+    f"{name} with a window": replace(EXPORTED[name], window=8)
+    for name in ("eagle", "mtp", "jetspec")
 }
 BASE: dict[str, Any] = dict(
     vocab_size=V,
@@ -159,7 +165,8 @@ def test_an_export_computes_the_same_elsewhere(
     before = copy.deepcopy(target.model.config.to_dict())
     drafter = draft(config, target)
     for layout in draft_export.layout_names(config.name):
-        draft_export.write_export(tmp_path / layout, drafter, target, layout)
+        said = draft_export.write_export(tmp_path / layout, drafter, target, layout)
+        assert ("SGLang does for EAGLE-3" in said) == name.endswith("with a window")
         assert export_check.reference_gap(tmp_path / layout, drafter, target) < 1e-4
     assert target.model.config.to_dict() == before
 
@@ -188,6 +195,11 @@ SPOILED: list[tuple[str, str, Change]] = [
     ("dflash", "llama", lambda c: c["dflash_config"].update(mask_token_id=3)),
     ("medusa", "llama", lambda c: c.update(logit_scale=2.0)),
     ("mlp", "llama", lambda c: c.update(scale_input=True)),
+    ("eagle3 with a window", "llama", lambda c: c.update(sliding_window=5)),
+    ("eagle3 with a window", "llama", lambda c: c["layer_types"].__setitem__(1, "full_attention")),
+    ("eagle with a window", "llama", lambda c: c.pop("layer_types")),
+    ("peagle with a window", "llama", lambda c: c.update(sliding_window=5)),
+    ("dflash with a window", "llama", lambda c: c["dflash_config"].update(swa_window_size=6)),
 ]
 UNREADABLE: list[tuple[str, Change]] = [
     ("is dynamic", lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0)),
@@ -332,6 +344,10 @@ REFUSED: list[tuple[Any, Callable[[], PreTrainedConfig], str]] = [
     (EagleConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
     (DFlashConfig(depth=2, num_layers=1), lambda: PhiConfig(**BASE), "has a bias"),
     (MTPConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
+    *(
+        (replace(config, window=8, sink_tokens=2), TARGETS["llama"], "drafter.sink_tokens=2")
+        for config in (EagleConfig(), Eagle3Config(), PEagleConfig(), MTPConfig(), DFlashConfig())
+    ),
 ]
 
 
