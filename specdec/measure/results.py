@@ -21,6 +21,7 @@ FILE = "results.json"
 CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
 LEAST_LONGER, MOST_LONGER = 2, 8  # times as long as responses were, advised where many were cut
 RIVAL = "rival "  # how the titles of the ways of a second draft begin, while both are measured
+DRAFT, NO_DRAFT, UNCLEAR = VERDICTS = ("draft", "do not draft here", "unclear")  # of a slice
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -123,12 +124,29 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class Slice:
-    """Figures of the prompts of one kind: τ, and α at depth 0 over all positions."""
+    """Figures of the prompts that have one `value` of a property (`by`), such as a category, and
+    whether drafting pays for them (see `specdec.measure.slices`). `break_even` is the τ at which it
+    stops to pay. The `verdict` is one of `VERDICTS`, or empty if the slice has too few
+    conversations or no interval; it is `corrected` if it also holds in view of the number of
+    slices. α is at depth 0 over all positions, in the way for which it was measured."""
 
+    by: str
+    value: str
     prompts: int
+    conversations: int
     tau: Interval
-    sampled: Interval
-    greedy: Interval
+    break_even: Interval
+    speedup: Interval
+    verdict: str = ""
+    corrected: bool = False
+    timed_speedup: Interval | None = None  # by the clock, if prompts of the slice were timed
+    identical: int | None = None  # responses equal to plain decoding's, at T = 0
+    sampled: Interval | None = None
+    greedy: Interval | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.by}: {self.value}"
 
 
 @dataclass(frozen=True)
@@ -218,7 +236,7 @@ class Measured:
     samples: list[Sample] = field(default_factory=list)
     prompts: list[PromptCounts] = field(default_factory=list)
     times: list[BatchTimes] = field(default_factory=list)  # of the timed prompts, the first ones
-    slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
+    slices: dict[str, Slice] = field(default_factory=dict)  # by name, of what prompts differ in
     fastest: bool = False  # whether the shape expected to be fastest is this one
 
     @property
@@ -368,6 +386,8 @@ class Results:
     counting: int = 1  # how many of the other prompts were decoded together
     origin: str = "held-out prompts"  # what the prompts are
     prompt_keys: list[str] = field(default_factory=list)  # hashes of their ids, in order
+    # the number of the conversation of each prompt, from 0; empty: each is of its own
+    conversations: list[int] = field(default_factory=list)
     target_fingerprint: str = ""  # of the target as it decoded; empty: unknown
     learned_on: str = ""
     calibrated_on: int = 0  # how many other prompts the draft's calibration was fitted to

@@ -42,5 +42,7 @@ def show(results: Results, console: Console) -> None:
         rows.add_row(*cells, style="bold" if one in served else "")
     console.print(rows, soft_wrap=False)
     console.print(f"plain decoding: {plain}", verdict.sentence(results), sep="\n")
+    if exceptions := verdict.exceptions(results):
+        console.print(exceptions)
     for command in verdict.commands(results) if any(served) else ():
         console.print(command.does, *command.lines, sep="\n  ")
