@@ -85,11 +85,11 @@ def slices(
     ]
     parts = [part for name in _properties(values) for part in _parts(name, values)]
     costs = _Costs(times)
-    made = (
+    every = (
         _slice(by, value, places, groups, counts, costs, same, len(parts))
         for by, value, places in parts
     )
-    return {one.name: one for one in made}
+    return {one.name: one for one in every}
 
 
 def _lengths(prompt: int, response: int) -> dict[str, str]:
@@ -142,14 +142,14 @@ class _Costs:
     def break_even(self) -> Interval:
         """The τ at which a token costs as much with the draft as without."""
         (seconds, tokens), known = self.plain, len(self.times) >= FEWEST
-        found = product_interval([self.speculative, (tokens, seconds)])
-        return found if known else found.without_interval()
+        figure = product_interval([self.speculative, (tokens, seconds)])
+        return figure if known else figure.without_interval()
 
     def speedup(self, kept: Counts, level: float = LEVEL) -> Interval:
         """That of prompts whose speculation steps `kept` so many tokens."""
         seconds, steps = self.speculative
-        found = product_interval([kept], [self.plain, (steps, seconds)], level=level)
-        return found if len(self.times) >= FEWEST else found.without_interval()
+        figure = product_interval([kept], [self.plain, (steps, seconds)], level=level)
+        return figure if len(self.times) >= FEWEST else figure.without_interval()
 
     def timed(self, places: Sequence[int], groups: Sequence[int]) -> Interval | None:
         """The speedup by the clock of the batches with prompts of these places alone; None if they

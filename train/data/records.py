@@ -252,7 +252,8 @@ def _label(record: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
     """The first of these keys that a record has, with its value; empty if none has a short text."""
     for key in keys:
         value = record.get(key)
-        if isinstance(value, str) and 0 < len(label := value.strip()) <= LONGEST_LABEL:
+        label = value.strip() if isinstance(value, str) else ""
+        if 0 < len(label) <= LONGEST_LABEL and label.isprintable():
             return {key: label}
     return {}
 

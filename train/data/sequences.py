@@ -67,7 +67,7 @@ class Prompt:
     def properties(self) -> dict[str, str]:
         """What it is and asks for, in words, by property, for the report."""
         reasoning = {None: AS_TEMPLATE, True: "on", False: "off"}[self.thinking]
-        found = {
+        values = {
             "reasoning": reasoning,
             "template arguments": arguments_in_words(self.arguments)[:LONGEST_KIND] or AS_TEMPLATE,
             "tools": "described" if self.tools else "none",
@@ -75,7 +75,7 @@ class Prompt:
             "language": self.language,
             "turn": f"{LAST_TURN} or later" if self.turn >= LAST_TURN else str(self.turn or ""),
         }
-        return {name: value for name, value in found.items() if value}
+        return {name: value for name, value in values.items() if value}
 
 
 def document_of(

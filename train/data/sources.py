@@ -42,7 +42,7 @@ MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}"]')  # strings and brackets of J
 WRAPPED = re.compile(
     r'\s*\{\s*(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^\s"\[\]{},]+)\s*,\s*)*"[^"\\]*"\s*:\s*(?=\[\s*\{)'
 )
-TABLES = (".parquet", ".arrow", ".csv")
+TABLES = (".parquet", ".arrow")
 # what SPEED-Bench has in the place of prompts whose source does not allow a copy
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of compressed files
