@@ -32,6 +32,7 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.budget import Budget
 from train.data.sequences import Prompt
+from train.export_reference import OF_RUN, files_of_reference, ids_of_prompts
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
@@ -94,7 +95,7 @@ def finished(
         console.print(
             f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
         )
-        ranks.first(lambda: _unmeasured(cfg, folder, on_demand))
+        ranks.first(lambda: _unmeasured(cfg, folder, on_demand, texts))
         return None
     original = on_demand.whole()
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
@@ -118,25 +119,27 @@ def finished(
     results.cut = texts.cut
     results.draft = quote(str(folder / "best"))
     results.combined = quote(str(folder / f"with-{cfg.combine_with}")) if cfg.combine_with else ""
-    ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
+    ranks.first(lambda: _write(cfg, folder, texts, results, drafter, target, original, tracker))
     ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
     return results
 
 
-def _unmeasured(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
+def _unmeasured(
+    cfg: FinalSettings, folder: Path, on_demand: TargetLoader, texts: RunDocuments
+) -> None:
     """Export the best draft of a run that is not measured. The target's parts are enough, unless
-    the draft runs the target's layers."""
+    the draft runs the target's layers; without its layers, the export carries no reference."""
     if not cfg.needs_layers:
         target = on_demand.parts
         drafter = draft_checkpoint.read_draft(folder / "best", target).to(
             target.device, target.dtype
         )
         drafter.attach(target)
-        _export(cfg, folder, drafter.eval(), target)
+        _export(cfg, folder, drafter.eval(), target, texts)
         return
     original = on_demand.whole()
     drafter, adapted = draft_checkpoint.load_draft_with_target(folder / "best", original)
-    _export(cfg, folder, drafter, adapted)
+    _export(cfg, folder, drafter, adapted, texts)
     if adapted is not original:
         draft_export.write_target(folder / "export-target", adapted)
 
@@ -238,6 +241,7 @@ def others_of(texts: RunDocuments) -> list[Prompt]:
 def _write(
     cfg: FinalSettings,
     folder: Path,
+    texts: RunDocuments,
     results: Results,
     drafter: Drafter,
     target: Target,
@@ -249,16 +253,23 @@ def _write(
     tracker.log_results(results, pictures, folder / "best")
     report.show(results, console)
     console.print(f"report: {folder / 'report' / 'report.md'}")
-    _export(cfg, folder, drafter, target)
+    _export(cfg, folder, drafter, target, texts)
     if target is not original and cfg.export is not None:
         draft_export.write_target(folder / "export-target", target)
         console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
-def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
+def _export(
+    cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts, texts: RunDocuments
+) -> None:
+    """Export a draft, with a reference on the first of the decoder's prompts."""
     if cfg.export is not None and draft_export.layout_names(drafter.config.name):
+        beside = dict[str, str]()
+        if isinstance(target, Target):
+            asked, limit = ids_of_prompts(texts.prompts), cfg.decode.max_new_tokens
+            beside = files_of_reference(drafter, target, cfg.export, asked, OF_RUN, limit)
         checked = draft_export.write_export(
-            folder / "export", drafter, target, cfg.export, folder / "best"
+            folder / "export", drafter, target, cfg.export, folder / "best", beside
         )
         console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
 

@@ -6,7 +6,7 @@ precision they were trained in.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import read_json, replaced, require_elsewhere
+from specdec.files import make_folder, read_json, replaced, require_elsewhere
 from specdec.formats import (
     dflash_layout,
     eagle3_layout,
@@ -110,9 +110,11 @@ def write_export(
     target: TargetParts,
     layout: str = LAYOUT,
     draft: Path | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> str:
     """Export a draft; returns a line that says what was compared. `draft` is its folder, whose file
-    that says what it was trained on goes into the export. The folder appears only if the
+    that says what it was trained on goes into the export, and `beside` are the texts of further
+    files, by their paths in it. The folder appears only if the
     draft read back gives the same logits. Raises UserError for a layout that this family does not
     have, for a weight that is missing or not finite, for a draft that an engine would read
     differently, and for a folder that is not an earlier export."""
@@ -144,6 +146,9 @@ def write_export(
         if README in _written(folder) or not (folder / README).exists():  # else it is the user's
             readme = export_readme(drafter, layout, target, bool(chosen.overrides))
             (partial / README).write_text(readme, encoding="utf-8")
+        for place, text in (beside or {}).items():
+            make_folder((partial / place).parent)
+            (partial / place).write_text(text, encoding="utf-8")
         _write_mark(partial, name, layout, target)
         again = read_export(partial, drafter, target, layout)
         before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))

@@ -28,7 +28,13 @@ from specdec.context import Context
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
-from specdec.formats.reference_networks import FINAL, REFERENCE_NETWORKS, CheckText, ExportFolder
+from specdec.formats.reference_networks import (
+    FINAL,
+    REFERENCE_NETWORKS,
+    CheckText,
+    ExportFolder,
+    ReferenceNetwork,
+)
 from specdec.targets.parts import TargetParts
 
 
@@ -36,7 +42,14 @@ from specdec.targets.parts import TargetParts
 def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) -> Tensor:
     """The logits [N, V] of an exported draft in somebody else's code. Raises UserError for a folder
     that an engine would not load."""
-    folder = Path(folder)
+    files, network = network_of_export(Path(folder), target)
+    rows = [network(files, trial, anchor) for anchor in trial.anchors]
+    return torch.stack(rows, 1).flatten(0, 1)
+
+
+def network_of_export(folder: Path, target: TargetParts) -> tuple[ExportFolder, ReferenceNetwork]:
+    """The files of an export, and the network that an engine makes of them. Raises UserError for a
+    layout without a second implementation."""
     config, mark = (
         json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, MARK)
     )
@@ -48,15 +61,13 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
         target,
         folder,
     )
-    files = _described(files)
     network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
     if network is None:
         raise UserError(
             f"{folder}: no second implementation of layout {mark['layout']!r} of "
             f"{mark['drafter']!r}: add one to specdec/formats/reference_networks.py"
         )
-    rows = [network(files, trial, anchor) for anchor in trial.anchors]
-    return torch.stack(rows, 1).flatten(0, 1)
+    return _described(files), network
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from rich.progress import Progress
 
@@ -22,7 +22,6 @@ from specdec.engines.known_engines import model_of
 from specdec.errors import UserError, require
 from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
-from specdec.targets.parts import TargetParts
 from specdec.theory.intervals import (
     Interval,
     product_interval,
@@ -39,12 +38,13 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 class TimedResponse:
     """A response, the seconds that it took with its prefill, the speculation steps that were
     drafted for it, and how many of these accepted each position, beyond the end of the response
-    too."""
+    too. `accepted` is empty if the engine does not say it by position."""
 
     ids: list[int]
     seconds: float
     speculation_steps: int = 0
     accepted: tuple[int, ...] = ()
+    accepted_in_all: int = 0  # an engine may say no more than that
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,20 @@ class Served:
         write_json(folder / FILE, asdict(self))
 
 
+class ServedTarget(Protocol):
+    """What is known of the target that a server serves."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def eos(self) -> Sequence[int]: ...
+
+
 class MeasuredServer:
     """A server that answers one prompt at a time. Raises UserError as `model_of` does."""
 
-    def __init__(self, server: Server, target: TargetParts, speculates: bool) -> None:
+    def __init__(self, server: Server, target: ServedTarget, speculates: bool) -> None:
         self.server, self.target, self.speculates = server, target, speculates
         self.model = model_of(server, [target.name, Path(target.name).name])
         self.engine = self.model.engine
@@ -93,11 +103,17 @@ class MeasuredServer:
         return self.engine.title_at(self.server)
 
     def reply(
-        self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        sampler: Sampler,
+        seed: int,
+        fresh: bool = False,
     ) -> TimedResponse:
-        """The engine's response. Raises UserError if it gives no ids or no figures of speculation,
-        or if its counters count more or less than this response."""
-        request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
+        """The engine's response; `fresh` is as in `CompletionRequest`. Raises UserError if the
+        engine gives no ids or no figures of speculation, or if its counters count more or less than
+        this response."""
+        request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos, fresh=fresh)
         url = self.engine.completion_url(self.server)
         body = {"model": self.model.name, **self.engine.completion_body(request)}
         before = self._counters() if self.speculates else None
@@ -127,7 +143,7 @@ class MeasuredServer:
                 f"{self.server.url} says that its steps made {committed} tokens for a response of "
                 f"{len(ids)}: its figures do not fit its responses",
             )
-        return TimedResponse(ids, seconds, counted.steps, counted.by_position)
+        return TimedResponse(ids, seconds, counted.steps, counted.by_position, counted.accepted)
 
     def _counters(self) -> SpeculationCounts | None:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
