@@ -422,7 +422,8 @@ def test_mistakes_about_sources_are_one_line(overrides: list[str], message: str)
 
 def test_sources_are_composed_as_the_page_writes_them() -> None:
     register()
-    (argument,) = re.findall(r"'(data\.sources=.*)'", PAGE)
+    guide = (Path(__file__).parents[3] / "docs" / "data.md").read_text(encoding="utf-8")
+    (argument,) = re.findall(r"'(data\.sources=.*)'", guide)
     cfg = composed(
         ["drafter=eagle3", "target=model", "target.path=x", "data=conversations", argument]
     )
