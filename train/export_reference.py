@@ -119,7 +119,7 @@ def files_of_reference(
     on these prompts. Empty without prompts."""
     if not prompts:
         return {}
-    limit = min(max_new_tokens, NEW_TOKENS)
+    limit = response_limit(target, max_new_tokens)
     reference = reference_of(
         drafter,
         target,
@@ -138,5 +138,11 @@ def responses_in_dtype(
 ) -> list[ReferenceResponse]:
     """The responses of a reference in the dtype of a target, for `others` of
     `files_of_reference`."""
-    cut = [shortened(prompt, target, NEW_TOKENS) for prompt in prompts]
-    return expected_responses(drafter, target, cut, NEW_TOKENS)
+    limit = response_limit(target, NEW_TOKENS)
+    cut = [shortened(prompt, target, limit) for prompt in prompts]
+    return expected_responses(drafter, target, cut, limit)
+
+
+def response_limit(target: TargetParts, max_new_tokens: int) -> int:
+    """The most tokens of a response in a reference: at most half of the target's positions."""
+    return min(max_new_tokens, NEW_TOKENS, max(1, target.room(1) // 2))
