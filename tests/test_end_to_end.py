@@ -52,10 +52,10 @@ from specdec.theory.intervals import ratio_interval
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
-from train.engine_measurement import gain_in_engine
 from train.data.records import conversation_of_record
 from train.data.split import split_prompts
 from train.data.template import Chat
+from train.engine_measurement import gain_in_engine
 from train.folder import data_of_run
 
 pytestmark = pytest.mark.slow

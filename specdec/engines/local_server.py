@@ -43,9 +43,7 @@ def local_server(
         process.wait()
 
 
-def _wait_for(
-    server: Server, process: subprocess.Popen[bytes], engine: Engine, log: Path
-) -> None:
+def _wait_for(server: Server, process: subprocess.Popen[bytes], engine: Engine, log: Path) -> None:
     began = time.monotonic()
     while time.monotonic() - began < STARTS:
         with suppress(RequestRejected, ServerUnavailable):

@@ -1,5 +1,5 @@
-"""A target as a GGUF file: made of a loaded target, for architectures whose tensors llama.cpp stores
-as transformers does, or of another GGUF file, in float32.
+"""A target as a GGUF file: made of a loaded target, for architectures whose tensors llama.cpp
+stores as transformers does, or of another GGUF file, in float32.
 
 Llama, Qwen2 and Qwen3 are written here; for all others, llama.cpp's own converter is named. Names
 of tensors are those of the package `gguf`. llama.cpp rotates neighbouring numbers of a Llama's

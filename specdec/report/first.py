@@ -55,8 +55,8 @@ def _in_engine(gain: EngineGain) -> list[str]:
         f"**{text(verdict.sentence_in_engine(gain))}**",
         table("", columns, rows),
         f"{gain.prompts} prompts, answered in turn with and without the draft, one at a time, with "
-        f"at most {gain.max_new_tokens} tokens each, at T = 0; times are the engine's own, after the "
-        f"first token of a response. {verdict.costs_in_engine(gain)}",
+        f"at most {gain.max_new_tokens} tokens each, at T = 0; times are the engine's own, after "
+        f"the first token of a response. {verdict.costs_in_engine(gain)}",
         *([code(gain.commands)] if gain.commands else []),
     ]
 

@@ -179,7 +179,7 @@ def test_a_response_that_others_disturb_is_told(
     """The response says how many accepted tokens are its own."""
     busy = serve(drafts=Way(drafter, Chain(2)))
     busy.fault = lambda _n, reply: busy.counts.update(dict.fromkeys(busy.counts, 50)) or reply
-    with pytest.raises(UserError, match="50 accepted tokens .* somebody else uses this engine"):
+    with pytest.raises(UserError, match=r"50 accepted tokens .* somebody else uses this engine"):
         server_of(target, busy).reply(PROMPTS[0], NEW, Sampler(0.0), 0)
 
 
@@ -276,7 +276,10 @@ def test_a_gguf_file_is_served_as_it_is(files: dict[str, str]) -> None:
 def test_drafts_of_ours_and_of_others(files: dict[str, str]) -> None:
     words = command_of(files, "--draft", files["ours"], "--gamma", "2", "--python", "python3")
     assert after(words, "--model-draft") == files["ours"]
-    assert (after(words, "--spec-type"), after(words, "--spec-draft-n-max")) == ("draft-dspark", "2")
+    assert (after(words, "--spec-type"), after(words, "--spec-draft-n-max")) == (
+        "draft-dspark",
+        "2",
+    )
     assert after(words, "--threads-draft") == after(words, "--threads-batch-draft") == "1"
     assert json.loads(after(words, "--chat-template-kwargs")) == {"enable_thinking": False}
     words = command_of(files, "--draft", files["foreign"], "--python", "python3")

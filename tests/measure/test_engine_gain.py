@@ -1,5 +1,5 @@
-"""What a draft gains in an engine, from replies of a fake server and from figures by hand; llama.cpp
-itself is measured in tests/test_end_to_end.py.
+"""What a draft gains in an engine, from replies of a fake server and from figures by hand;
+llama.cpp itself is measured in tests/test_end_to_end.py.
 
 Run alone: python -m pytest tests/measure/test_engine_gain.py (under 15 s)
 """
