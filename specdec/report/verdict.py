@@ -158,8 +158,8 @@ def costs_in_engine(gain: EngineGain) -> str:
     cost, tau = gain.step_cost, gain.tau.value
     return (
         f"There, a speculation step takes as long as {cost:.2f} plain steps: {gain.v:.2f} to "
-        f"verify {gain.gamma + 1} tokens (v), and {gain.c:.2f} to draft each (c). It yields {tau:.2f} "
-        "tokens (τ), and pays where τ is larger than v + γc."
+        f"verify {gain.gamma + 1} tokens (v), and {gain.c:.2f} to draft each (c). It yields "
+        f"{tau:.2f} tokens (τ), and pays where τ is larger than v + γc."
     )
 
 
