@@ -33,7 +33,9 @@ from specdec.decoding.verification_methods import VERIFICATION_METHODS
 from specdec.drafters import DRAFTERS, shipped
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError
+from specdec.files import make_folder
 from specdec.plugins import lab_entries
+from tests.measure.test_comparison import A, B
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
 
@@ -326,12 +328,14 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which runs/quickstart is there, made by a tiny job without what follows its
-    training."""
+    """A folder with runs/quickstart, made by a tiny job without the steps after its training, and
+    with reports of two runs."""
     folder = tmp_path_factory.mktemp("documents")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "finished", lambda *_: None)
         tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
+    for name, results in (("quickstart", A), ("hydra", B)):
+        results.write(make_folder(folder / "runs" / name / "report"))
     question = '{"question_id": 81, "turns": ["we go home", "why"]}\n'
     (folder / "question.jsonl").write_text(question * 3)
     return folder
@@ -344,6 +348,8 @@ def run_script(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> st
     more = [*SHORTER[name]]
     if name == "export":
         more = [w for w in more if w not in words]
+    if name == "compare" and not any(w.endswith("/best") for w in words):
+        more = []  # two reports take no options of measuring
     monkeypatch.chdir(place)
     monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
     monkeypatch.setattr(sys, "argv", [words[0], *words[1:], *more])
