@@ -16,7 +16,8 @@ from specdec.context import TrainingMoment
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.forcing.teacher import TeacherForcing
-from specdec.formats.draft_export import layout_names
+from specdec.formats.draft_export import exports
+from specdec.formats.layout import LAYOUT
 from specdec.losses import chunked
 from specdec.losses.loss_config import LossConfig
 from specdec.losses.loss_terms import LOSS_TERMS, LossInputs
@@ -44,7 +45,7 @@ JOBS = {  # one family of each kind
 def test_a_job_trains_measures_and_exports_on_a_device(tiny: Tiny, tmp_path, kind: str) -> None:
     tiny.job(tmp_path / "run", *JOBS[kind], f"target.device={NAME}", "loop.epochs=1")
     assert (tmp_path / "run" / "report" / "report.md").exists()
-    exported = bool(layout_names(JOBS[kind][0]))
+    exported = exports(JOBS[kind][0], LAYOUT)
     assert (tmp_path / "run" / "export").exists() == exported
 
 

@@ -256,11 +256,11 @@ def _write(
 
 
 def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
-    if cfg.export is not None and draft_export.layout_names(drafter.config.name):
-        checked = draft_export.write_export(
-            folder / "export", drafter, target, cfg.export, folder / "best"
-        )
-        console.print(f"exported to {folder / 'export'} ({cfg.export}); {checked}")
+    name = drafter.config.name
+    if cfg.export is not None and draft_export.exports(name, cfg.export):
+        path = draft_export.export_path(folder, name, cfg.export)
+        checked = draft_export.write_export(path, drafter, target, cfg.export, folder / "best")
+        console.print(f"exported to {path} ({cfg.export}); {checked}")
 
 
 def note(

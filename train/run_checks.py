@@ -71,9 +71,9 @@ def check_target(
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
         "responses.from and hidden_states.from",
     )
-    if export is not None and draft_export.layout_names(drafter.name):
+    if export is not None and draft_export.exports(drafter.name, export):
         draft_export.require_exportable(drafter, parts, export)
-        draft_export.require_free(folder / "export")
+        draft_export.require_free(draft_export.export_path(folder, drafter.name, export))
     if export is not None and family(drafter.name).adapts_target(drafter):
         draft_export.require_free(folder / "export-target")
     require_initialisation(stage, drafter, parts)

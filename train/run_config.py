@@ -93,7 +93,9 @@ class Config:
     # retrieval-based method, such as suffix: the run also measures a hybrid of it and the draft and
     # saves it as with-METHOD; null: none
     combine_with: str | None = None
-    export: str | None = LAYOUT  # layout of the export at the end of a run; null: no export
+    # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; null: no
+    # export
+    export: str | None = LAYOUT
 
     @property
     def family(self) -> type[Drafter]:
@@ -275,7 +277,7 @@ class Config:
                 f"drafter.layers={layers}: give at least one layer of the target, each only once, "
                 "or null for the default",
             )
-        layouts = layout_names(drafter.name) or {layout for _, layout in LAYOUTS}
+        layouts = {LAYOUT, *(layout_names(drafter.name) or (layout for _, layout in LAYOUTS))}
         if (export := self.export) is not None and export not in layouts:
             raise UserError(
                 f"export={export!r} is unknown for {drafter.name}{nearest(export, layouts)}"

@@ -425,7 +425,8 @@ def trained_for(target: Target, cfg: Config, run: Path, whole: bool) -> None:
     train.run(cfg, run)
     assert begun(run), "the run ended without a training step"
     layouts = draft_export.layout_names(cfg.drafter.name) if cfg.export else []
-    for layout in (name for name in layouts if name != cfg.export):
+    folders = (n for n in layouts if not draft_export.layout_of(cfg.drafter.name, n).suffix)
+    for layout in (name for name in folders if name != cfg.export):
         drafter, adapted = draft_checkpoint.load_draft_with_target(run / "best", target)
         draft_export.write_export(run / layout, drafter, adapted, layout)
 
@@ -449,7 +450,7 @@ def without_measurement(
         for draft in (None, drafter)
     )
     assert plain == drafted, "decoding with the trained draft changes the greedy tokens"
-    if settings.export is not None and draft_export.layout_names(drafter.config.name):
+    if settings.export and draft_export.exports(drafter.config.name, settings.export):
         draft_export.write_export(folder / "export", drafter, whole, settings.export)
 
 

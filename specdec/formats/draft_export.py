@@ -1,8 +1,9 @@
 """Export for serving engines. Every export is read back and compared before it counts as done.
 
 Layouts: `hf` is the format that vLLM and SGLang load by method; `speculators` is vLLM's
-self-describing format. Each drafting method that engines serve has its own module here. Weights are
-written in the precision of training.
+self-describing format; `gguf` is a single file for llama.cpp. Each drafting method that engines
+serve has its own module here. Weights are written in the precision of training, unless a GGUF file
+is to round them.
 """
 
 import json
@@ -18,27 +19,41 @@ from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import read_json, replaced, require_elsewhere
+from specdec.files import new_file, read_json, replaced, require_elsewhere
 from specdec.formats import (
     dflash_layout,
     eagle3_layout,
     eagle_layout,
     export_check,
+    gguf_layout,
     lm_layout,
     medusa_layout,
     mlp_layout,
     mtp_layout,
     peagle_layout,
 )
+from specdec.formats.check_text import CheckText
 from specdec.formats.draft_checkpoint import copy_trained_on, require_finite, require_same, untied
 from specdec.formats.export_readme import README, export_readme
+from specdec.formats.gguf_file import (
+    FILE_TYPE,
+    MARK_KEY,
+    WEIGHT_TYPES,
+    WeightType,
+    read_json_key,
+    require_rounded,
+    weight_type_of,
+)
+from specdec.formats.gguf_tokenizer import draft_tokenizer
 from specdec.formats.layout import (
+    AS_TRAINED,
     CONFIG,
     LAYOUT,
     MARK,
     OVERRIDES,
     WEIGHTS,
     ExportLayout,
+    FileChoices,
     renamed,
     rotary_note,
 )
@@ -65,11 +80,24 @@ LAYOUTS: dict[tuple[str, str], ExportLayout] = {
     for family, module in FAMILIES.items()
     for name, layout in module.LAYOUTS.items()
 }
+LAYOUTS |= {
+    (family, gguf_layout.LAYOUT): layout for family, layout in gguf_layout.GGUF_LAYOUTS.items()
+}
 
 
 def layout_names(family: str) -> list[str]:
     """The layouts in which drafts of a method can be exported; empty if no engine loads them."""
     return [name for theirs, name in LAYOUTS if theirs == family]
+
+
+def exports(family: str, layout: str | None) -> bool:
+    """Whether a run with the setting export=`layout` exports a draft of this family."""
+    return (family, layout) in LAYOUTS
+
+
+def export_path(folder: Path, family: str, layout: str) -> Path:
+    """Where a run in this folder exports to. Raises UserError as `layout_of` does."""
+    return folder / f"export{layout_of(family, layout).suffix}"
 
 
 def layout_of(family: str, name: str) -> ExportLayout:
@@ -105,31 +133,50 @@ def _require_one_text(target: TargetParts) -> None:
 
 
 def write_export(
-    folder: Path | str,
+    path: Path | str,
     drafter: Drafter,
     target: TargetParts,
     layout: str = LAYOUT,
     draft: Path | None = None,
+    choices: FileChoices = AS_TRAINED,
 ) -> str:
     """Export a draft. Returns a line that describes the comparison. `draft` is its folder, from
-    which the record of its training data is copied. The folder appears only if the draft, read
-    back, gives the same logits. Raises UserError for a layout that this method does not have, for a
-    weight that is missing or not finite, for a draft that an engine would read differently, and for
-    a folder that is not an earlier export."""
-    folder, name = Path(folder), drafter.config.name
+    which the record of its training data is copied into the folder of an export. The export, a
+    folder or a file, appears only if the draft, read back, gives the same logits; in a file with
+    rounded weights, also only if no weight is off by more than rounding explains. Raises UserError
+    for a layout that this method does not have, for a weight that is missing or not finite, for a
+    draft that an engine would read differently, and for a path that is not an earlier export."""
+    path, name = Path(path), drafter.config.name
     chosen = layout_of(name, layout)
-    require_free(folder)
+    require_free(path)
+    require(not (chosen.suffix and path.is_dir()), f"{path} is a folder: name a file")
+    require(bool(chosen.suffix) or not path.is_file(), f"{path} is a file: name a folder")
     _require_one_text(target)
     if chosen.refuse is not None:
         chosen.refuse(drafter, target)
     tensors = chosen.to_engine(drafter, untied(drafter.state_dict()))
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
-    require_finite(tensors, f"{folder}: not written")
+    require_finite(tensors, f"{path}: not written")
     dtype = next(x.dtype for x in tensors.values() if x.is_floating_point())
+    named = renamed(tensors, chosen.prefixes)
+    if chosen.suffix:
+        kind = weight_type_of(choices.weight_type, dtype)
+        keys = draft_tokenizer(target, choices.tokenizer_from) | chosen.config(drafter, target)
+        keys[MARK_KEY] = json.dumps(mark_of(drafter, layout, target))
+        with new_file(path) as partial:  # compared without rounding, and then rounded
+            chosen.save(partial, named, keys | {FILE_TYPE: int(WEIGHT_TYPES["f32"].file_type)})
+            said = _compared(path, partial, drafter, target, layout)
+            if kind is not WEIGHT_TYPES["f32"]:
+                chosen.save(partial, named, keys | {FILE_TYPE: int(kind.file_type)})
+                require_rounded(named, partial, kind, f"{path}: not written")
+                said += f"; {_rounded(partial, drafter, target, kind)}"
+        if chosen.note is not None:
+            said += chosen.note(drafter, short_text_hidden(drafter, target))
+        return f"{len(named)} tensors read back, {said}{_stops(target)}"
     config = with_older_rope_keys(chosen.config(drafter, target))
     config["dtype"] = config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    with replaced(folder, _written(folder)) as partial:
-        chosen.save(partial, renamed(tensors, chosen.prefixes), config)
+    with replaced(path, _written(path)) as partial:
+        chosen.save(partial, named, config)
         if chosen.overrides:
             (partial / OVERRIDES).write_text(
                 json.dumps(chosen.overrides(drafter, target)), encoding="utf-8"
@@ -141,37 +188,53 @@ def write_export(
         if target.rendering.chat_template is not None:
             template = target.rendering.chat_template
             (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        if README in _written(folder) or not (folder / README).exists():  # else it is the user's
+        if README in _written(path) or not (path / README).exists():  # else it is the user's
             readme = export_readme(drafter, layout, target, bool(chosen.overrides))
             (partial / README).write_text(readme, encoding="utf-8")
-        _write_mark(partial, name, layout, target)
-        again = read_export(partial, drafter, target, layout)
-        before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
-        if chosen.objection and (said := chosen.objection(drafter, before)):
-            raise UserError(f"{folder}: not written, because {said}")
-        gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
-        if not gap <= rounding:
-            raise UserError(f"{folder}: not written: read back, its logits differ by {gap:.2g}")
-        compared = "no second implementation of this layout to compare it with"
-        if (name, layout) in REFERENCE_NETWORKS:
-            elsewhere, most = (
-                export_check.reference_gap(partial, drafter, target),
-                export_check.largest_gap(target),
-            )
-            if not elsewhere <= most:
-                raise UserError(
-                    f"{folder}: not written: an engine that reads {CONFIG} would compute logits "
-                    f"that differ by {elsewhere:.2g} of the largest (rounding explains "
-                    f"{most:.2g}): this is a bug, please report it with the target's config"
-                )
-            compared = (
-                f"a network of {CONFIG} as engines build it differs by {elsewhere:.0e} of the "
-                "largest logit"
-            )
-    same = "identical" if gap == 0 else "equal but for rounding"
+        _write_mark(partial, mark_of(drafter, layout, target))
+        said = _compared(path, partial, drafter, target, layout)
+    return f"{len(named)} tensors read back, {said}{rotary_note(config)}{_stops(target)}"
+
+
+def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, layout: str) -> str:
+    """Compare what was written to `partial` with the draft, and with a second implementation of its
+    network; returns what was found. Raises UserError if they differ."""
+    chosen = layout_of(drafter.config.name, layout)
+    again = read_export(partial, drafter, target, layout)
+    before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
+    if chosen.objection and (said := chosen.objection(drafter, before)):
+        raise UserError(f"{path}: not written, because {said}")
+    gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
+    if not gap <= rounding:
+        raise UserError(f"{path}: not written: read back, its logits differ by {gap:.2g}")
+    found = f"logits {'identical' if gap == 0 else 'equal but for rounding'}"
+    if (drafter.config.name, layout) not in REFERENCE_NETWORKS:
+        return f"{found}; no second implementation of this layout to compare it with"
+    elsewhere = export_check.reference_gap(partial, drafter, target)
+    most, described = export_check.largest_gap(target), "its keys" if chosen.suffix else CONFIG
+    if not elsewhere <= most:
+        raise UserError(
+            f"{path}: not written: an engine that reads {described} would compute logits "
+            f"that differ by {elsewhere:.2g} of the largest (rounding explains "
+            f"{most:.2g}): this is a bug, please report it with the target's config"
+        )
     return (
-        f"{len(tensors)} tensors read back, logits {same}; {compared}{rotary_note(config)}"
-        f"{_stops(target)}"
+        f"{found}; a network of {described} as engines build it differs by {elsewhere:.0e} of the "
+        "largest logit"
+    )
+
+
+def _rounded(partial: Path, drafter: Drafter, target: TargetParts, kind: WeightType) -> str:
+    """What rounding the weights of a file does to the logits of a random text."""
+    trial = CheckText.drawn_for(drafter, target)
+    before = export_check.drafter_logits(drafter, target, trial)
+    after = export_check.reference_logits(partial, target, trial)
+    inside = before.isfinite()
+    gap = (before - after)[inside].abs().max() / before[inside].abs().max()
+    other = int((before.argmax(-1) != after.argmax(-1)).sum())
+    return (
+        f"{kind.stored.name.lower()} changes logits by up to {float(gap):.1e} of the largest, and "
+        f"the likeliest token at {other} of {len(before)} places"
     )
 
 
@@ -202,16 +265,22 @@ def write_target(folder: Path, target: Target) -> None:
     require_free(folder)
     with replaced(folder, _written(folder)) as partial:
         target.save(partial)
-        _write_mark(partial, "target", LAYOUT, target)
+        _write_mark(partial, mark_of(None, LAYOUT, target))
 
 
-def _write_mark(folder: Path, drafter: str, layout: str, target: TargetParts) -> None:
-    """Write the mark of an export, with a list of its files. `drafter` is the method, or
-    "target"."""
+def mark_of(drafter: Drafter | None, layout: str, target: TargetParts) -> dict[str, Any]:
+    """The mark of an export: the method and its depth, or "target"."""
+    named = {"drafter": "target"}
+    if drafter is not None:
+        named = {"drafter": drafter.config.name, "depth": drafter.depth}
+    arguments = target.rendering.arguments
+    return {**named, "layout": layout, "target": target.name, "template_args": arguments}
+
+
+def _write_mark(folder: Path, mark: dict[str, Any]) -> None:
+    """Write the mark of an export, with a list of its files."""
     files = sorted({MARK, *(path.name for path in folder.iterdir())})
-    mark: dict[str, Any] = {"drafter": drafter, "layout": layout, "target": target.name}
-    mark |= {"template_args": target.rendering.arguments, "files": files}
-    (folder / MARK).write_text(json.dumps(mark, indent=1), encoding="utf-8")
+    (folder / MARK).write_text(json.dumps(mark | {"files": files}, indent=1), encoding="utf-8")
 
 
 def _written(folder: Path) -> list[str]:
@@ -228,11 +297,13 @@ def _written(folder: Path) -> list[str]:
     return files
 
 
-def read_mark(folder: Path) -> dict[str, Any]:
-    """The contents of an export's mark. Raises UserError if it is missing or damaged."""
-    path, remedy = folder / MARK, f"delete {folder}, and the same command exports again"
+def read_mark(export: Path) -> dict[str, Any]:
+    """The contents of the mark of an export, a folder or a GGUF file. Raises UserError if it is
+    missing or damaged."""
+    in_file, remedy = export.is_file(), f"delete {export}, and the same command exports again"
+    path = export if in_file else export / MARK
     try:
-        mark = read_json(path)
+        mark = read_json_key(export, MARK_KEY) if in_file else read_json(path)
     except UserError as error:
         raise UserError(f"{error}; {remedy}") from error
     if not isinstance(mark, dict):
@@ -240,14 +311,22 @@ def read_mark(folder: Path) -> dict[str, Any]:
     return mark
 
 
-def require_free(folder: Path) -> None:
+def require_free(path: Path) -> None:
     """Raise UserError if writing here would destroy anything but an earlier export."""
-    require_elsewhere(folder)
-    free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    require_elsewhere(path)
+    free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
     require(
-        free or (folder / MARK).is_file(),
-        f"{folder} exists and is not an earlier export: name a folder that does not exist yet",
+        free or (path / MARK).is_file() or (path.is_file() and is_marked(path)),
+        f"{path} exists and is not an earlier export: name one that does not exist yet",
     )
+
+
+def is_marked(file: Path) -> bool:
+    """Whether a file is a GGUF file of ours."""
+    try:
+        return isinstance(read_json_key(file, MARK_KEY), dict)
+    except UserError:
+        return False
 
 
 def require_apart(folders: Sequence[Path]) -> None:
@@ -261,13 +340,14 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = LAYOUT) -> Drafter:
+def read_export(export: Path, like: Drafter, target: TargetParts, layout: str = LAYOUT) -> Drafter:
     """An exported checkpoint, loaded as a drafter with the method and config of `like`. Raises
     UserError, naming the tensor, for one that is missing, extra or of another shape."""
-    chosen, path = layout_of(like.config.name, layout), folder / WEIGHTS
+    chosen = layout_of(like.config.name, layout)
+    path = export if chosen.suffix else export / WEIGHTS
     back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
     with located(path):
-        tensors = chosen.from_engine(like, renamed(chosen.load(folder), back))
+        tensors = chosen.from_engine(like, renamed(chosen.load(export), back))
     drafter = type(like)(like.config, like.sizes)
     require_same(tensors, untied(drafter.state_dict()), path)
     drafter.load_state_dict(tensors, strict=False)
@@ -280,8 +360,16 @@ def read_export(folder: Path, like: Drafter, target: TargetParts, layout: str = 
 
 @torch.no_grad()
 def short_text_logits(drafter: Drafter, target: TargetParts) -> Tensor:
-    """A drafter's logits [N, S] at all depths, for a few anchors of a short text. Random states
-    replace the target's if its layers are not loaded."""
+    """A drafter's logits [N, S] at all depths, for a few anchors of a short text."""
+    hidden_AKD = short_text_hidden(drafter, target)
+    assert isinstance(drafter, Predictor)
+    return torch.cat([drafter.unembed(hidden_AKD[:, k], k) for k in range(hidden_AKD.shape[1])])
+
+
+@torch.no_grad()
+def short_text_hidden(drafter: Drafter, target: TargetParts) -> Tensor:
+    """A drafter's hidden states [A, K, D] at all depths, for a few anchors of a short text. Random
+    states replace the target's if its layers are not loaded."""
     ids_BT = torch.arange(3, 35, device=target.device)[None] % target.vocab_size
     if isinstance(target, Target):
         read, _ = target.hidden_states(ids_BT, drafter.needs)
@@ -296,5 +384,5 @@ def short_text_logits(drafter: Drafter, target: TargetParts) -> Tensor:
         ctx = Context(ids_BT, layers_BTF, final_BTD)
     anchors = torch.tensor([[4, 17, 30]], device=target.device)
     assert isinstance(drafter, Predictor)
-    hidden = drafter.hidden(ctx, anchors, None)
-    return torch.cat([drafter.unembed(hidden[0, :, k], k) for k in range(hidden.shape[2])])
+    hidden_AKD: Tensor = drafter.hidden(ctx, anchors, None)[0]
+    return hidden_AKD

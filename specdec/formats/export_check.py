@@ -7,8 +7,8 @@
 
 The network (reference_networks.py) is built from the folder's files alone: config.json,
 model.safetensors, and the overrides of the target's config, with an engine's names of tensors and
-its defaults for absent keys. It shares the target's embedding table and head weight, like an
-engine.
+its defaults for absent keys; or from the keys and tensors of a GGUF file. It shares the target's
+embedding table and head weight, like an engine.
 
 A `CheckText` is a random text with random states in place of the target's, so no forward pass of
 the target is needed, and the text can be long enough for rotary positions to matter. N runs over
@@ -19,6 +19,7 @@ logit -inf or, if the engine gives it a row of zeros, 0. Networks are computed i
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -27,8 +28,10 @@ from torch import Tensor
 from specdec.context import Context
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError
+from specdec.formats.check_text import FINAL, CheckText, ExportFolder
+from specdec.formats.gguf_file import MARK_KEY, read_json_key, read_keys, read_tensors
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
-from specdec.formats.reference_networks import FINAL, REFERENCE_NETWORKS, CheckText, ExportFolder
+from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.targets.parts import TargetParts
 
 
@@ -37,6 +40,19 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
     """The logits [N, V] of an exported draft, computed by the reference network. Raises UserError
     for a folder that an engine would not load."""
     folder = Path(folder)
+    files, mark = _in_file(folder, target) if folder.is_file() else _in_folder(folder, target)
+    network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
+    if network is None:
+        raise UserError(
+            f"{folder}: no second implementation of layout {mark['layout']!r} of "
+            f"{mark['drafter']!r}: add one to specdec/formats/reference_networks.py"
+        )
+    rows = [network(files, trial, anchor) for anchor in trial.anchors]
+    return torch.stack(rows, 1).flatten(0, 1)
+
+
+def _in_folder(folder: Path, target: TargetParts) -> tuple[ExportFolder, dict[str, Any]]:
+    """The files of an export in a folder, and its mark."""
     config, mark = (
         json.loads((folder / name).read_text(encoding="utf-8")) for name in (CONFIG, MARK)
     )
@@ -48,15 +64,14 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
         target,
         folder,
     )
-    files = _with_engine_config(files)
-    network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
-    if network is None:
-        raise UserError(
-            f"{folder}: no second implementation of layout {mark['layout']!r} of "
-            f"{mark['drafter']!r}: add one to specdec/formats/reference_networks.py"
-        )
-    rows = [network(files, trial, anchor) for anchor in trial.anchors]
-    return torch.stack(rows, 1).flatten(0, 1)
+    return _with_engine_config(files), mark
+
+
+def _in_file(file: Path, target: TargetParts) -> tuple[ExportFolder, dict[str, Any]]:
+    """The keys and tensors of a GGUF file, and its mark."""
+    tensors = {n: x.to(target.device) for n, x in read_tensors(file).items()}
+    files = ExportFolder(read_keys(file), tensors, {}, target, file)
+    return files, read_json_key(file, MARK_KEY)
 
 
 @torch.no_grad()

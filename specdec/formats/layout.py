@@ -45,6 +45,18 @@ def load_safetensors(folder: Path) -> Tensors:
 
 
 @dataclass(frozen=True)
+class FileChoices:
+    """What a user may choose of an export in one file: the type of its weights (None: the one they
+    were trained in), and a GGUF file whose tokenizer it copies (None: the target's own)."""
+
+    weight_type: str | None = None
+    tokenizer_from: Path | None = None
+
+
+AS_TRAINED = FileChoices()
+
+
+@dataclass(frozen=True)
 class ExportLayout:
     """The engine's names, shapes and description of a method's weights. `to_engine` converts the
     drafter's tensors before they are renamed; `from_engine` converts them back after they are
@@ -58,11 +70,15 @@ class ExportLayout:
     from_engine: Callable[[Any, Tensors], Tensors] = unchanged
     refuse: Callable[[Any, TargetParts], None] | None = None
     objection: Callable[[Any, Tensor], str | None] | None = None
+    # returns a note for the user about a draft, from its hidden states [A, K, D] on a short text
+    note: Callable[[Any, Tensor], str] | None = None
     # prefixes of names: ours, then the engine's
     prefixes: Mapping[str, str] = field(default_factory=dict)
     whole_model: bool = False  # it is written with the target's tokenizer
     # keys that the engine looks for in the target's own config; they are written beside the draft
     overrides: Callable[[Any, TargetParts], Description] | None = None
+    # the end of the file's name, of a layout in one file; empty: the layout is a folder
+    suffix: str = ""
     # functions that write tensors (with the engine's names) and config to files, and read them
     save: Callable[[Path, Tensors, Description], None] = save_safetensors
     load: Callable[[Path], Tensors] = load_safetensors

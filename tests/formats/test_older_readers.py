@@ -166,7 +166,7 @@ def test_what_readers_would_draft_otherwise_is_said(tmp_path: Path) -> None:
         target = target_of(name)
         for config in (EagleConfig(depth=2), Eagle3Config(depth=2, layers=[1, 2, 3])):
             drafter = random_drafter(config, target, 0.1)
-            for layout in draft_export.layout_names(config.name):
+            for layout in ("hf", "speculators")[: 2 if config.name == "eagle3" else 1]:
                 said = draft_export.write_export(tmp_path / "draft", drafter, target, layout)
                 assert ("only 0.5 of each head is rotated" in said) is partial
 
