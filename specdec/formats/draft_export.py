@@ -198,7 +198,7 @@ def write_export(
 
 def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, layout: str) -> str:
     """Compare what was written to `partial` with the draft, and with a second implementation of its
-    network; returns what was found. Raises UserError if they differ."""
+    network; returns a line about it. Raises UserError if they differ."""
     chosen = layout_of(drafter.config.name, layout)
     again = read_export(partial, drafter, target, layout)
     before, twice, after = (short_text_logits(d, target) for d in (drafter, drafter, again))
@@ -207,9 +207,9 @@ def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, 
     gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
     if not gap <= rounding:
         raise UserError(f"{path}: not written: read back, its logits differ by {gap:.2g}")
-    found = f"logits {'identical' if gap == 0 else 'equal but for rounding'}"
+    compared = f"logits {'identical' if gap == 0 else 'equal but for rounding'}"
     if (drafter.config.name, layout) not in REFERENCE_NETWORKS:
-        return f"{found}; no second implementation of this layout to compare it with"
+        return f"{compared}; no second implementation of this layout to compare it with"
     elsewhere = export_check.reference_gap(partial, drafter, target)
     most, described = export_check.largest_gap(target), "its keys" if chosen.suffix else CONFIG
     if not elsewhere <= most:
@@ -219,8 +219,8 @@ def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, 
             f"{most:.2g}): this is a bug, please report it with the target's config"
         )
     return (
-        f"{found}; a network of {described} as engines build it differs by {elsewhere:.0e} of the "
-        "largest logit"
+        f"{compared}; a network of {described} as engines build it differs by {elsewhere:.0e} of "
+        "the largest logit"
     )
 
 
@@ -270,7 +270,7 @@ def write_target(folder: Path, target: Target) -> None:
 
 def mark_of(drafter: Drafter | None, layout: str, target: TargetParts) -> dict[str, Any]:
     """The mark of an export: the method and its depth, or "target"."""
-    named = {"drafter": "target"}
+    named: dict[str, Any] = {"drafter": "target"}
     if drafter is not None:
         named = {"drafter": drafter.config.name, "depth": drafter.depth}
     arguments = target.rendering.arguments

@@ -78,8 +78,8 @@ def write_gguf(path: Path, tensors: Mapping[str, Tensor], keys: Keys) -> None:
     writer = GGUFWriter(path, keys[ARCHITECTURE])
     for key, value in keys.items():
         if key != ARCHITECTURE and value not in ("", []):
-            given = value if isinstance(value, GGUFValue) else GGUFValue(value, _kind_of(value))
-            writer.add_key_value(key, given.value, given.type, given.sub_type)
+            typed = value if isinstance(value, GGUFValue) else GGUFValue(value, _kind_of(value))
+            writer.add_key_value(key, typed.value, typed.type, typed.sub_type)
     for name, x in tensors.items():
         if x.is_floating_point():
             stored = stored_as(x.shape, kind)
@@ -103,12 +103,12 @@ def _kind_of(value: Any) -> GGUFValueType:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a file, floats as float32. Raises UserError as `opened_gguf` does."""
     with opened_gguf(path) as reader:
-        found = {}
+        tensors = {}
         for stored in reader.tensors:
             ids = stored.tensor_type == Stored.I64
             data = stored.data if ids else dequantize(stored.data, stored.tensor_type)
-            found[stored.name] = torch.from_numpy(data.copy())
-        return found
+            tensors[stored.name] = torch.from_numpy(data.copy())
+        return tensors
 
 
 def read_keys(path: Path) -> Keys:
@@ -193,5 +193,5 @@ def largest_rounding(x: Tensor, kind: WeightType) -> Tensor:
     blocks = size.unflatten(-1, (-1, BLOCK))
     steps, most = (127, 0.5) if stored == Stored.Q8_0 else (8, 1.0)
     step = blocks.amax(-1, keepdim=True) / steps
-    rounded = (step * most + blocks * 2**-10 + 2**-24 * steps).expand_as(blocks)
+    rounded: Tensor = step * most + blocks * 2**-10 + 2**-24 * steps
     return rounded.flatten(-2)

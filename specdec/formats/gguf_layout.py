@@ -114,7 +114,7 @@ def interleaved(weight: Tensor, llama: Any, back: bool = False) -> Tensor:
     order[:width] = torch.arange(width).view(2, -1).T.flatten()
     if back:
         order = order.argsort()
-    heads = weight.unflatten(0, (-1, len(order)))
+    heads: Tensor = weight.unflatten(0, (-1, len(order)))
     return heads[:, order].flatten(0, 1).contiguous()
 
 
@@ -176,8 +176,8 @@ def eagle3_to_engine(drafter: Eagle3, tensors: Tensors) -> Tensors:
 def eagle3_from_engine(drafter: Eagle3, tensors: Tensors) -> Tensors:
     """Raises UserError for rotary factors that are not the draft's."""
     tensors, factors = without_ids(tensors), rope_factors(drafter.llama)
-    found = tensors.pop(FACTORS, None)
-    fits = torch.equal(found, factors) if found is not None else not varies(factors)
+    stored = tensors.pop(FACTORS, None)
+    fits = torch.equal(stored, factors) if stored is not None else not varies(factors)
     require(fits, f"tensor {FACTORS!r} does not fit the draft's rotary positions")
     for name in ROTATED:
         require(name in tensors, f"tensor {name!r} is missing")
@@ -269,7 +269,8 @@ def candidates(drafter: DFlash2) -> int:
     """How many tokens of a slot the selector chooses among, k: llama.cpp packs k ids and k² scores
     into a row as wide as a state."""
     fitting = (math.isqrt(4 * drafter.llama.hidden_size + 1) - 1) // 2
-    return min(CANDIDATES, fitting, drafter.sizes.draft_vocab or drafter.sizes.target_vocab)
+    rows: int = drafter.sizes.draft_vocab or drafter.sizes.target_vocab
+    return min(CANDIDATES, fitting, rows)
 
 
 def dflash2_keys(drafter: DFlash2, target: TargetParts) -> Description:

@@ -27,13 +27,14 @@ class GgufDraft:
         return config.get(f"{config['general.architecture']}.{name}", default)
 
     def tensor(self, name: str) -> Tensor:
-        return self.files.tensors[name].float()
+        stored: Tensor = self.files.tensors[name].float()
+        return stored
 
     def multiply(self, name: str, x: Tensor) -> Tensor:
         return linear(x, self.tensor(f"{name}.weight"))
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        eps = self.key("attention.layer_norm_rms_epsilon")
+        eps: float = self.key("attention.layer_norm_rms_epsilon")
         return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * self.tensor(f"{name}.weight")
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -76,9 +77,8 @@ class GgufDraft:
         """The output [T, D] of heads [T, H, D], where `sees` [T, T] says which read which."""
         groups = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
-        out = scaled_dot_product_attention(
-            *(x.transpose(0, 1)[None] for x in (query, key, value)), attn_mask=sees
-        )
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = scaled_dot_product_attention(query, key, value, attn_mask=sees)
         return self.multiply(f"{layer}.attn_output", out[0].transpose(0, 1).flatten(1))
 
     def feed_forward(self, layer: str, x: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def block_states(draft: GgufDraft, trial: CheckText, anchor: int) -> Tensor:
     for i in range(draft.key("block_count")):
         layer = f"blk.{i}"
         read = draft.norm(f"{layer}.attn_norm", stream)
-        around = Convolution.named(draft, f"{layer}.attn_conv", read)
+        around = GgufConvolution.named(draft, f"{layer}.attn_conv", read)
         both = torch.cat([context, around(read, 0)])
         key = draft.rotate(draft.heads(f"{layer}.attn_k", both, f"{layer}.attn_k_norm"))
         # positions count from the text's first token, so queries are rotated along with it
@@ -132,20 +132,20 @@ def block_states(draft: GgufDraft, trial: CheckText, anchor: int) -> Tensor:
         attended = draft.attend(layer, query, key, draft.heads(f"{layer}.attn_v", both), sees)
         stream = stream + around(attended, 1)
         read = draft.norm(f"{layer}.ffn_norm", stream)
-        around = Convolution.named(draft, f"{layer}.ffn_conv", read)
+        around = GgufConvolution.named(draft, f"{layer}.ffn_conv", read)
         stream = stream + around(draft.feed_forward(layer, around(read, 0)), 1)
     return draft.norm("output_norm", stream)
 
 
 @dataclass(frozen=True)
-class Convolution:
+class GgufConvolution:
     """DFlash 2's convolutions before (side 0) and after (1) a part of a layer: a kernel for each
     channel and tap, plus a correction that a group of channels shares. None: plain DFlash."""
 
     kernels: Tensor | None  # [M, 2, taps, D]
 
     @classmethod
-    def named(cls, draft: GgufDraft, name: str, read: Tensor) -> "Convolution":
+    def named(cls, draft: GgufDraft, name: str, read: Tensor) -> "GgufConvolution":
         if f"{name}_base" not in draft.files.tensors:
             return cls(None)
         taps, group = draft.key("conv_kernel_size"), draft.key("conv_group_size")

@@ -72,6 +72,7 @@ def write_target_gguf(path: Path, target: Target, choices: FileChoices) -> str:
 def refuse_target(target: Target) -> None:
     """Raise UserError, naming llama.cpp's converter, for a target that is not written here."""
     config = target.config
+    act = getattr(config, "hidden_act", "silu")
     rope = getattr(config, "rope_parameters", None) or {}
     partial = rope.get("partial_rotary_factor") not in (None, 1)
     for wrong, what in (
@@ -79,7 +80,7 @@ def refuse_target(target: Target) -> None:
         (method(target.model.config) is not None, f"quantised ({target.quantisation})"),
         (rope.get("rope_type", "default") not in ROPES, f"with {rope.get('rope_type')} rotary"),
         (partial, "with partial rotary"),
-        (getattr(config, "hidden_act", "silu") != "silu", f"with {config.hidden_act}"),
+        (act != "silu", f"with {act}"),
         (bool(getattr(config, "mlp_bias", False)), "with biases in its MLPs"),
         (bool(getattr(config, "use_sliding_window", False)), "with a sliding window"),
     ):

@@ -38,10 +38,10 @@ def own_gguf(target: TargetParts) -> Path | None:
     return Path(name) if name.endswith(SUFFIX) and Path(name).is_file() else None
 
 
-def draft_tokenizer(target: TargetParts, given: Path | None = None) -> Keys:
-    """The keys for a draft: those of the `given` GGUF file or of the target's own or, without
+def draft_tokenizer(target: TargetParts, copied_from: Path | None = None) -> Keys:
+    """The keys for a draft: those of the GGUF file `copied_from` or of the target's own or, without
     either, made of its tokenizer. Raises UserError for a file with another number of tokens."""
-    source = given or own_gguf(target)
+    source = copied_from or own_gguf(target)
     if source is None:
         keys = bpe_keys(target) or plain_keys(target)
     else:
@@ -55,11 +55,11 @@ def draft_tokenizer(target: TargetParts, given: Path | None = None) -> Keys:
     return keys | _own_template(target)
 
 
-def target_tokenizer(target: TargetParts, given: Path | None = None) -> Keys:
+def target_tokenizer(target: TargetParts, copied_from: Path | None = None) -> Keys:
     """The keys for the target's file. Raises UserError as `draft_tokenizer` does, and for a
     tokenizer whose splitting of text is not known to be one of llama.cpp's."""
-    if given or own_gguf(target):
-        return draft_tokenizer(target, given)
+    if copied_from or own_gguf(target):
+        return draft_tokenizer(target, copied_from)
     keys = bpe_keys(target)
     require(
         bool(keys) and keys[f"{GGML}pre"] != "default",
@@ -140,5 +140,5 @@ def _splitting(pre_tokenizer: dict[str, Any]) -> str:
     if [kind for kind, _ in steps] == ["Split", "ByteLevel"] and not whole:
         regex = (parts[0].get("pattern") or {}).get("Regex")
         names = {REGEX: "llama-bpe", REGEX.replace(NUMBERS, r"\p{N}"): "qwen2"}
-        return names.get(regex, "default")
+        return next((name for known, name in names.items() if known == regex), "default")
     return "default"
