@@ -42,7 +42,7 @@ RENAMED_OPTIONS = {  # the name that an option has now
     "--rule": "--verification",
     "--settings": "--draft-length-settings",
 }
-DRAFT = "a run's draft folder, such as runs/NAME/best"
+DRAFT = "a run's draft folder, such as runs/NAME/best, or somebody else's draft"
 
 
 class Parser(argparse.ArgumentParser):
@@ -117,6 +117,7 @@ def target_of(
     theirs = draft_checkpoint.read_card(draft).target
     revision = theirs.revision if path is None else None
     name = path or theirs.name
+    require(bool(name), f"{draft} does not say which target it is for: give --target")
     wanted = TargetConfig(name, dtype, revision=revision, packed=packed, **placed)
     target = load_target(wanted)
     target.render_prompts_with(theirs.rendering)

@@ -35,7 +35,10 @@ from specdec.drafters.base import Trainable
 from specdec.errors import UserError
 from specdec.files import make_folder
 from specdec.plugins import lab_entries
+from specdec.targets.loading import load_target
+from specdec.targets.target_config import TargetConfig
 from tests.measure.test_comparison import A, B
+from tests.public_drafts import PUBLIC, write_public
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
 
@@ -316,6 +319,7 @@ NEEDED = {
     "initialisation.new_tokens=500": [
         "drafter.from=runs/quickstart/best"
     ],  # what a setting wants beside it
+    "initialisation.other_target=true": ["drafter.from=runs/quickstart/best"],
     "data=pairs": ["data.path=pairs.tsv"],
     "data=text": ["data.path=articles.txt"],
     "target=model": ["target.path=x"],
@@ -336,6 +340,9 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.job(folder / "runs" / "quickstart", "eagle3", "drafter.depth=3")
     for name, results in (("quickstart", A), ("hydra", B)):
         results.write(make_folder(folder / "runs" / name / "report"))
+    target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
+    write_public(folder / "their-draft", PUBLIC["SpecForge"](target))
+    (folder / "base-model").symlink_to(tiny.target)
     question = '{"question_id": 81, "turns": ["we go home", "why"]}\n'
     (folder / "question.jsonl").write_text(question * 3)
     return folder

@@ -413,7 +413,7 @@ ABILITIES = (  # the attribute that declares what only some drafters can do, and
     ("weighs_choices", "weigh"),
     ("sends_scouts", "hear"),
     ("runs_target",),
-    ("calibrations", "noted_alpha"),
+    ("calibrations", "noted_alpha", "origin"),
     ("in_transformers", "long_prompts"),
     ("trains", "weights_to_save", "beyond_training"),
     ("adapts_target", "adapted", "with_adapters_merged"),

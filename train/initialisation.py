@@ -45,14 +45,44 @@ class InitialisationConfig:
     # most tokens added to the draft vocabulary: the most frequent ones in the new responses that it
     # lacks
     new_tokens: int = 0
+    # the target may have other weights than the draft's own, such as a fine-tuned or quantised form
+    other_target: bool = False
 
     def __post_init__(self) -> None:
         require_within("initialisation", self, new_tokens=0)
+        require(
+            self.draft is not None or not self.other_target,
+            "initialisation.other_target is about the target of an earlier draft: give "
+            "drafter.from=FOLDER too",
+        )
         require(
             self.draft is not None or self.new_tokens == 0,
             "initialisation.new_tokens adds to an earlier draft's vocabulary: give "
             "drafter.from=FOLDER too",
         )
+
+
+def with_settings_of_import(initialisation: InitialisationConfig, config: Any) -> tuple[Any, str]:
+    """A drafter's config with the settings that an imported draft decides, where training starts
+    from one, and the layout that it came in; else the config as it is, and "". Raises UserError for
+    a setting that was given another value, and as `draft_checkpoint.imported` does."""
+    draft = initialisation.draft
+    there = draft and (Path(draft).is_dir() or draft_checkpoint.is_foreign_draft(draft))
+    known = (
+        draft_checkpoint.imported(draft) if draft and there else None
+    )  # else `check_files` raises
+    if known is None or known.family != config.name:  # `_fitting` raises for another family
+        return config, ""
+    default = type(config)()
+    for key, value in known.settings.items():
+        asked = getattr(config, key)
+        free = key in ("initialisation", "draft_vocab")
+        require(
+            free or asked in (value, getattr(default, key)),
+            f"drafter.{key}={asked}: the draft of drafter.from={draft} has {value}: omit "
+            f"drafter.{key}",
+        )
+    return replace(config, **known.settings), known.layout
 
 
 def named_head(config: Any) -> str | None:
@@ -82,9 +112,7 @@ def initial_drafter(
     torch.manual_seed(seed)
     said = [d.ids[d.mask] for d in documents]
     if initialisation.draft is not None:
-        return _continued(
-            Path(initialisation.draft), initialisation.new_tokens, config, target, said
-        )
+        return _continued(initialisation, config, target, said)
     kind, vocab_S, head = family(config.name), None, None
     if (named := named_head(config)) is not None:
         head = draft_checkpoint.read_draft(named, target)
@@ -111,20 +139,21 @@ def require_initialisation(
     """Raise UserError if no stage with this config can start from the draft of `drafter.from` or
     use the draft that is a part of the drafter, whatever its texts are."""
     if initialisation.draft is not None:
-        _fitting(Path(initialisation.draft), initialisation.new_tokens, config, target)
+        _fitting(initialisation, config, target)
     elif (named := getattr(config, "head", None)) and named not in DRAFTERS:
         draft_checkpoint.read_draft(named, target)
 
 
-def _fitting(folder: Path, new_tokens: int, config: Any, target: TargetParts) -> Predictor:
-    """The draft in `folder`. Raises UserError unless training can continue from it with this config
-    and `new_tokens` more tokens in its vocabulary."""
-    kind = family(config.name)
+def _fitting(initialisation: InitialisationConfig, config: Any, target: TargetParts) -> Predictor:
+    """The draft that training starts from. Raises UserError unless training can continue from it
+    with this config and `new_tokens` more tokens in its vocabulary."""
+    folder, new_tokens, kind = initialisation.draft, initialisation.new_tokens, family(config.name)
+    assert folder is not None
     require(
         kind.trains(config),
         f"drafter.from={folder}: drafter={config.name} has no weights to train: omit drafter.from",
     )
-    earlier = draft_checkpoint.read_draft(folder, target)
+    earlier = draft_checkpoint.read_draft(folder, target, initialisation.other_target)
     require(
         earlier.config.name == config.name,
         f"drafter.from={folder} is a draft of the family {earlier.config.name}: give "
@@ -159,15 +188,15 @@ def _with_settings_of(earlier: Predictor, config: Any) -> Any:
 
 
 def _continued(
-    folder: Path,
-    new_tokens: int,
+    initialisation: InitialisationConfig,
     config: Any,
     target: TargetParts,
     said: Sequence[NDArray[np.int32]],
 ) -> Drafter:
-    """The draft in `folder` with this config, and with up to `new_tokens` tokens of `said` added to
-    its vocabulary. Raises UserError if the draft does not fit."""
-    earlier, kind = _fitting(folder, new_tokens, config, target), family(config.name)
+    """The draft that training starts from with this config, and with up to `new_tokens` tokens of
+    `said` added to its vocabulary. Raises UserError if the draft does not fit."""
+    folder, new_tokens = initialisation.draft, initialisation.new_tokens
+    earlier, kind = _fitting(initialisation, config, target), family(config.name)
     config = _with_settings_of(earlier, config)
     vocab_S, note = earlier.vocab_S, WHOLE
     if vocab_S is not None:
@@ -185,6 +214,7 @@ def _continued(
     if hasattr(config, "draft_vocab"):
         config = replace(config, draft_vocab=None if vocab_S is None else len(vocab_S))
     drafter = kind.build(config, target, vocab_S, earlier)
+    drafter.origin = earlier.origin
     console.print(f"training starts from {folder}: {note}")
     for f in fields(config):
         before, after = getattr(earlier.config, f.name), getattr(config, f.name)

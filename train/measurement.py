@@ -257,7 +257,7 @@ def _write(
 
 def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
     name = drafter.config.name
-    if cfg.export is not None and draft_export.exports(name, cfg.export):
+    if cfg.export is not None and draft_export.can_be_exported(drafter, cfg.export):
         path = draft_export.export_path(folder, name, cfg.export)
         checked = draft_export.write_export(path, drafter, target, cfg.export, folder / "best")
         console.print(f"exported to {path} ({cfg.export}); {checked}")

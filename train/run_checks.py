@@ -71,8 +71,11 @@ def check_target(
         f"{parts.title} is {parts.reads_pairs}, which engines do not serve here: leave out "
         "responses.from and hidden_states.from",
     )
-    if export is not None and draft_export.exports(drafter.name, export):
-        draft_export.require_exportable(drafter, parts, export)
+    known = None if stage.draft is None else draft_checkpoint.imported(stage.draft)
+    as_it_came = known is not None and known.layout == export
+    if export is not None and (as_it_came or draft_export.exports(drafter.name, export)):
+        if not as_it_came:
+            draft_export.require_exportable(drafter, parts, export)
         draft_export.require_free(draft_export.export_path(folder, drafter.name, export))
     if export is not None and family(drafter.name).adapts_target(drafter):
         draft_export.require_free(folder / "export-target")

@@ -25,6 +25,7 @@ from specdec.drafters.hybrid import copying_family
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
 from specdec.formats.draft_export import LAYOUTS, layout_names
+from specdec.formats.draft_import import IMPORTS
 from specdec.formats.layout import LAYOUT
 from specdec.losses.loss_config import LossConfig
 from specdec.losses.loss_terms import COUPLED, LOSS_TERMS
@@ -35,7 +36,7 @@ from train.budget import BudgetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
 from train.hidden_states.store import HiddenStatesConfig
-from train.initialisation import InitialisationConfig
+from train.initialisation import InitialisationConfig, with_settings_of_import
 from train.loop import LoopConfig
 from train.optim import OptimConfig
 from train.overrides import as_typed, is_text, kinds_within, require_texts_in
@@ -278,6 +279,7 @@ class Config:
                 "or null for the default",
             )
         layouts = {LAYOUT, *(layout_names(drafter.name) or (layout for _, layout in LAYOUTS))}
+        layouts |= {layout for name, layout in IMPORTS if name == drafter.name}
         if (export := self.export) is not None and export not in layouts:
             raise UserError(
                 f"export={export!r} is unknown for {drafter.name}{nearest(export, layouts)}"
@@ -521,9 +523,14 @@ def resolve(cfg: DictConfig) -> Config:
 
 
 def checked(config: Config) -> Config:
-    """The configuration with a loss that fits the draft topology. Raises UserError for
-    contradictory settings; nothing is loaded."""
+    """The configuration with a loss that fits the draft topology, and with the settings and the
+    layout of an imported draft that training starts from. Raises UserError for contradictory
+    settings; no weights are loaded."""
     config = replace(config, loss=config.loss.for_tree(config.decode.paths))
+    drafter, layout = with_settings_of_import(config.initialisation, config.drafter)
+    if layout:
+        export = layout if config.export == LAYOUT else config.export
+        config = replace(config, drafter=drafter, export=export)
     config.check()
     return config
 

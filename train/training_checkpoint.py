@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from specdec.errors import Unreadable, UserError, first_line, require, require_within
 from specdec.files import read_record, reading, replaced, require_file, write_json
-from specdec.formats.draft_checkpoint import require_finite, require_same, untied
+from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.integrity import Damaged, of_tensors
 from specdec.measure.results import HeldOut
 from specdec.progress import tell

@@ -93,6 +93,9 @@ class Drafter(nn.Module, ABC):
     runs_target: ClassVar[bool] = False  # may run the target's own layers, even in training
     calibrations = Calibrations()  # calibrations of its confidence
     noted_alpha: Sequence[float] = ()  # its greedy α by depth on held-out text, as noted on disk
+    # the files that it, or the draft that it was trained from, was imported from
+    # (specdec/formats/import_layout.py); None: it is no import
+    origin: Any = None
     # the same way to draft in `generate` of transformers: "assistant" or "prompt lookup"
     in_transformers: ClassVar[str | None] = None
     # configs, by name, of a family that pays only where prompts are long; benches measure these

@@ -41,6 +41,7 @@ from specdec.drafters.layers import (
     copy_alike,
     copy_fitting,
     llama_of,
+    require_width,
 )
 from specdec.errors import require_between
 from specdec.runtime.cache import SlotCache
@@ -68,6 +69,9 @@ class BlockConfig(DraftVocabConfig):
     # in the paper
     initialisation: str = "target"
     intermediate_size: int | None = None  # width of the MLP; null: the target's
+    # keys of the draft's layers that differ from the target's, such as head_dim: those of a draft
+    # that drafter.from imports
+    layer_config: dict[str, Any] = field(default_factory=dict)
     anchors: AnchorsConfig = field(default_factory=lambda: AnchorsConfig(per_row=64))
 
     def __post_init__(self) -> None:
@@ -118,7 +122,8 @@ class Block(Trainable):
             else [num_layers // 2 + 1]
         )
         layers = chosen_layers(config.layers, spread, target)
-        llama = llama_of(target, config.intermediate_size)
+        llama = llama_of(target, config.intermediate_size, config.layer_config)
+        require_width(llama, target)
         mask = target.vocab_size - 1 if config.mask_token is None else config.mask_token
         return cls.Sizes.of_config(config, target, layers=layers, llama=llama, mask_token=mask)
 

@@ -31,11 +31,14 @@ from specdec.targets.parts import TargetParts
 class DFlash2Config(BlockConfig):
     """DFlash with convolutions over a block's slots and a token selector."""
 
-    bounds: ClassVar = {**BlockConfig.bounds, "taps": 1, "group": 1, "rank": 1}
+    bounds: ClassVar = {**BlockConfig.bounds, "taps": 1, "group": 1, "rank": 1, "candidates": 1}
     name: str = "dflash2"
     taps: int = 2  # slots mixed by a convolution: its own and those before it
     group: int = 16  # channels that share a kernel correction; a divisor of the target's width
     rank: int = 256  # rank of the selector
+    # tokens of a slot, the likeliest before the selector, that may be drafted; null: all. Training
+    # counts all tokens
+    candidates: int | None = None
 
 
 class Convolution(nn.Module):
@@ -124,8 +127,16 @@ class DFlash2(Block):
 
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         D = self.llama.hidden_size
-        logits: Tensor = self.head(hidden[..., :D]) + self.candidate_selector(hidden[..., D:])
-        return logits
+        return self.chosen(self.head(hidden[..., :D]), self.candidate_selector(hidden[..., D:]))
+
+    def chosen(self, unary: Tensor, added: Tensor) -> Tensor:
+        """The sum [..., S] of a slot's logits and what the selector adds, for the slot's
+        `candidates` alone; the others have no probability, except in training."""
+        logits, most = unary + added, self.config.candidates
+        if most is None or self.training or most >= logits.shape[-1]:
+            return logits
+        kept = torch.zeros_like(unary, dtype=torch.bool).scatter(-1, unary.topk(most).indices, True)
+        return logits.masked_fill(~kept.expand_as(logits), -torch.inf)
 
     def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
         chosen = self.candidate_selector
@@ -133,7 +144,6 @@ class DFlash2(Block):
 
         def after(tokens_BT: Tensor, parents_BT: Tensor | None, depth: int) -> Tensor:
             gate_BTN = chosen.predecessor_codebook[tokens_BT] * states_BKN[:, depth, None]
-            logits: Tensor = logits_BKS[:, depth, None] + chosen(gate_BTN)
-            return logits
+            return self.chosen(logits_BKS[:, depth, None], chosen(gate_BTN))
 
         return Growth(after(anchor_B[:, None], None, 0)[:, 0], grow_with_depth(after))

@@ -38,6 +38,7 @@ class EagleConfig(RecurrentConfig):
     noise: float = 0.0
     # each depth reads the previous one's output without a gradient through it, as in HASS
     detach: bool = False
+    bias: bool = False  # fc has a bias, as in EAGLE's own code; engines leave it out
 
     def __post_init__(self) -> None:
         require_within("drafter", self, unroll=(1, self.depth), noise=0)
@@ -50,7 +51,7 @@ class Eagle(Solved):
     def __init__(self, config: Any, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
         D = self.llama.hidden_size
-        self.fc = nn.Linear(2 * D, D, bias=False)
+        self.fc = nn.Linear(2 * D, D, bias=getattr(config, "bias", False))
         self.layers = nn.ModuleList([Layer(self.llama, D)])
 
     def copy_from(self, target: TargetParts) -> None:

@@ -66,9 +66,11 @@ class Eagle3Config(RecurrentConfig, DraftVocabConfig):
 
 @dataclass(kw_only=True)
 class Eagle3Sizes(RecurrentSizes):
-    """`layers`: the layers of the target whose hidden states are read."""
+    """`layers`: the layers of the target whose hidden states are read; `target_width`: the width of
+    these states, if it differs from the draft's."""
 
     layers: list[int]
+    target_width: int | None = None
 
 
 class Eagle3(Solved):
@@ -79,10 +81,11 @@ class Eagle3(Solved):
         super().__init__(config, sizes)
         self.needs = HiddenStateSpec(layers=tuple(sizes.layers))
         D, eps, count = self.llama.hidden_size, self.llama.rms_norm_eps, len(self.needs.layers)
-        self.input_norm = RMSNorm(count * D, eps) if config.norm_before_fc else None
-        norms = (RMSNorm(D, eps) for _ in range(count))
+        width = sizes.target_width or D
+        self.input_norm = RMSNorm(count * width, eps) if config.norm_before_fc else None
+        norms = (RMSNorm(width, eps) for _ in range(count))
         self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
-        self.fc = nn.Linear(count * D, D, bias=False)
+        self.fc = nn.Linear(count * width, D, bias=False)
         # the norms of the embedding and of the hidden state
         self.midlayer = Layer(self.llama, 2 * D, ("input_layernorm", "hidden_norm"))
         numbers = range(1, config.num_layers)
@@ -103,8 +106,16 @@ class Eagle3(Solved):
             "start from; give drafter.initialisation=random",
         )
         layers = chosen_layers(config.layers, [2, num_layers // 2, num_layers - 3], target)
-        llama = llama_of(target, config.intermediate_size)
-        return cls.Sizes.of_config(config, target, llama=llama, layers=layers)
+        llama = llama_of(target, config.intermediate_size, config.layer_config)
+        if (width := target.width) == llama["hidden_size"]:
+            return cls.Sizes.of_config(config, target, llama=llama, layers=layers)
+        require(
+            config.own_embedding and config.initialisation == "random",
+            f"drafter.layer_config.hidden_size={llama['hidden_size']}: the width of {target.name} "
+            f"is {width}, and a draft of another one needs an embedding of its own: give a draft "
+            "that has one with drafter.from",
+        )
+        return cls.Sizes.of_config(config, target, llama=llama, layers=layers, target_width=width)
 
     @property
     def layer(self) -> Layer:

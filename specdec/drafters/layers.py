@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 
+from specdec.errors import require
 from specdec.runtime.cpu.few_row_norm import FewRowsNorm
 from specdec.runtime.cpu.packed_linear import JointLinear, joint, multiplies
 from specdec.targets.parts import UNBOUNDED, TargetParts, configs_of_layers
@@ -420,10 +421,37 @@ def copy_last(target: TargetParts, ours: Mapping[str, Tensor]) -> Tensor | None:
     return after
 
 
-def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[str, Any]:
+LAYER_COUNTS = (
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rotary_dim"),
+)
+LAYER_KEYS = (*LAYER_COUNTS, "rms_norm_eps", "rope_parameters")
+
+
+def llama_of(
+    target: TargetParts,
+    intermediate_size: int | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """The keys of a LlamaConfig for a layer with the target's sizes, and `rotary_dim` if only some
     dimensions of a head are rotated. If the target's layers differ, it is like the last one with
-    full attention. The target's config is neither shared nor changed."""
+    full attention. `changes` replace some of the keys (`drafter.layer_config`). The target's config
+    is neither shared nor changed. Raises UserError for a change of a key that is not one of
+    `LAYER_KEYS`, and for a count that is not a positive integer."""
+    keys = _like_target(target, intermediate_size)
+    for name, value in (changes or {}).items():
+        setting = f"drafter.layer_config.{name}={value}"
+        require(name in LAYER_KEYS, f"{setting}: give one of {', '.join(LAYER_KEYS)}")
+        counted = type(value) is int and value >= 1
+        require(name not in LAYER_COUNTS or counted, f"{setting}: give an integer from 1")
+        keys[name] = copy.deepcopy(value)
+    if (width := keys.get("rotary_dim")) is not None and width >= keys["head_dim"]:
+        del keys["rotary_dim"]
+    return keys
+
+
+def _like_target(target: TargetParts, intermediate_size: int | None) -> dict[str, Any]:
+    """`llama_of` without changes."""
     index, theirs = _full_attention(target.config)
     D, positions = target.width, target.positions
 
@@ -454,6 +482,16 @@ def llama_of(target: TargetParts, intermediate_size: int | None = None) -> dict[
         "hidden_act": "silu",
         "vocab_size": target.vocab_size,
     } | ({"rotary_dim": rotary} if rotary < head_dim else {})
+
+
+def require_width(llama: dict[str, Any], target: TargetParts) -> None:
+    """Raise UserError for layers of another width than the target's, whose head reads them."""
+    width = llama["hidden_size"]
+    require(
+        width == target.width,
+        f"drafter.layer_config.hidden_size={width}: the states of this draft are read by the head "
+        f"of {target.name}, whose width is {target.width}: give a draft of this target",
+    )
 
 
 def _full_attention(config: Any) -> tuple[int, Any]:

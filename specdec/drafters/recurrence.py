@@ -41,6 +41,7 @@ from specdec.drafters.layers import (
     away_from_zero,
     config_of,
     llama_of,
+    require_width,
 )
 from specdec.errors import require
 from specdec.frozen import Frozen
@@ -60,6 +61,10 @@ class RecurrentConfig(DrafterConfig):
     # random: draw the weights at random
     initialisation: str = "target"
     intermediate_size: int | None = None  # width of the MLP; null: the target's
+    # keys of the draft's layers that differ from the target's, such as head_dim: those of a draft
+    # that drafter.from imports
+    layer_config: dict[str, Any] = field(default_factory=dict)
+    own_embedding: bool = False  # a frozen embedding of its own, as some imported drafts have
     anchors: AnchorsConfig = field(default_factory=AnchorsConfig)
 
 
@@ -84,11 +89,18 @@ class Recurrent(Trainable):
         super().__init__(config, sizes)
         self.llama = config_of(sizes.llama)
         self.rope = Rope(self.llama)
+        self.embed_tokens: nn.Embedding | None = None
+        if getattr(config, "own_embedding", False):
+            self.embed_tokens = nn.Embedding(sizes.target_vocab, self.llama.hidden_size)
+            self.embed_tokens.requires_grad_(False)
         self.compiled = Compiled(self.run, SHORT)
 
     @classmethod
     def plan(cls, config: Any, target: TargetParts) -> Any:
-        return cls.Sizes.of_config(config, target, llama=llama_of(target, config.intermediate_size))
+        changes = getattr(config, "layer_config", None)
+        llama = llama_of(target, config.intermediate_size, changes)
+        require_width(llama, target)
+        return cls.Sizes.of_config(config, target, llama=llama)
 
     @property
     def layer(self) -> Layer:
@@ -110,6 +122,9 @@ class Recurrent(Trainable):
         self._target = Frozen(target)
 
     def embed(self, ids: Tensor) -> Tensor:
+        """The embeddings [..., D] of ids, from the target's table or the draft's own."""
+        if self.embed_tokens is not None:
+            return nn.functional.embedding(ids, self.embed_tokens.weight).to(self.dtype)
         return self._target.held.embed(ids).to(self.dtype)
 
     def fuse(self, hidden_states: Tensor) -> Tensor:
@@ -272,6 +287,8 @@ class Recurrent(Trainable):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    module.bias.zero_()
         if getattr(self.config, "initialisation", "random") != "random":
             D = self.llama.hidden_size
             for fc in self.fusions:

@@ -19,7 +19,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specdec.compat import storage_of
 from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor
@@ -34,6 +33,10 @@ from specdec.files import (
     wait_for_replacement,
     write_json,
 )
+from specdec.formats import draft_import
+from specdec.formats.foreign_files import CONFIG
+from specdec.formats.import_layout import Origin
+from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.integrity import KEY, Damaged, of_tensors
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
@@ -75,6 +78,7 @@ class Card:
     target: TargetOf
     notes: dict[str, Any] = field(default_factory=dict)
     weights: str = ""  # their checksum; empty: they are not compared with it
+    origin: Origin | None = None  # the files that the draft, or an earlier one, was imported from
 
 
 def write_draft(
@@ -110,6 +114,7 @@ def write_draft(
         target=theirs,
         notes=notes or {},
         weights=of_tensors(tensors),
+        origin=drafter.origin,
     )
     with replaced(folder, (WEIGHTS, CARD, CALIBRATION, TRAINED_ON)) as partial:
         save_file(tensors, partial / WEIGHTS)
@@ -130,7 +135,13 @@ def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
 
 
 def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
-    """Write the calibrations of a draft beside its weights, in a folder from `write_draft`."""
+    """Write the calibrations of a draft beside its weights, in a folder from `write_draft`. Raises
+    UserError for the folder of an imported draft."""
+    require(
+        not is_foreign_draft(folder),
+        f"{folder} is a draft of another trainer, and its folder is not changed: train it further "
+        "with drafter.from, and calibrate the draft of that run",
+    )
     of_weights = read_card(folder).weights
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
@@ -169,11 +180,14 @@ def load_draft_with_target(
     return drafter.eval(), target
 
 
-def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
-    """A draft with the config and weights on disk, on the CPU and not attached to its target.
+def read_draft(folder: Path | str, target: TargetParts, other_weights: bool = False) -> Drafter:
+    """A draft with the config and weights on disk, on the CPU and not attached to its target. With
+    `other_weights`, the target may be a fine-tuned or quantised form of the draft's own.
     Raises UserError as `read_card` does, for a draft of another target, for a truncated file or a
     damaged calibration, and, naming the tensor, for one that is missing, extra, or of another shape
-    or type."""
+    or type. A draft in a public layout is read as `ForeignDraft.drafter` does."""
+    if is_foreign_draft(folder):
+        return draft_import.foreign_draft(folder).drafter(target)
     folder = Path(folder)
     card = read_card(folder)
     theirs, kind, path = card.target, family(card.family), folder / CARD
@@ -183,10 +197,10 @@ def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
         f"{target.name} has {target.vocab_size}: give {theirs.name}",
     )
     require(
-        theirs.fingerprint == target.fingerprint(),
+        other_weights or theirs.fingerprint == target.fingerprint(),
         f"{folder}: this draft was trained for {theirs.name}, with other weights, or another "
         f"config, than those of {target.name}: give the draft's own target, or train a draft for "
-        "this one",
+        "this one (drafter.from=FOLDER initialisation.other_target=true starts from that draft)",
     )
     try:
         with located(path), torch.device("meta"):
@@ -202,7 +216,7 @@ def read_draft(folder: Path | str, target: TargetParts) -> Drafter:
     _require_described(card, tensors, folder / WEIGHTS)
     drafter = kind(card.config, card.shape)
     drafter.load_state_dict(tensors, strict=False)  # strict=False: tied tensors come along
-    drafter.noted_alpha = _alpha(card.notes)
+    drafter.noted_alpha, drafter.origin = _alpha(card.notes), card.origin
     path = folder / CALIBRATION
     if path.exists():
         remedy = f"delete it, and {REMEDY}"
@@ -229,6 +243,8 @@ def require_undamaged_draft(folder: Path | str) -> Card:
 
 def digest_of_draft(folder: Path | str) -> str:
     """A short hash of a draft's card and weights."""
+    if is_foreign_draft(folder):
+        return draft_import.foreign_draft(folder).digest()
     hasher = hashlib.blake2b(digest_size=12)
     for name in (CARD, WEIGHTS):
         require_file(Path(folder) / name)
@@ -236,14 +252,59 @@ def digest_of_draft(folder: Path | str) -> str:
     return hasher.hexdigest()
 
 
+def is_foreign_draft(folder: Path | str) -> bool:
+    """Whether a folder, or a name on a hub, is not a draft of ours, but may be one in a public
+    layout."""
+    return not wait_for_replacement(Path(folder) / CARD) and draft_import.is_foreign(folder)
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A draft in a public layout, or one that was trained from such a draft: its family, its
+    layout, and the settings of the drafter's config that it decides."""
+
+    family: str
+    layout: str
+    settings: dict[str, Any]
+
+
+def imported(folder: Path | str) -> Imported | None:
+    """What a draft decides because it was imported; None if it was not. Raises UserError as
+    `read_card` does."""
+    if is_foreign_draft(folder):
+        foreign = draft_import.foreign_draft(folder)
+        name, layout, settings = foreign.family, foreign.layout_name, foreign.settings
+    else:
+        card = read_card(folder)
+        if card.origin is None:
+            return None
+        name, layout = card.family, card.origin.layout
+        settings = {key: getattr(card.config, key) for key in card.origin.settings}
+    fixed = draft_import.IMPORTS[name, layout].depths
+    return Imported(name, layout, {k: x for k, x in settings.items() if k != "depth" or fixed})
+
+
+def card_of_foreign(folder: Path | str) -> Card:
+    """What the files of a draft in a public layout say. Its config and sizes are those of its
+    target, too, and are not in it. Raises UserError as `draft_import.foreign_draft` does."""
+    foreign = draft_import.foreign_draft(folder)
+    rows = foreign.files.config.get("vocab_size")
+    theirs = TargetOf(foreign.target_name, None, "", rows if isinstance(rows, int) else 0)
+    notes = {"run": f"imported from {folder}"}  # of no run that may be beside it
+    return Card(FORMAT, foreign.family, foreign.settings, None, theirs, notes)
+
+
 def read_card(folder: Path | str) -> Card:
     """The card of a draft folder. Raises UserError if there is none, if it is of another version,
-    and, naming file and key, for a value that has the wrong type or is out of range."""
+    and, naming file and key, for a value that has the wrong type or is out of range. For a draft in
+    a public layout, what its files say (`card_of_foreign`)."""
+    if is_foreign_draft(folder):
+        return card_of_foreign(folder)
     path = Path(folder) / CARD
     require(
         wait_for_replacement(path) and path.is_file(),
-        f"{folder} holds no draft ({CARD} is missing): give the checkpoint folder of a run, such "
-        "as runs/NAME/best",
+        f"{folder} holds no draft ({CARD} or {CONFIG} is missing): give the checkpoint folder of a "
+        "run, such as runs/NAME/best, or a draft in a public layout",
     )
     try:
         card = read_record(Card, path)
@@ -267,6 +328,10 @@ def read_card(folder: Path | str) -> Card:
         require(theirs == card.family, f"config.name is {theirs!r}, not {card.family!r}")
         _require_sane(card.config, "config")
         _require_sane(card.shape, "shape")
+        if (origin := card.origin) is not None:
+            listed = (card.family, origin.layout) in draft_import.IMPORTS
+            own_keys = origin.settings.keys() <= {f.name for f in fields(kind.Config)}
+            require(listed and own_keys, f"origin is of no known layout of {card.family}")
         ours, theirs = sizes.target_vocab, card.target.vocab_size
         require(
             ours == theirs >= 1,
@@ -277,36 +342,6 @@ def read_card(folder: Path | str) -> Card:
             f"shape: draft_vocab is {sizes.draft_vocab}: expected 1 to {ours}",
         )
     return replace(card, config=config, shape=sizes)
-
-
-def untied(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict with only the first name of a tensor that has two (tied embeddings)."""
-    first: dict[Any, str] = {}
-    for name, x in state.items():
-        first.setdefault((storage_of(x), x.storage_offset(), x.shape), name)
-    return {name: state[name] for name in first.values()}
-
-
-def require_same(
-    stored: Mapping[str, Any], wanted: Mapping[str, Tensor], where: Path | str
-) -> None:
-    """Raise UserError naming the first tensor that is missing, extra or of another shape. `stored`
-    are tensors, or the slices of a file."""
-    for name, x in wanted.items():
-        require(name in stored, f"{where}: tensor {name!r} is missing")
-        there = stored[name]
-        theirs = list(there.shape if isinstance(there, Tensor) else there.get_shape())
-        ours = list(x.shape)
-        require(ours == theirs, f"{where}: tensor {name!r} has shape {theirs}, not {ours}")
-    for name in stored:
-        require(name in wanted, f"{where}: tensor {name!r} does not belong there")
-
-
-def require_finite(tensors: Mapping[str, Tensor], where: Path | str) -> None:
-    """Raise UserError naming the first tensor with a value that is not a finite number."""
-    for name, x in tensors.items():
-        if x.is_floating_point() and not x.isfinite().all():
-            raise UserError(f"{where}: tensor {name!r} has values that are not finite")
 
 
 def _read_weights(path: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:

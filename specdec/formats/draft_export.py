@@ -22,6 +22,7 @@ from specdec.errors import UserError, located, nearest, require
 from specdec.files import new_file, read_json, replaced, require_elsewhere
 from specdec.formats import (
     dflash_layout,
+    draft_import,
     eagle3_layout,
     eagle_layout,
     export_check,
@@ -33,7 +34,7 @@ from specdec.formats import (
     peagle_layout,
 )
 from specdec.formats.check_text import CheckText
-from specdec.formats.draft_checkpoint import copy_trained_on, require_finite, require_same, untied
+from specdec.formats.draft_checkpoint import copy_trained_on
 from specdec.formats.export_readme import README, export_readme
 from specdec.formats.gguf_file import (
     FILE_TYPE,
@@ -56,8 +57,10 @@ from specdec.formats.layout import (
     FileChoices,
     renamed,
     rotary_note,
+    save_safetensors,
 )
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
+from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.targets.parts import TargetParts
 from specdec.targets.prompt_rendering import CHAT_TEMPLATE
@@ -96,8 +99,10 @@ def exports(family: str, layout: str | None) -> bool:
 
 
 def export_path(folder: Path, family: str, layout: str) -> Path:
-    """Where a run in this folder exports to. Raises UserError as `layout_of` does."""
-    return folder / f"export{layout_of(family, layout).suffix}"
+    """Where a run in this folder exports to: a folder, also for a layout in which only imported
+    drafts are written, or a file."""
+    chosen = LAYOUTS.get((family, layout))
+    return folder / f"export{'' if chosen is None else chosen.suffix}"
 
 
 def layout_of(family: str, name: str) -> ExportLayout:
@@ -132,21 +137,38 @@ def _require_one_text(target: TargetParts) -> None:
     )
 
 
+def default_layout(drafter: Drafter) -> str:
+    """The layout of an export unless another is asked for: that in which an imported draft came."""
+    return LAYOUT if drafter.origin is None else str(drafter.origin.layout)
+
+
+def can_be_exported(drafter: Drafter, layout: str) -> bool:
+    """Whether a draft is exported for `export=layout`: by its method, or because it came in this
+    layout."""
+    as_it_came = drafter.origin is not None and drafter.origin.layout == layout
+    return as_it_came or exports(drafter.config.name, layout)
+
+
 def write_export(
     path: Path | str,
     drafter: Drafter,
     target: TargetParts,
-    layout: str = LAYOUT,
+    layout: str | None = None,
     draft: Path | None = None,
     choices: FileChoices = AS_TRAINED,
 ) -> str:
-    """Export a draft. Returns a line that describes the comparison. `draft` is its folder, from
-    which the record of its training data is copied into the folder of an export. The export, a
-    folder or a file, appears only if the draft, read back, gives the same logits; in a file with
-    rounded weights, also only if no weight is off by more than rounding explains. Raises UserError
-    for a layout that this method does not have, for a weight that is missing or not finite, for a
-    draft that an engine would read differently, and for a path that is not an earlier export."""
+    """Export a draft in a layout (None: `default_layout`). Returns a line that describes the
+    comparison. An imported draft is written in its own layout, with the names, types and config
+    that it came with. `draft` is its folder, from which the record of its training data is copied
+    into the folder of an export. The export, a folder or a file, appears only if the draft, read
+    back, gives the same logits; in a file with rounded weights, also only if no weight is off by
+    more than rounding explains. Raises UserError for a layout that this method does not have, for a
+    weight that is missing or not finite, for a draft that an engine would read differently, and for
+    a path that is not an earlier export."""
     path, name = Path(path), drafter.config.name
+    layout = layout or default_layout(drafter)
+    if drafter.origin is not None and layout == drafter.origin.layout:
+        return _write_as_it_came(path, drafter, target, draft)
     chosen = layout_of(name, layout)
     require_free(path)
     require(not (chosen.suffix and path.is_dir()), f"{path} is a folder: name a file")
@@ -183,15 +205,7 @@ def write_export(
             )
         if chosen.whole_model and target.tokenizer is not None:
             save_tokenizer(target.tokenizer, partial)
-        if draft is not None:
-            copy_trained_on(draft, partial)
-        if target.rendering.chat_template is not None:
-            template = target.rendering.chat_template
-            (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
-        if README in _written(path) or not (path / README).exists():  # else it is the user's
-            readme = export_readme(drafter, layout, target, bool(chosen.overrides))
-            (partial / README).write_text(readme, encoding="utf-8")
-        _write_mark(partial, mark_of(drafter, layout, target))
+        _write_beside(partial, path, drafter, target, layout, draft)
         said = _compared(path, partial, drafter, target, layout)
     return f"{len(named)} tensors read back, {said}{rotary_note(config)}{_stops(target)}"
 
@@ -207,11 +221,26 @@ def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, 
     gap, rounding = distance(before, after), rounding_of(before, distance(before, twice))
     if not gap <= rounding:
         raise UserError(f"{path}: not written: read back, its logits differ by {gap:.2g}")
-    compared = f"logits {'identical' if gap == 0 else 'equal but for rounding'}"
+    described = "its keys" if chosen.suffix else CONFIG
+    same = "identical" if gap == 0 else "equal but for rounding"
+    return f"logits {same}; {_by_reference(path, partial, drafter, target, layout, described)}"
+
+
+def _by_reference(
+    path: Path,
+    partial: Path,
+    drafter: Drafter,
+    target: TargetParts,
+    layout: str,
+    described: str = CONFIG,
+) -> str:
+    """Compare what was written to `partial` with a second implementation of its network; returns a
+    line about it. `described` is where engines read the network's sizes. Raises UserError if they
+    differ."""
     if (drafter.config.name, layout) not in REFERENCE_NETWORKS:
-        return f"{compared}; no second implementation of this layout to compare it with"
+        return "no second implementation of this layout to compare it with"
     elsewhere = export_check.reference_gap(partial, drafter, target)
-    most, described = export_check.largest_gap(target), "its keys" if chosen.suffix else CONFIG
+    most = export_check.largest_gap(target)
     if not elsewhere <= most:
         raise UserError(
             f"{path}: not written: an engine that reads {described} would compute logits "
@@ -219,8 +248,8 @@ def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, 
             f"{most:.2g}): this is a bug, please report it with the target's config"
         )
     return (
-        f"{compared}; a network of {described} as engines build it differs by {elsewhere:.0e} of "
-        "the largest logit"
+        f"a network of {described} as engines build it differs by {elsewhere:.0e} of the largest "
+        "logit"
     )
 
 
@@ -235,6 +264,49 @@ def _rounded(partial: Path, drafter: Drafter, target: TargetParts, kind: WeightT
     return (
         f"{kind.stored.name.lower()} changes logits by up to {float(gap):.1e} of the largest, and "
         f"the likeliest token at {other} of {len(before)} places"
+    )
+
+
+def _write_beside(
+    partial: Path,
+    folder: Path,
+    drafter: Drafter,
+    target: TargetParts,
+    layout: str,
+    draft: Path | None,
+) -> None:
+    """Write what lies beside the weights of an export."""
+    overrides = (partial / OVERRIDES).exists()
+    if draft is not None:
+        copy_trained_on(draft, partial)
+    if (template := target.rendering.chat_template) is not None:
+        (partial / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    if README in _written(folder) or not (folder / README).exists():  # else it is the user's
+        readme = export_readme(drafter, layout, target, overrides)
+        (partial / README).write_text(readme, encoding="utf-8")
+    _write_mark(partial, mark_of(drafter, layout, target))
+
+
+def _write_as_it_came(
+    folder: Path, drafter: Drafter, target: TargetParts, draft: Path | None
+) -> str:
+    """`write_export` of an imported draft in its own layout."""
+    require_free(folder)
+    _require_one_text(target)
+    tensors, config, layout = draft_import.as_it_came(drafter, target)
+    require_finite(tensors, f"{folder}: not written")
+    with replaced(folder, _written(folder)) as partial:
+        save_safetensors(partial, tensors, config, layout.weights)
+        _write_beside(partial, folder, drafter, target, drafter.origin.layout, draft)
+        again = draft_import.foreign_draft(partial).drafter(target)
+        kept, state = draft_import.rounded_as_it_came(drafter), again.state_dict()
+        for name, x in kept.items():
+            same = torch.equal(state[name].float(), x.float())
+            require(same, f"{folder}: not written: read back, tensor {name!r} differs")
+        again.to(target.device).attach(target)
+        compared = _by_reference(folder, partial, again.eval(), target, drafter.origin.layout)
+    return (
+        f"{len(tensors)} tensors read back, identical, in the layout that they came in; {compared}"
     )
 
 

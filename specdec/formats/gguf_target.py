@@ -13,7 +13,6 @@ from torch import Tensor
 
 from specdec.errors import require
 from specdec.files import new_file
-from specdec.formats.draft_checkpoint import require_finite, untied
 from specdec.formats.draft_export import mark_of, require_free
 from specdec.formats.gguf_file import (
     FILE_TYPE,
@@ -33,6 +32,7 @@ from specdec.formats.gguf_layout import (
 )
 from specdec.formats.gguf_tokenizer import CONVERTER, target_tokenizer
 from specdec.formats.layout import FileChoices
+from specdec.formats.stored_tensors import require_finite, untied
 from specdec.runtime.quantised import method
 from specdec.targets.target import Target
 

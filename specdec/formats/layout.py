@@ -32,9 +32,11 @@ def unchanged(drafter: Any, tensors: Tensors) -> Tensors:
     return tensors
 
 
-def save_safetensors(folder: Path, tensors: Tensors, config: Description) -> None:
+def save_safetensors(
+    folder: Path, tensors: Tensors, config: Description, weights: str = WEIGHTS
+) -> None:
     """Write an export's weights, and its config beside them."""
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, folder / weights, metadata={"format": "pt"})
     described = json.dumps(config, indent=1, sort_keys=True)
     (folder / CONFIG).write_text(described, encoding="utf-8")
 

@@ -62,7 +62,7 @@ class LlamaBlock(nn.Module):
 
 def llama(config: Description) -> LlamaConfig:
     """The LlamaConfig of a description. Raises UserError for keys that engines read differently."""
-    rope = config.get("rope_parameters") or {}
+    rope = config.get("rope_parameters") or older_rope(config)
     nested = [key for key, x in rope.items() if isinstance(x, dict)]
     require(
         not nested, f"rope_parameters holds dicts ({', '.join(nested)}), which vLLM cannot read"
@@ -81,6 +81,18 @@ def llama(config: Description) -> LlamaConfig:
     names += " intermediate_size num_attention_heads num_key_value_heads hidden_act"
     sizes = {name: config[name] for name in names.split() if name in config}
     return LlamaConfig(**sizes, rope_parameters=dict(rope) or None)
+
+
+def older_rope(config: Description) -> Description:
+    """The rotary parameters in a config of transformers 4."""
+    scaled = dict(config.get("rope_scaling") or {})
+    if "type" in scaled:
+        scaled.setdefault("rope_type", scaled.pop("type"))
+    if "rope_theta" not in config and not scaled:
+        return {}
+    share = config.get("partial_rotary_factor")
+    rope = {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)} | scaled
+    return rope if share is None else rope | {"partial_rotary_factor": share}
 
 
 def rope_of(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,17 +136,29 @@ def unrolled(
 
 
 def eagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
-    """EAGLE-1: fc over a pair, then a Llama layer without its first norm."""
+    """EAGLE-1: fc over a pair, then a Llama layer without its first norm. Engines leave out a bias,
+    which EAGLE's own code adds; no export has one, but what is written back as it came may."""
     config, fc = llama(files.config), files.tensors["fc.weight"].float()
+    bias = files.tensors.get("fc.bias")
     block = loaded(LlamaBlock(config, config.hidden_size), files.taken("layers.0."))
 
     def run(embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
-        x = linear(torch.cat([embedding, hidden_state], -1), fc)
+        pair = torch.cat([embedding, hidden_state], -1)
+        x = linear(pair, fc, None if bias is None else bias.float())
         rope = _on(x, rope_of(config, torch.arange(len(x))))
         out = block.finish(x, block.attend(x, rope, causal(len(x), x.device)))
         return out, out
 
     return unrolled(run, files, trial.state(FINAL), trial, anchor)
+
+
+def layers_read(description: Description) -> list[int]:
+    """The target's layers that an EAGLE-3 draft reads: as its config says or, with `depth`, the
+    engines' default (vLLM's `get_eagle3_default_aux_hidden_state_layers`)."""
+    ids = description.get("eagle_aux_hidden_state_layer_ids")
+    nested = (description.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+    depth = description.get("depth", 0)
+    return list(ids or [k + 1 for k in nested or ()] or sorted({2, depth // 2, depth - 3}))
 
 
 class Eagle3Layers(nn.Module):
@@ -145,8 +169,10 @@ class Eagle3Layers(nn.Module):
 
     def __init__(self, config: LlamaConfig, description: Description) -> None:
         super().__init__()
-        D, eps, count = config.hidden_size, config.rms_norm_eps, description["num_hidden_layers"]
-        ids = description["eagle_aux_hidden_state_layer_ids"]
+        D, eps = config.hidden_size, config.rms_norm_eps
+        ids, count = layers_read(description), description.get("num_hidden_layers", 1)
+        if description.get("architectures") == ["Eagle3LlamaForCausalLM"]:
+            count = 1  # AngelSlim's own code has one layer, whatever its config counts
         hidden_states = description.get("target_hidden_size", D) * len(ids)
         self.layers = nn.ModuleList(LlamaBlock(config, D if i else 2 * D) for i in range(count))
         for i, layer in enumerate(self.layers):
@@ -198,7 +224,8 @@ def eagle3_layers(files: ExportFolder) -> Eagle3Layers:
 
 
 def eagle3(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
-    layers, ids = eagle3_layers(files), files.config["eagle_aux_hidden_state_layer_ids"]
+    files = replace(files, config={**files.config, "depth": files.target.depth})
+    layers, ids = eagle3_layers(files), layers_read(files.config)
     hidden_states = layers.combined(torch.cat([trial.state(k) for k in ids], -1))
     return unrolled(layers, files, hidden_states, trial, anchor)
 
@@ -219,8 +246,9 @@ def medusa(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
 
 def peagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """One pass over the pairs of the text and a masked pair for each depth above 0."""
+    files = replace(files, config={**files.config, "depth": files.target.depth})
     layers, config = eagle3_layers(files), files.config
-    ids, more = config["eagle_aux_hidden_state_layer_ids"], trial.depths - 1
+    ids, more = layers_read(config), trial.depths - 1
     mask = config["pard_token"] if "pard_token" in config else config["mask_token_id"]
     masks = torch.full((more,), mask, device=trial.ids_T.device)
     states = torch.cat([trial.state(k) for k in ids], -1)[:anchor]
@@ -357,13 +385,14 @@ def dflash(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     """A block of the anchor and of mask tokens, drafted at once, as long as it was trained for."""
     config, device = files.config, trial.ids_T.device
     settings = config["dflash_config"]
+    size = config.get("block_size") or settings["block_size"]
     layers = loaded(DFlashLayers(llama(config), config), files.tensors, APART)
     hidden_states = torch.cat([trial.state(k + 1) for k in settings["target_layer_ids"]], -1)[
         :anchor
     ]
-    slots = torch.full((config["block_size"],), settings["mask_token_id"], device=device)
+    slots = torch.full((size,), settings["mask_token_id"], device=device)
     slots[0] = trial.ids_T[anchor]
-    states = layers(hidden_states, files.embed(slots), settings["causal"])
+    states = layers(hidden_states, files.embed(slots), settings.get("causal", False))
     return files.head(states[1 : 1 + trial.depths])
 
 
