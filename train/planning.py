@@ -162,7 +162,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         return forward_seconds(target, facts.device, rows, tokens, context, together, launch)
 
     def decoding(
-        held: dict[str, float], asked: int, least: int, new: int, kept: bool
+        held: dict[str, float], asked: int, least: int, new: int, kept: bool, drafts: bool = False
     ) -> tuple[int, dict[str, float]]:
         """The number of rows decoded together, with `new` tokens each, and the bytes that they
         need."""
@@ -172,6 +172,9 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
             "logits": fitting.LOGITS * FULL * target.vocab,
             "hidden states": kept * fitting.GROWTH * states * (cfg.data.longest_prompt + new),
         }
+        if draft and drafts and draft.cached:
+            of_draft = draft.held(cfg.data.longest_prompt + new)
+            row["KV cache of the draft"] = fitting.GROWTH * of_draft * state
         fit = int(fitting.SHARE * (room - sum(held.values())) / sum(row.values()))
         rows = max(least, min(asked, fit))
         return rows, held | {name: rows * size for name, size in row.items()}
@@ -204,7 +207,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     if cfg.decode.prompts:
         held |= {"draft weights": draft.weights * state if draft else 0.0}
         new, batch = cfg.decode.max_new_tokens, cfg.decode.batch
-        rows, filled = decoding(held, cfg.decode.counting, batch, new, True)
+        rows, filled = decoding(held, cfg.decode.counting, batch, new, True, drafts=True)
         asked = min(cfg.decode.prompts, data.prompts)
         timed, ways = (
             min(asked, cfg.decode.timed_prompts),
@@ -315,7 +318,8 @@ def speculation_costs(
     def checked(gamma: int) -> float:
         return forward_seconds(target, device, batch, 1 + gamma, CONTEXT, together, launch)
 
-    moving = draft.read * target.state / device.bandwidth
+    cached = batch * draft.held(CONTEXT)  # numbers of its KV cache that a step reads
+    moving = (draft.read + cached) * target.state / device.bandwidth
     computing = 2 * draft.read * batch * width / device.rate
     drafted = ((moving + computing) / speed + 2 * launch) / checked(0)
     if draft.parallel:

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 from transformers import AutoConfig
 
 from specdec.drafters import family
-from specdec.drafters.base import Trainable
+from specdec.drafters.base import Trainable, WindowConfig
+from specdec.drafters.layers import Attention
 from specdec.errors import UserError, first_line, require_known, require_within
 from specdec.measure.costs import timed
 from specdec.runtime.device import free_bytes
@@ -188,6 +189,12 @@ class DraftFootprint:
     stored: int  # number of the target's layers that it reads
     anchors: int | None  # in each row of training; None: every position
     solved: bool  # whether it has a closed-form initialisation
+    cached: int  # numbers that a token takes in its KV cache
+    window: int | None  # tokens that its KV cache holds at most; None: the whole text
+
+    def held(self, tokens: float) -> float:
+        """The numbers in the KV cache of a text of so many tokens."""
+        return self.cached * (tokens if self.window is None else min(tokens, self.window))
 
 
 def sizes_of_target(
@@ -276,6 +283,9 @@ def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftFoo
     weights, learns = _count(drafter.parameters()), kind.trains(config)
     trained = [p for p in drafter.parameters() if p.requires_grad and learns]
     muon = _count(p for p in trained if trained_by_muon(p, optim, sizes))
+    window = None
+    if isinstance(config, WindowConfig) and config.window is not None:
+        window = config.window + config.sink_tokens
     return DraftFootprint(
         weights=weights,
         trained=_count(trained),
@@ -288,6 +298,10 @@ def draft_sizes(config: Any, parts: TargetParts, optim: OptimConfig) -> DraftFoo
         stored=len(drafter.needs.layers),
         anchors=getattr(getattr(config, "anchors", None), "per_row", None),
         solved=isinstance(drafter, Trainable) and drafter.closed_form_initialisation,
+        cached=sum(
+            2 * m.kv_heads * m.head_dim for m in drafter.modules() if isinstance(m, Attention)
+        ),
+        window=window,
     )
 
 

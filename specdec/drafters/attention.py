@@ -23,6 +23,7 @@ from specdec.context import Context
 from specdec.drafters.layers import Attention, KeyValue
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.machine_probes import ProbeResult, agreement
+from specdec.runtime.sliding_cache import SlidingCache
 
 
 def states(
@@ -114,6 +115,41 @@ def unread(cache: SlotCache, counts: list[int]) -> list[int]:
     return new
 
 
+READ = 512  # the most entries that one pass reads into a cache with a window
+
+
+def reading(cache: SlotCache, counts: list[int], layers: int = 1) -> Iterator[list[int]]:
+    """How many of each row's `counts[b]` entries a draft's cache has yet to read, by pass. Each
+    pass must be committed before the next. Every row reads its last entry in the last pass.
+
+    A cache without a window has one pass. One with a window skips what no later token sees: the
+    last of `layers` layers sees `window` - 1 entries before its own, each of which depends on as
+    many before it in the layer below, so `layers` · (`window` - 1) + 1 entries matter, and the
+    sinks."""
+    if not isinstance(cache, SlidingCache):
+        yield unread(cache, counts)
+        return
+    if len(cache.lengths) == len(counts):  # a text that was cut is read again
+        pairs = zip(cache.lengths, counts, strict=True)
+        cache.lengths = [n if n <= count else 0 for n, count in pairs]
+    new = unread(cache, counts)
+    ends = [n + more for n, more in zip(cache.lengths, new, strict=True)]
+    if max(ends) <= cache.window:  # nothing is hidden yet
+        yield new
+        return
+
+    def ahead_of(goals: list[int]) -> list[int]:
+        return [max(0, goal - n) for n, goal in zip(cache.lengths, goals, strict=True)]
+
+    sinks = ahead_of([min(cache.sink, end - 1) for end in ends])
+    if any(sinks):
+        yield sinks
+    reach = 1 + layers * (cache.window - 1)
+    cache.lengths = [max(n, end - reach) for n, end in zip(cache.lengths, ends, strict=True)]
+    for left in range((max(ahead_of(ends)) - 1) // READ * READ, -1, -READ):
+        yield ahead_of([end - left for end in ends])
+
+
 WHOLE = 1 << 18  # the most anchors × keys of a batch for which all scores are held at once
 BLOCK = 128  # anchors whose scores are held at once in larger batches, and keys of a tile
 
@@ -124,7 +160,9 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin [B, T, D], as `Rope` gives them
 
 class Sight(NamedTuple):
     """The shared keys that each anchor attends to: those of its document from `first_BA` to
-    `pair_BA`. With a `window`, only the last `window` of these, and the first `sink` of them."""
+    `pair_BA`. With a `window`, only the first `sink` of these and, of the `window` positions that
+    end with the query's, those that have keys. The query is `ahead` positions after the anchor's
+    own key."""
 
     pair_BA: Tensor  # the anchor's own key, which it always sees
     first_BA: Tensor  # the first key of the anchor's document
@@ -132,6 +170,7 @@ class Sight(NamedTuple):
     document_BP: Tensor  # the key's document, -2 for none
     window: int | None = None
     sink: int = 0
+    ahead: int = 0  # only with a window; then the reader has a key of its own
 
     @classmethod
     def of_anchors(cls, pair_BA: Tensor, position_BP: Tensor, document_BP: Tensor) -> Self:
@@ -139,24 +178,40 @@ class Sight(NamedTuple):
         first_BA = (pair_BA - position_BP.gather(1, pair_BA)).clamp_min(0)
         return cls(pair_BA, first_BA, document_BP.gather(1, pair_BA), document_BP)
 
-    def near(self, key: Tensor, pair: Tensor, first: Tensor) -> Tensor:
-        """Whether an anchor with these `pair` and `first` keys attends to a key of its document."""
+    @property
+    def start_BA(self) -> Tensor:
+        """The first key of each anchor's window, which may lie before its document."""
         if self.window is None:
-            return key <= pair
-        return (key <= pair) & ((key > pair - self.window) | (key < first + self.sink))
+            return torch.zeros_like(self.pair_BA)
+        return self.pair_BA + 1 + self.ahead - self.window
 
-    def mask(self, anchors: slice, keys: slice) -> Tensor:
+    @property
+    def itself_BA(self) -> Tensor:
+        """The key that an anchor sees in any case, as a row without any key would be NaN; -1: none
+        is needed."""
+        return self.pair_BA if not self.ahead else torch.full_like(self.pair_BA, -1)
+
+    def near(self, key: Tensor, pair: Tensor, start: Tensor, first: Tensor) -> Tensor:
+        """Whether an anchor with this `pair`, window and document sees a key of its document."""
+        inside = key >= start
+        return (key <= pair) & (inside | (key < first + self.sink) if self.sink else inside)
+
+    def mask(self, anchors: slice, key_P: Tensor) -> Tensor:
         """The mask [B, A, P] of these anchors and keys."""
-        pair_BA1, first_BA1 = (x[:, anchors, None] for x in (self.pair_BA, self.first_BA))
-        key_P = torch.arange(keys.start, keys.stop, device=pair_BA1.device)
-        alike_BAP = self.document_BA[:, anchors, None] == self.document_BP[:, None, keys]
-        # a row without any key would be NaN
-        return self.near(key_P, pair_BA1, first_BA1) & alike_BAP | (key_P == pair_BA1)
+        each = self.pair_BA, self.start_BA, self.first_BA, self.itself_BA, self.document_BA
+        pair, start, first, itself, document = (x[:, anchors, None] for x in each)
+        alike = document == self.document_BP[:, None, key_P]
+        return self.near(key_P, pair, start, first) & alike | (key_P == itself)
 
-    def tiles(self, anchors: slice) -> slice:
+    def tiles(self, anchors: slice) -> list[int]:
         """The tiles of `BLOCK` keys that contain all keys of these anchors."""
-        first, last = self.first_BA[:, anchors].min(), self.pair_BA[:, anchors].max()
-        return slice(int(first) // BLOCK, int(last) // BLOCK + 1)
+        first_BA, pair_BA = self.first_BA[:, anchors], self.pair_BA[:, anchors]
+        start_BA, sinks = self.start_BA[:, anchors].maximum(first_BA), set[int]()
+        for first in first_BA.unique().tolist() if self.sink else ():
+            sinks.update(range(first // BLOCK, (first + self.sink - 1) // BLOCK + 1))
+        last = int(pair_BA.max()) // BLOCK
+        near = range(int(start_BA.minimum(pair_BA).min()) // BLOCK, last + 1)
+        return sorted({*near, *(tile for tile in sinks if tile <= last)})
 
     def first(self, anchors: int) -> Self:
         """The sight of each row's first `anchors` anchors."""
@@ -185,14 +240,29 @@ class Keys:
         self.own = [tuple((key[few], value[few]) for key, value in layer) for layer in self.own]
         self.sight = self.sight.first(anchors)
 
+    def read_ahead(self, depth: int) -> None:
+        """Let the next pass read tokens so many positions after the anchors' own keys."""
+        if self.sight.window is not None:
+            self.sight = self.sight._replace(ahead=depth)
+
     def heads(self, i: int, query: Tensor) -> Tensor:
-        """The heads of layer i [B, H, H, N, D] for queries of all slots."""
-        shared, own, size = self.shared[i], self.own[i], self.size
-        if not self.causal:
-            return over_blocks(query, size, shared, self.sight, own)
+        """The heads of layer i [B, H, H, N, D] for queries of all slots. With a window, each slot
+        sees other shared keys, and of its anchor's own keys those of its window; a block's slots
+        are never more than the window."""
+        shared, own, size, sight = self.shared[i], self.own[i], self.size, self.sight
+        if sight.window is not None and sight.ahead and size == 1:
+            own = own[-sight.window :]
+        if not self.causal and (size == 1 or sight.window is None):
+            return over_blocks(query, size, shared, sight, own)
         queries, before = query.unflatten(3, (-1, size)).unbind(4), len(own) - size
         slots = [
-            attended(queries[j], shared, self.sight, own[: before + j + 1]) for j in range(size)
+            attended(
+                queries[j],
+                shared,
+                sight if sight.window is None else sight._replace(ahead=sight.ahead + j),
+                own[: before + j + 1] if self.causal else own,
+            )
+            for j in range(size)
         ]
         return torch.stack(slots, 4).flatten(3, 4)
 
@@ -284,7 +354,7 @@ def _whole(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, .
     """`attended` with all scores at once."""
     (keys, values), (heads_per_key, A, head_dim) = shared, query.shape[2:]
     P = keys.shape[2]
-    mask_BAP = sight.mask(slice(0, A), slice(0, P))
+    mask_BAP = sight.mask(slice(0, A), torch.arange(P, device=keys.device))
     if not own:
         return fused(query, keys, values, mask_BAP)
     scores = (query.flatten(2, 3) @ keys.transpose(-1, -2)).unflatten(2, (heads_per_key, A))
@@ -303,14 +373,15 @@ def _blocks(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, 
     """`attended`, computed for `BLOCK` anchors at a time over the tiles that they see."""
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     tiles = [x.split(BLOCK, 2) for x in shared]
+    numbers = torch.arange(P, device=query.device).split(BLOCK)
 
     def block(anchors: slice) -> Tensor:
         near = sight.tiles(anchors)
         keys, values = (
-            torch.cat([*tiles[j][near], *(pair[j][:, :, anchors] for pair in own)], 2)
+            torch.cat([*(tiles[j][n] for n in near), *(pair[j][:, :, anchors] for pair in own)], 2)
             for j in (0, 1)
         )
-        mask = sight.mask(anchors, slice(near.start * BLOCK, min(near.stop * BLOCK, P)))
+        mask = sight.mask(anchors, torch.cat([numbers[n] for n in near]))
         itself = torch.eye(mask.shape[1], dtype=torch.bool, device=mask.device)
         mask = torch.cat([mask, *[itself.expand(B, -1, -1)] * len(own)], 2)
         return fused(query[..., anchors, :], keys, values, mask)
@@ -326,11 +397,13 @@ def _flex(query: Tensor, shared: KeyValue, sight: Sight, own: tuple[KeyValue, ..
     B, A, P = len(query), query.shape[3], shared[0].shape[2]
     keys, values = (torch.cat([shared[j], *(pair[j] for pair in own)], 2) for j in (0, 1))
     pair_BA, first_BA, document_BA, document_BP = sight[:4]
+    start_BA, itself_BA = sight.start_BA, sight.itself_BA  # tensors: one graph serves all depths
 
     def sees(b: Tensor, h: Tensor, anchor: Tensor, key: Tensor) -> Tensor:
         pair, place = pair_BA[b, anchor], key.clamp_max(P - 1)
         alike = document_BA[b, anchor] == document_BP[b, place]
-        seen = sight.near(place, pair, first_BA[b, anchor]) & alike | (place == pair)
+        seen = sight.near(place, pair, start_BA[b, anchor], first_BA[b, anchor]) & alike
+        seen = seen | (place == itself_BA[b, anchor])
         return (key < P) & seen | (key >= P) & ((key - P) % A == anchor)
 
     built: Callable[[Any], Any] = compiled if query.is_cuda else lambda function: function

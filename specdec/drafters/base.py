@@ -104,7 +104,7 @@ class Drafter(nn.Module, ABC):
     def __init__(self, config: Any, sizes: Any) -> None:
         super().__init__()
         bounds: dict[str, Any] = {"depth": (1, DEEPEST), "draft_vocab": 1, "intermediate_size": 1}
-        bounds |= getattr(config, "bounds", {})
+        bounds |= {"window": 1, "sink_tokens": 0} | getattr(config, "bounds", {})
         own = {name: bound for name, bound in bounds.items() if hasattr(config, name)}
         require_within("drafter", config, **own)
         if hasattr(config, "initialisation"):
@@ -366,6 +366,23 @@ class DraftVocabConfig(DrafterConfig):
     # number of tokens in the draft vocabulary: the most frequent ones in the training responses;
     # null: the target's complete vocabulary
     draft_vocab: int | None = 8192
+
+
+@dataclass
+class WindowConfig(DrafterConfig):
+    """The settings of a drafter whose layers may attend to a part of the text only."""
+
+    # tokens that each layer attends to, the one that reads included; null: the whole text so far
+    window: int | None = None
+    # first tokens of the text that each layer attends to besides its window; engines have none
+    sink_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        require(
+            self.window is not None or not self.sink_tokens,
+            f"drafter.sink_tokens={self.sink_tokens}: without drafter.window, every token is "
+            "attended to already: give drafter.window too",
+        )
 
 
 @dataclass

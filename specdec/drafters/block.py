@@ -21,13 +21,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specdec.context import Context, HiddenStateSpec
-from specdec.drafters.attention import Keys, OverSequence, OverSlots, Sight, last_of, pieces, unread
+from specdec.drafters.attention import (
+    Keys,
+    OverSequence,
+    OverSlots,
+    Sight,
+    last_of,
+    pieces,
+    reading,
+)
 from specdec.drafters.base import (
     AnchorsConfig,
     DraftVocabConfig,
     Limits,
     Sizes,
     Trainable,
+    WindowConfig,
     chosen_layers,
     reading_no_draft,
     require_rising,
@@ -43,9 +52,10 @@ from specdec.drafters.layers import (
     llama_of,
     require_width,
 )
-from specdec.errors import require_between
+from specdec.errors import require, require_between
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
+from specdec.runtime.sliding_cache import SlidingCache
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
 
@@ -53,7 +63,7 @@ MANY = 4096  # slots from which what follows attention is computed again in the 
 
 
 @dataclass
-class BlockConfig(DraftVocabConfig):
+class BlockConfig(WindowConfig, DraftVocabConfig):
     """`depth` tokens drafted in one forward pass."""
 
     bounds: ClassVar[dict[str, Any]] = {"num_layers": (1, 64)}
@@ -75,6 +85,7 @@ class BlockConfig(DraftVocabConfig):
     anchors: AnchorsConfig = field(default_factory=lambda: AnchorsConfig(per_row=64))
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_rising(self.layers)
 
 
@@ -101,6 +112,11 @@ class Block(Trainable):
         self.needs = HiddenStateSpec(layers=tuple(sizes.layers))
         self.llama = config_of(sizes.llama)
         self.slots = config.depth + self.first
+        require(
+            config.window is None or config.window >= self.slots,
+            f"drafter.window={config.window}: a block has {self.slots} tokens, which see each "
+            f"other: give at least {self.slots}, or null",
+        )
         self.limits = Limits(depth=config.depth, slots=self.slots, parallel=self.parallel)
         D, eps = self.llama.hidden_size, self.llama.rms_norm_eps
         self.fc = nn.Linear(len(sizes.layers) * D, D, bias=False)
@@ -173,7 +189,11 @@ class Block(Trainable):
         # the last hidden state that the anchor's block reads
         pair_BA = (anchors_BA - 1).clamp_min(0)
         position_BT, document_BT = (x[:, :T] for x in ctx.documents())
-        keys = Keys(Sight.of_anchors(pair_BA, position_BT, document_BT), M, self.causal)
+        sight, window = Sight.of_anchors(pair_BA, position_BT, document_BT), self.config.window
+        if window is not None and window < T + M:  # else it hides nothing
+            sight = sight._replace(window=window, sink=self.config.sink_tokens)
+        keys = Keys(sight, M, self.causal)
+        keys.read_ahead(1)  # slot 0 is one position after the last hidden state
         slots_M = torch.arange(1, M + 1, device=pair_BA.device)
         position_BN = (position_BT.gather(1, pair_BA)[..., None] + slots_M).flatten(1)  # N = A · M
         of_text, of_slots = (self.rope(x, T + M + 1) for x in (position_BT, position_BN))
@@ -198,6 +218,10 @@ class Block(Trainable):
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
+        """With a window, a cache that stays small and is never of fixed size, so its passes are not
+        compiled."""
+        if self.config.window is not None:
+            return SlidingCache(len(self.layers), self.config.window, self.config.sink_tokens)
         return SlotCache(len(self.layers), capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
@@ -212,22 +236,43 @@ class Block(Trainable):
         return self.growth(logits_BKS, states_BKD, anchor_B)
 
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
-        new, M, device = unread(cache, [n - 1 for n in ctx.counts()]), self.slots, anchor_B.device
-        num_read = max(new)
+        for new in reading(cache, [n - 1 for n in ctx.counts()]):
+            outputs = self._read(ctx, anchor_B, cache, new)
+            cache.commit(new)
+        return outputs
+
+    def _read(
+        self, ctx: Context, anchor_B: Tensor, cache: SlotCache, new: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """`run` on the next `new[b]` hidden states of each row, followed by its block."""
+        num_read, M, device = max(new), self.slots, anchor_B.device
         hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, num_read)
-        known_B1, new_B1 = (torch.tensor(x, device=device)[:, None] for x in (cache.lengths, new))
+        known_B1, first_B1, new_B1 = (
+            torch.tensor(x, device=device)[:, None]
+            for x in (cache.lengths, cache.first_scratch(), new)
+        )
         cache.place(anchor_B.new_zeros(len(new), num_read + M))
         steps = torch.arange(num_read + M, device=device)
-        positions = torch.cat([known_B1 + steps[:num_read], known_B1 + new_B1 + steps[:M]], 1)
-        inner_B1P = (torch.arange(cache.shown, device=device) - known_B1)[:, None]
+        of_slots_BM = known_B1 + new_B1 + steps[:M]
+        positions = torch.cat([known_B1 + steps[:num_read], of_slots_BM], 1)
+        inner_B1P = (torch.arange(cache.shown, device=device) - first_B1)[:, None]
         end_M1 = num_read + (steps[:M, None] + 1 if self.causal else M)
-        mask_BMP = (inner_B1P < new_B1[..., None]) | (inner_B1P >= num_read) & (inner_B1P < end_M1)
-        mask, embedding = mask_BMP.expand(-1, M, -1), self.enter(anchor_B[:, None])[:, 0]
-        cos, sin = self.rope(positions, cache.shown + 1)
-        outputs = self.compiled(
-            cache, hidden_states=hidden_states, embedding=embedding, cos=cos, sin=sin, mask=mask
+        of_text_BMP, of_block_BMP = (
+            inner_B1P < new_B1[..., None],
+            (inner_B1P >= num_read) & (inner_B1P < end_M1),
         )
-        cache.commit(new)
+        if isinstance(cache, SlidingCache):
+            of_text_BMP = of_text_BMP & cache.near(of_slots_BM, cache.positions(device))
+        mask = (of_text_BMP | of_block_BMP).expand(-1, M, -1)
+        cos, sin = self.rope(positions, cache.end + 1)
+        outputs: tuple[Tensor, Tensor] = self.compiled(
+            cache,
+            hidden_states=hidden_states,
+            embedding=self.enter(anchor_B[:, None])[:, 0],
+            cos=cos,
+            sin=sin,
+            mask=mask,
+        )
         return outputs
 
     def run(

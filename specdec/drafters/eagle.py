@@ -41,6 +41,7 @@ class EagleConfig(RecurrentConfig):
     bias: bool = False  # fc has a bias, as in EAGLE's own code; engines leave it out
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_within("drafter", self, unroll=(1, self.depth), noise=0)
 
 

@@ -57,6 +57,7 @@ class Eagle3Config(RecurrentConfig, DraftVocabConfig):
     norm_output: bool = False  # norm the output read by the next depth
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_rising(self.layers)
         require(
             not (self.norm_before_fc and self.fc_norm),

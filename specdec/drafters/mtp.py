@@ -70,6 +70,12 @@ class MTPConfig(RecurrentConfig):
     modules: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.window is None or self.modules == 1,
+            f"drafter.window={self.window}: only a single module can have a window: give "
+            "drafter.modules=1",
+        )
         require(
             self.modules in (1, self.depth),
             f"drafter.modules={self.modules}: give 1, which is reused at every depth, or "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from specdec.context import Context, TrainingMoment
-from specdec.drafters.attention import entries, pieces, unread
+from specdec.drafters.attention import entries, pieces, reading
 from specdec.drafters.base import Limits, reading_no_draft
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config, Eagle3Sizes
 from specdec.errors import require, require_within
@@ -105,14 +105,14 @@ class PEagle(Eagle3):
             anchor_B1 = torch.tensor(ctx.counts(), device=ctx.ids_BT.device)[:, None] - 1
             logits_BKS = self.unembed(self.hidden(ctx, anchor_B1, None)[:, 0], 0)
         else:
-            new, masked = unread(cache, [n - 1 for n in ctx.counts()]), self.depth - 1
-            read = ctx.hidden_states(self.needs), ctx.ids_BT[:, 1:]
-            hidden_states, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
-            place_T = torch.arange(tokens.shape[1], device=tokens.device)
-            unknown_BT = place_T >= torch.tensor(new, device=tokens.device)[:, None]
-            hidden_states = hidden_states.to(self.mask_hidden.dtype)
-            hidden_states = torch.where(unknown_BT[..., None], self.mask_hidden, hidden_states)
-            tokens = tokens.masked_fill(unknown_BT, self.mask_token)
-            _, logits_BKS = self._cached(cache, hidden_states, None, tokens, None, new, masked)
-            cache.commit(new)
+            masked, read = self.depth - 1, (ctx.hidden_states(self.needs), ctx.ids_BT[:, 1:])
+            for new in reading(cache, [n - 1 for n in ctx.counts()], 1 + len(self.upper)):
+                hidden_states, tokens = (pieces(x, cache.lengths, max(new) + masked) for x in read)
+                place_T = torch.arange(tokens.shape[1], device=tokens.device)
+                unknown_BT = place_T >= torch.tensor(new, device=tokens.device)[:, None]
+                hidden_states = hidden_states.to(self.mask_hidden.dtype)
+                hidden_states = torch.where(unknown_BT[..., None], self.mask_hidden, hidden_states)
+                tokens = tokens.masked_fill(unknown_BT, self.mask_token)
+                _, logits_BKS = self._cached(cache, hidden_states, None, tokens, None, new, masked)
+                cache.commit(new)
         return reading_no_draft(lambda k: logits_BKS[:, k])

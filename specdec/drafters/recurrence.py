@@ -29,10 +29,10 @@ from specdec.drafters.attention import (
     Sight,
     entries,
     pieces,
+    reading,
     text_after,
-    unread,
 )
-from specdec.drafters.base import AnchorsConfig, DrafterConfig, Sizes, Trainable
+from specdec.drafters.base import AnchorsConfig, Sizes, Trainable, WindowConfig
 from specdec.drafters.layers import (
     Attend,
     Layer,
@@ -47,12 +47,13 @@ from specdec.errors import require
 from specdec.frozen import Frozen
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.compiled_pass import SHORT, Compiled
+from specdec.runtime.sliding_cache import SlidingCache
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
 
 
 @dataclass
-class RecurrentConfig(DrafterConfig):
+class RecurrentConfig(WindowConfig):
     """A drafter that reads its own output at each further depth."""
 
     name: str
@@ -94,6 +95,9 @@ class Recurrent(Trainable):
             self.embed_tokens = nn.Embedding(sizes.target_vocab, self.llama.hidden_size)
             self.embed_tokens.requires_grad_(False)
         self.compiled = Compiled(self.run, SHORT)
+        # of the pairs of a text, which each layer sees
+        self.window: int | None = getattr(config, "window", None)
+        self.sink: int = getattr(config, "sink_tokens", 0)
 
     @classmethod
     def plan(cls, config: Any, target: TargetParts) -> Any:
@@ -171,7 +175,7 @@ class Recurrent(Trainable):
         P, count = ids_BP.shape[1], len(self.upper)
         every_BP = torch.arange(P, device=ids_BP.device).expand(len(ids_BP), P)
         pair_BA = (anchors_BA - 1).clamp_min(0)  # pair a - 1 belongs to anchor a
-        position_BP, sight = pairs_of(ctx)
+        position_BP, sight = pairs_of(ctx, self.window, self.sink)
         position_BA = position_BP.gather(1, pair_BA)
         # depth 0: all pairs of the text, with the target's hidden states
         keys, at = Keys(sight(pair_BA)), At(pair_BA, self.rope(position_BA, P + k))
@@ -186,6 +190,7 @@ class Recurrent(Trainable):
             if width < output_BAD.shape[1]:  # keep only the anchors that this depth counts
                 output_BAD, position_BA = output_BAD[:, :width], position_BA[:, :width]
                 keys.cut(width)
+            keys.read_ahead(depth)
             attend = OverSequence(keys, self.rope(position_BA + depth, P + k))
             embedding_BAD = self.embed(drafted_BAK[:, :width, depth - 1])
             output_BAD = self.step(embedding_BAD, self.state_for_next_depth(output_BAD), attend)
@@ -193,19 +198,24 @@ class Recurrent(Trainable):
         return steps
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
-        return SlotCache(1 + len(self.upper), capacity)
+        """With a window, a cache that stays small and is never of fixed size, so its passes are not
+        compiled."""
+        layers = 1 + len(self.upper)
+        if self.window is not None:
+            return SlidingCache(layers, self.window, self.sink)
+        return SlotCache(layers, capacity)
 
     def draft_growth(self, ctx: Context, cache: SlotCache | None = None) -> Growth:
         """With a cache, pairs with the target's hidden states are committed to it, and pairs with
         the layers' own output use scratch slots."""
         if cache is None:
             return super().draft_growth(ctx)
-        new = unread(cache, [n - 1 for n in ctx.counts()])
-        hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, max(new))
-        tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
-        # the output at the anchor, then at every node
-        nodes_BTD, logits = self._cached(cache, hidden_states, None, tokens, None, new)
-        cache.commit(new)
+        for new in reading(cache, [n - 1 for n in ctx.counts()], 1 + len(self.upper)):
+            hidden_states = pieces(ctx.hidden_states(self.needs), cache.lengths, max(new))
+            tokens = pieces(ctx.ids_BT[:, 1:], cache.lengths, max(new))
+            # the output at the anchor, then at every node
+            nodes_BTD, logits = self._cached(cache, hidden_states, None, tokens, None, new)
+            cache.commit(new)
 
         def grow(tokens_BT: Tensor, parents_BT: Tensor | None) -> Tensor:
             nonlocal nodes_BTD
@@ -231,13 +241,13 @@ class Recurrent(Trainable):
         place = cache.place(tokens, parents)
         mask, last = place.mask_BTP, None
         if counts is not None and tokens.shape[1] > 1:
-            last = torch.tensor(counts, device=tokens.device)[:, None] - 1
+            last = torch.tensor(counts, device=tokens.device)[:, None].clamp_min(1) - 1
             last = last + torch.arange(1 + more, device=tokens.device)
             sees_all = not (more or self.upper or len(set(counts)) > 1)  # each sees its row's slots
             if mask is None and tokens.shape[1] > 1 and not sees_all:  # a prefill
                 slots = torch.arange(cache.shown, device=tokens.device)
                 mask = (slots <= slots[:, None]).expand(len(tokens), -1, -1)
-        cos, sin = self.rope(place.position_BT, cache.shown + 1)
+        cos, sin = self.rope(place.position_BT, cache.end + 1)
         hidden, logits = self.compiled(
             cache,
             hidden_states=hidden_states,
@@ -297,16 +307,20 @@ class Recurrent(Trainable):
             self.copy_from(target)
 
 
-def pairs_of(ctx: Context) -> tuple[Tensor, Callable[[Tensor], Sight]]:
+def pairs_of(
+    ctx: Context, window: int | None = None, sink: int = 0
+) -> tuple[Tensor, Callable[[Tensor], Sight]]:
     """The position [B, P] of each pair of a text in its document, and a function that returns what
-    anchors with these pairs [B, A] attend to: the pairs of their document up to their own."""
+    anchors with these pairs [B, A] attend to: the pairs of their document up to their own, or only
+    those of a `window` and the first `sink`."""
     place_BP, document_BP = (x[:, 1:] for x in ctx.documents())
     position_BP = (place_BP - 1).clamp_min(0)
     # its hidden state is of another document
     of_one_BP = document_BP.masked_fill(place_BP == 0, -2)
 
     def sight(pair_BA: Tensor) -> Sight:
-        return Sight.of_anchors(pair_BA, position_BP, document_BP)._replace(document_BP=of_one_BP)
+        every = Sight.of_anchors(pair_BA, position_BP, document_BP)
+        return every._replace(document_BP=of_one_BP, window=window, sink=sink)
 
     return position_BP, sight
 

@@ -14,6 +14,8 @@ from specdec.formats.layout import Description, Tensors
 from specdec.targets.parts import TargetParts
 
 LENGTH = 192  # tokens of a trial, if the target has so many positions
+BEYOND = 64  # tokens of a trial beyond a draft's window
+LONGEST = 1024  # tokens of a trial for a larger window, which then has no effect
 ANCHORS = (0.3, 0.99)  # positions of a trial's anchors, as fractions of its text
 DEPTHS = 3  # the most depths that are compared
 FINAL = -1  # in place of a layer's number: the final state, not the stream after a layer
@@ -32,8 +34,10 @@ class CheckText:
     @classmethod
     def drawn_for(cls, drafter: Drafter, target: TargetParts) -> "CheckText":
         depths, generator = min(drafter.depth, DEPTHS), torch.Generator().manual_seed(0)
-        room = min(target.room(1), drafter.limits.positions or LENGTH + DEPTHS)
-        length = min(LENGTH, room - depths)
+        window = getattr(drafter.config, "window", None) or 0
+        wanted = max(LENGTH, min(window + BEYOND, LONGEST))
+        room = min(target.room(1), drafter.limits.positions or wanted + DEPTHS)
+        length = min(wanted, room - depths)
         ids_T = torch.randint(target.vocab_size, (length + depths,), generator=generator)
         anchors = tuple(max(1, int(share * (length - 1))) for share in ANCHORS)
         return cls(ids_T.to(target.device), anchors, depths, target.width)

@@ -3,9 +3,12 @@
 By vLLM 0.32 (qwen3_dflash.py, v1/spec_decode/dflash.py), the target may be any model that provides
 the states of its layers. The target's embedding and LM head are shared, unless the file has an
 `lm_head.weight`: for a pruned draft vocabulary, that tensor holds the rows of the target's head for
-the tokens kept. Both are scaled by `logit_scale`. In vLLM a block is the anchor and as many mask
-tokens as are drafted, so a bidirectional block drafts as here only with num_speculative_tokens =
-`depth`.
+the tokens kept. Both are scaled by `logit_scale`. A window is written as `layer_types`, and as
+`use_swa` and `swa_window_size` of `dflash_config`, as in MiMo's drafts; `causal` holds for the
+slots of a block in any case (`_resolve_layer_attention`). Where it is false, vLLM's attention has a
+symmetric window (flash_attn.py; its CPU kernel computes the same), so the slots of a block see each
+other as here. In vLLM a block is the anchor and as many mask tokens as are drafted, so a
+bidirectional block drafts as here only with num_speculative_tokens = `depth`.
 
 Imports, by the trainers' code and published configs; all share the target's embedding and head:
 
@@ -50,8 +53,10 @@ from specdec.formats.layout import (
     Tensors,
     layers_of,
     refuse_biased_head,
+    refuse_sinks,
     shared_head,
     special_tokens,
+    window_of,
 )
 from specdec.targets.parts import TargetParts
 
@@ -60,8 +65,10 @@ HEAD = "lm_head.weight"
 
 def config(drafter: Block, target: TargetParts) -> Description:
     """`architectures: [DFlashDraftModel]`, a Qwen3. Its layer ids are one less than ours."""
+    window = drafter.config.window
     return {
         **layers_of(drafter.llama),
+        **window_of(drafter, drafter.config.num_layers),
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": drafter.config.num_layers,
@@ -72,6 +79,7 @@ def config(drafter: Block, target: TargetParts) -> Description:
             "mask_token_id": drafter.sizes.mask_token,
             "target_layer_ids": [k - 1 for k in drafter.needs.layers],
             "causal": drafter.causal,
+            **({} if window is None else {"use_swa": True, "swa_window_size": window}),
         },
         **shared_head(target),
         "tie_word_embeddings": False,
@@ -95,7 +103,12 @@ def from_engine(drafter: Block, tensors: Tensors) -> Tensors:
     return eagle3_layout.from_engine(drafter, tensors)
 
 
-LAYOUTS = {"hf": ExportLayout(config, to_engine, from_engine, refuse_biased_head)}
+def refuse(drafter: Block, target: TargetParts) -> None:
+    refuse_biased_head(drafter, target)
+    refuse_sinks(drafter, target)
+
+
+LAYOUTS = {"hf": ExportLayout(config, to_engine, from_engine, refuse)}
 
 MOST_SLOTS, MOST_LAYERS = 129, 64
 # keys of speculators' DFlash that matter only with projector_type=domino, or in training

@@ -58,6 +58,7 @@ from specdec.formats.layout import (
     renamed,
     rotary_note,
     save_safetensors,
+    window_note,
 )
 from specdec.formats.reference_networks import REFERENCE_NETWORKS
 from specdec.formats.stored_tensors import require_finite, require_same, untied
@@ -207,7 +208,10 @@ def write_export(
             save_tokenizer(target.tokenizer, partial)
         _write_beside(partial, path, drafter, target, layout, draft)
         said = _compared(path, partial, drafter, target, layout)
-    return f"{len(named)} tensors read back, {said}{rotary_note(config)}{_stops(target)}"
+    return (
+        f"{len(named)} tensors read back, {said}{rotary_note(config)}{window_note(config)}"
+        f"{_stops(target)}"
+    )
 
 
 def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, layout: str) -> str:

@@ -35,7 +35,15 @@ from specdec.formats.import_layout import (
     proposed_depth,
     renamed_prefixes,
 )
-from specdec.formats.layout import Description, ExportLayout, Tensors, one_layer, special_tokens
+from specdec.formats.layout import (
+    Description,
+    ExportLayout,
+    Tensors,
+    one_layer,
+    refuse_sinks,
+    special_tokens,
+    window_of,
+)
 from specdec.targets.parts import TargetParts
 
 
@@ -76,7 +84,8 @@ def speculators(drafter: Eagle3, target: TargetParts) -> Description:
 
 def layers(drafter: Eagle3) -> Description:
     """The layers as a Llama, whose first layer engines widen. SGLang takes one layer only."""
-    return {**one_layer(drafter), "num_hidden_layers": drafter.config.num_layers}
+    count = drafter.config.num_layers
+    return {**one_layer(drafter), "num_hidden_layers": count, **window_of(drafter, count)}
 
 
 def network_description(drafter: Eagle3, target: TargetParts) -> Description:
@@ -115,9 +124,9 @@ def from_engine(drafter: Drafter, tensors: Tensors) -> Tensors:
 
 
 LAYOUTS = {
-    "hf": ExportLayout(hf, to_engine, from_engine),
+    "hf": ExportLayout(hf, to_engine, from_engine, refuse_sinks),
     "speculators": ExportLayout(
-        speculators, to_engine, from_engine, prefixes={"midlayer.": "layers.0."}
+        speculators, to_engine, from_engine, refuse_sinks, prefixes={"midlayer.": "layers.0."}
     ),
 }
 

@@ -26,16 +26,24 @@ from specdec.formats.layout import (
     ExportLayout,
     one_layer,
     refuse_biased_head,
+    refuse_sinks,
     shared_head,
     special_tokens,
+    window_of,
 )
 from specdec.targets.parts import TargetParts
 
 
 def config(drafter: Eagle, target: TargetParts) -> Description:
-    """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`."""
+    """`architectures: [LlamaForCausalLM]`, to which engines add a prefix for method `eagle`. vLLM
+    0.32 numbers the draft's layer after the target's. For EAGLE-3 it subtracts their number before
+    it reads `layer_types`; for EAGLE (llama_eagle.py, llama.py) only if the config has it."""
+    window = window_of(drafter, 1)
+    if window:
+        window["target_layer_count"] = target.config.num_hidden_layers
     return {
         **one_layer(drafter),
+        **window,
         "architectures": ["LlamaForCausalLM"],
         "draft_vocab_size": target.vocab_size,
         "tie_word_embeddings": False,
@@ -47,6 +55,7 @@ def config(drafter: Eagle, target: TargetParts) -> Description:
 def refuse(drafter: Eagle, target: TargetParts) -> None:
     """Raise UserError for what engines would leave out."""
     refuse_biased_head(drafter, target)
+    refuse_sinks(drafter, target)
     require(
         not drafter.config.bias,
         "engines leave out the bias of fc: train with drafter.bias=false, or give export=null",

@@ -31,6 +31,7 @@ from specdec.formats.layout import (
     ExportLayout,
     Tensors,
     refuse_biased_head,
+    refuse_window,
 )
 from specdec.targets.output_head import soft_cap
 from specdec.targets.parts import TargetParts
@@ -156,6 +157,7 @@ def refuse_eagle3(drafter: Eagle3, target: TargetParts) -> None:
         (config.num_layers != 1, "drafter.num_layers=1"),
         (config.fc_norm, "drafter.fc_norm=false"),
         (config.norm_output, "drafter.norm_output=false"),
+        (config.window is not None, "drafter.window=null"),
         (count != 3, "three of the target's layers in drafter.layers"),
     ):
         require(
@@ -210,6 +212,7 @@ def dflash_keys(drafter: Block, target: TargetParts) -> Description:
 
 def refuse_dflash(drafter: Block, target: TargetParts) -> None:
     """Raise UserError for a block that llama.cpp would run differently."""
+    refuse_window(drafter, target)
     refuse_biased_head(drafter, target)
     require(
         not varies(rope_factors(drafter.llama)),

@@ -105,6 +105,40 @@ def layers_of(llama: LlamaConfig) -> Description:
     return described | {"rope_parameters": rope}
 
 
+def window_of(drafter: Any, num_layers: int) -> Description:
+    """The keys of a draft with a window. In transformers and vLLM, as here, a token itself is the
+    last of the `sliding_window` tokens that it attends to."""
+    window = getattr(drafter.config, "window", None)
+    if window is None:
+        return {}
+    return {
+        "sliding_window": window,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention"] * num_layers,
+    }
+
+
+def refuse_sinks(drafter: Any, target: TargetParts) -> None:
+    """Raises UserError for a draft that attends to the first tokens of a text besides its
+    window."""
+    sinks = getattr(drafter.config, "sink_tokens", 0)
+    require(
+        not sinks,
+        f"drafter.sink_tokens={sinks}: this format has no key for the first tokens of a text, so "
+        "an engine would draft other tokens in long texts: give 0, or export=null",
+    )
+
+
+def refuse_window(drafter: Any, target: TargetParts) -> None:
+    """Raises UserError for a draft with a window, in a format that has no key for one."""
+    window = getattr(drafter.config, "window", None)
+    require(
+        window is None,
+        f"drafter.window={window}: this format has no key for a draft's window, so an engine would "
+        "draft other tokens in long texts: give another layout, or export=null",
+    )
+
+
 def one_layer(drafter: Any) -> Description:
     """The config of a one-layer Llama, for the layer of a recurrent drafter."""
     return {**layers_of(drafter.llama), "model_type": "llama", "num_hidden_layers": 1}
@@ -131,6 +165,17 @@ def special_tokens(target: TargetParts) -> Description:
     """The ids of the target's special tokens, as a config names them."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: getattr(target.config, name, None) for name in names}
+
+
+def window_note(config: Description) -> str:
+    """A note on engines that would draft other tokens in long texts, if a draft has a window."""
+    of_layers = config.get("transformer_layer_config", config)
+    if not of_layers.get("use_sliding_window"):
+        return ""
+    return (
+        f"; each layer attends to {of_layers['sliding_window']} tokens, as vLLM 0.32 reads it: an "
+        "engine that ignores the window drafts other tokens in longer texts"
+    )
 
 
 def rotary_note(config: Description) -> str:

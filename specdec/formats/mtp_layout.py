@@ -17,7 +17,9 @@ from specdec.formats.layout import (
     ExportLayout,
     one_layer,
     refuse_biased_head,
+    refuse_sinks,
     special_tokens,
+    window_of,
 )
 from specdec.targets.parts import TargetParts
 
@@ -37,6 +39,8 @@ def overrides(drafter: MTP, target: TargetParts) -> Description:
     keys["swa_rope_theta"] = rope["rope_theta"]
     if (share := rope.get("partial_rotary_factor")) is not None:
         keys["partial_rotary_factor"] = share
+    if drafter.window is not None:
+        keys["sliding_window_size"] = drafter.window
     if not hasattr(target.model.config, "attention_bias"):
         keys["attention_bias"] = False
     return keys
@@ -46,6 +50,7 @@ def config(drafter: MTP, target: TargetParts) -> Description:
     """`architectures: [MiMoV2FlashForCausalLM]`, by which vLLM chooses the loader."""
     return {
         **one_layer(drafter),
+        **window_of(drafter, 1),
         **overrides(drafter, target),
         "architectures": ["MiMoV2FlashForCausalLM"],
         "tie_word_embeddings": False,
@@ -68,6 +73,7 @@ def refuse(drafter: MTP, target: TargetParts) -> None:
         "export=null",
     )
     refuse_biased_head(drafter, target)
+    refuse_sinks(drafter, target)
     require(
         rope["rope_type"] == "default",
         "vLLM's loader of mtp supports only plain rotary positions, but this target's are of type "

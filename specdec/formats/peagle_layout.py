@@ -11,7 +11,7 @@ from specdec.errors import require
 from specdec.formats import eagle3_layout
 from specdec.formats.foreign_config import ForeignConfig
 from specdec.formats.import_layout import Shapes, kind_of_speculators
-from specdec.formats.layout import Description
+from specdec.formats.layout import Description, refuse_sinks
 from specdec.targets.parts import TargetParts
 
 
@@ -28,6 +28,7 @@ def speculators(drafter: PEagle, target: TargetParts) -> Description:
 
 
 def refuse(drafter: PEagle, target: TargetParts) -> None:
+    refuse_sinks(drafter, target)
     require(
         not drafter.config.fc_norm,
         "vLLM reads drafter.fc_norm of peagle only in the layout hf: give export=hf",

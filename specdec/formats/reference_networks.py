@@ -112,8 +112,23 @@ def loaded(module: nn.Module, tensors: Tensors, unread: tuple[str, ...] = ()) ->
     return module.to(next(iter(state.values())).device).eval()
 
 
-def causal(count: int, device: torch.device) -> Tensor:
-    return torch.ones(count, count, dtype=torch.bool, device=device).tril()
+def causal(count: int, device: torch.device, window: int | None = None) -> Tensor:
+    """The mask [count, count] in which each position attends to itself and those before it; with a
+    window, to the last `window` of these."""
+    sees = torch.ones(count, count, dtype=torch.bool, device=device).tril()
+    return sees if window is None else sees.triu(1 - window)
+
+
+def window_of(config: Description, i: int) -> int | None:
+    """The window of layer i, as vLLM's llama.py and qwen3_dflash.py read a config. Raises UserError
+    if `layer_types` has no such entry."""
+    kinds = config.get("layer_types")
+    require(
+        not kinds or i < len(kinds),
+        f"layer_types has {len(kinds or ())} entries, but vLLM reads entry {i + 1}",
+    )
+    window: int | None = config.get("sliding_window")
+    return window if kinds and kinds[i] == "sliding_attention" else None
 
 
 def unrolled(
@@ -146,7 +161,9 @@ def eagle(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
         pair = torch.cat([embedding, hidden_state], -1)
         x = linear(pair, fc, None if bias is None else bias.float())
         rope = _on(x, rope_of(config, torch.arange(len(x))))
-        out = block.finish(x, block.attend(x, rope, causal(len(x), x.device)))
+        layer = files.target.config.num_hidden_layers - files.config.get("target_layer_count", 0)
+        sees = causal(len(x), x.device, window_of(files.config, layer))
+        out = block.finish(x, block.attend(x, rope, sees))
         return out, out
 
     return unrolled(run, files, trial.state(FINAL), trial, anchor)
@@ -188,6 +205,7 @@ class Eagle3Layers(nn.Module):
         self.config, self.count = config, len(ids)
         self.normed_residual = description.get("norm_before_residual", False)
         self.normed_output = description.get("norm_output", False)
+        self.windows = [window_of(description, i) for i in range(count)]
 
     def combined(self, x: Tensor) -> Tensor:
         if hasattr(self, "input_norm"):
@@ -200,7 +218,7 @@ class Eagle3Layers(nn.Module):
 
     def forward(self, embedding: Tensor, hidden_state: Tensor) -> tuple[Tensor, Tensor]:
         rope = _on(hidden_state, rope_of(self.config, torch.arange(len(hidden_state))))
-        sees, stream = causal(len(hidden_state), hidden_state.device), hidden_state
+        stream = hidden_state
         for i, layer in enumerate(self.layers):
             if i == 0:
                 normed = layer.hidden_norm(hidden_state)
@@ -208,6 +226,7 @@ class Eagle3Layers(nn.Module):
                 read = torch.cat([layer.input_layernorm(embedding), normed], -1)
             else:
                 read = layer.input_layernorm(stream)
+            sees = causal(len(read), read.device, self.windows[i])
             stream = layer.finish(stream, layer.attend(read, rope, sees))
         normed = self.norm(stream)
         return normed, normed if self.normed_output else stream
@@ -301,10 +320,14 @@ class MTPLayer(LlamaBlock):
         self.eh_proj = nn.Linear(2 * D, D, bias=False)
 
     def forward(
-        self, embedding: Tensor, state: Tensor, rope: tuple[Tensor, Tensor]
+        self,
+        embedding: Tensor,
+        state: Tensor,
+        rope: tuple[Tensor, Tensor],
+        window: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         x = self.eh_proj(torch.cat([self.enorm(embedding), self.hnorm(state)], -1))
-        sees = causal(len(x), x.device)
+        sees = causal(len(x), x.device, window)
         x = x + self.attend(self.input_layernorm(x), rope, sees)
         out = self.final_layernorm(x + self.mlp(self.pre_mlp_layernorm(x)))
         return out, out
@@ -339,10 +362,12 @@ def mtp(files: ExportFolder, trial: CheckText, anchor: int) -> Tensor:
     )
     layer = loaded(MTPLayer(config), files.taken("model.mtp.layers.0."))
     scaled = replace(files, config=shared_head(files.target))
+    size = served.get("sliding_window_size", -1)
+    window = size if size > -1 else None
 
     def run(embedding: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         output: tuple[Tensor, Tensor] = layer(
-            embedding, state, _on(state, rope_of(config, torch.arange(len(state))))
+            embedding, state, _on(state, rope_of(config, torch.arange(len(state)))), window
         )
         return output
 
@@ -364,6 +389,9 @@ class DFlashLayers(nn.Module):
         self.fc = nn.Linear(hidden_states, D, bias=False)
         self.hidden_norm, self.norm = LlamaRMSNorm(D, eps), LlamaRMSNorm(D, eps)
         self.config = config
+        sliding = description["dflash_config"].get("swa_window_size")
+        described = {**description, "sliding_window": sliding or description.get("sliding_window")}
+        self.windows = [window_of(described, i) for i in range(count)]
 
     def forward(self, hidden_states: Tensor, block: Tensor, causal_block: bool) -> Tensor:
         """The states of a block's slots, which follow the hidden states [P, F] and attend to all of
@@ -371,10 +399,10 @@ class DFlashLayers(nn.Module):
         context, count = self.hidden_norm(self.fc(hidden_states)), len(block)
         P = len(hidden_states)
         rope = _on(block, rope_of(self.config, torch.arange(P + count)))
-        sees = causal(P + count, block.device)
-        if not causal_block:
-            sees[P:] = True
-        for layer in self.layers:
+        for layer, window in zip(self.layers, self.windows, strict=True):
+            sees = causal(P + count, block.device, window)
+            if not causal_block:
+                sees[P:, P:] = True
             read = torch.cat([context, layer.input_layernorm(block)])
             block = layer.finish(block, layer.attend(read, rope, sees)[P:])
         states: Tensor = self.norm(block)

@@ -288,6 +288,15 @@ class SlotCache(Cache):
                 missing = self.capacity - self.stack.shape[4]
                 self._hold_stack(pad(self.stack, (0, 0, 0, missing)))
 
+    def first_scratch(self) -> list[int]:
+        """The slot of each row at which its scratch slots begin."""
+        return self.lengths
+
+    @property
+    def end(self) -> int:
+        """The position after the last one of the pass that was placed."""
+        return max(self.lengths) + self.scratch
+
     def updates(self, layers: int, heads: int, head_dim: int, x: Tensor) -> list[Update]:
         """The functions with which the placed pass writes each of the first `layers` layers, which
         have `heads` key heads of width `head_dim`, in the dtype of x. A few calls make the views of
@@ -397,7 +406,7 @@ class SlotCache(Cache):
         """Assign these rows to the texts of `other`, a cache of the same model, in order. Their
         former content is no longer visible. Neither cache may have uncommitted slots."""
         assert not self.scratch and not other.scratch
-        slots = max(other.lengths)
+        slots = max(other.first_scratch())
         self.reserve(slots)
         for layer, theirs in zip(self.slot_layers, other.slot_layers, strict=True):
             layer.replace(rows, theirs, slots)

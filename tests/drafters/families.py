@@ -64,6 +64,12 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "dflash2": DFlash2Config(depth=3, num_layers=2, draft_vocab=40, group=4, rank=4),
     "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
     "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
+    "eagle3 with a window": Eagle3Config(
+        depth=3, draft_vocab=40, num_layers=2, window=4, sink_tokens=1
+    ),
+    "dflash with a window": DFlashConfig(
+        depth=3, num_layers=2, draft_vocab=40, window=5, sink_tokens=1
+    ),
     "spire": SpireConfig(depth=3, draft_vocab=40, window=4),
     "spire without feedback": SpireConfig(depth=3, draft_vocab=40, window=30, feedback=False),
     "lm": LMConfig(depth=3, layers=[0, 3]),

@@ -35,8 +35,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from specdec.drafters import DRAFTERS, Drafter
 from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.eagle import EagleConfig
+from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.layers import Rope, _full_attention, config_of, llama_of, share_of
 from specdec.drafters.mtp import MTPConfig
+from specdec.drafters.peagle import PEagleConfig
 from specdec.errors import UserError
 from specdec.formats import draft_export, export_check
 from specdec.targets.parts import TargetParts
@@ -54,9 +56,13 @@ def folders(family: str) -> list[str]:
 
 
 EXPORTED = {
-    name: config
+    name: replace(config, sink_tokens=0) if "a window" in name else config
     for name, config in CONFIGS.items()
     if folders(config.name) and "adapters" not in name and "a module a" not in name
+}
+EXPORTED |= {
+    f"{name} with a window": replace(EXPORTED[name], window=8)
+    for name in ("eagle", "mtp", "peagle", "jetspec")
 }
 BASE: dict[str, Any] = dict(
     vocab_size=V,
@@ -165,7 +171,8 @@ def test_an_export_computes_the_same_elsewhere(
     before = copy.deepcopy(target.model.config.to_dict())
     drafter = draft(config, target)
     for layout in folders(config.name):
-        draft_export.write_export(tmp_path / layout, drafter, target, layout)
+        said = draft_export.write_export(tmp_path / layout, drafter, target, layout)
+        assert ("ignores the window" in said) == name.endswith("with a window")
         assert export_check.reference_gap(tmp_path / layout, drafter, target) < 1e-4
     assert target.model.config.to_dict() == before
 
@@ -194,6 +201,11 @@ SPOILED: list[tuple[str, str, Change]] = [
     ("dflash", "llama", lambda c: c["dflash_config"].update(mask_token_id=3)),
     ("medusa", "llama", lambda c: c.update(logit_scale=2.0)),
     ("mlp", "llama", lambda c: c.update(scale_input=True)),
+    ("eagle3 with a window", "llama", lambda c: c.update(sliding_window=5)),
+    ("eagle3 with a window", "llama", lambda c: c["layer_types"].__setitem__(1, "full_attention")),
+    ("eagle with a window", "llama", lambda c: c.pop("layer_types")),
+    ("peagle with a window", "llama", lambda c: c.update(sliding_window=5)),
+    ("dflash with a window", "llama", lambda c: c["dflash_config"].update(swa_window_size=6)),
 ]
 UNREADABLE: list[tuple[str, Change]] = [
     ("is dynamic", lambda c: c["rope_parameters"].update(rope_type="dynamic", factor=2.0)),
@@ -230,6 +242,16 @@ def test_a_wrong_description_is_another_network(
     assert export_check.reference_gap(
         tmp_path / "out", drafter, target
     ) > 10 * export_check.largest_gap(target)
+
+
+def test_vllm_numbers_the_layer_of_eagle_after_those_of_the_target(
+    targets: Callable[[str], Target], tmp_path: Path
+) -> None:
+    target = targets("llama")
+    change: Change = lambda c: c.pop("target_layer_count")  # noqa: E731
+    drafter = exported(target, "eagle with a window", tmp_path / "out", change)
+    with pytest.raises(UserError, match="layer_types has 1 entries, but vLLM reads entry 7"):
+        export_check.reference_gap(tmp_path / "out", drafter, target)
 
 
 @pytest.mark.parametrize(("what", "change"), UNREADABLE, ids=[what for what, _ in UNREADABLE])
@@ -338,6 +360,10 @@ REFUSED: list[tuple[Any, Callable[[], PreTrainedConfig], str]] = [
     (EagleConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
     (DFlashConfig(depth=2, num_layers=1), lambda: PhiConfig(**BASE), "has a bias"),
     (MTPConfig(depth=2), lambda: PhiConfig(**BASE), "has a bias"),
+    *(
+        (replace(config, window=8, sink_tokens=2), TARGETS["llama"], "drafter.sink_tokens=2")
+        for config in (EagleConfig(), Eagle3Config(), PEagleConfig(), MTPConfig(), DFlashConfig())
+    ),
 ]
 
 

@@ -248,6 +248,30 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
         assert disk.filled["hidden states"] == kind.bytes(tokens)
 
 
+def test_a_window_bounds_what_a_draft_keeps_and_reads(tiny: Tiny) -> None:
+    """Keys and values of 2 heads of 8 numbers for a token, of at most 16 tokens; after 1,024 tokens
+    a step reads those beside its weights."""
+    long = ["data.max_length=400", "data.max_prompt=300", "decode.max_new_tokens=64"]
+    every = tiny.config("eagle3", *long)
+    few = tiny.config("eagle3", *long, "drafter.window=12", "drafter.sink_tokens=4")
+    facts, bounded = facts_of(every), facts_of(few)
+    assert facts.draft is not None and bounded.draft is not None
+    assert facts.draft.cached == 2 * 2 * 8 and bounded.draft.held(10_000) == 32 * 16
+    kept, less = (
+        stage_named("measuring", stages_of(cfg, of)).filled["KV cache of the draft"]
+        for cfg, of in ((every, facts), (few, bounded))
+    )
+    assert kept / less == pytest.approx(364 / 16)
+    (whole, _), (part, _) = (
+        speculation_costs(of.target, of.draft, ROUND, 1)
+        for of in (facts, bounded)
+        if of.draft is not None
+    )
+    step = forward_seconds(facts.target, ROUND, 1, 1, planning.CONTEXT)
+    expected = 4 * 32 * (planning.CONTEXT - 16) / 100 / step
+    assert whole - part == pytest.approx(expected, rel=1e-5)  # `step` is without kernel launches
+
+
 @pytest.mark.parametrize("hidden", ["adamw", "muon"])
 def test_gradients_and_moments_are_those_of_a_real_step(tiny: Tiny, hidden: str) -> None:
     cfg = tiny.config("eagle3", f"optim.hidden={hidden}")
