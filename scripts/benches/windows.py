@@ -42,12 +42,13 @@ VERSES = (  # of the Basic English Bible, in their order
 CHARACTERS = 6  # more than a token has, so that documents are as long as they are asked to be
 TRAINED = ("experiment=quickstart", "data=text", "data.too_long=truncate", "budget.minutes=null")
 TRAINED += ("data.min_response=16", "decode.prompts=4", "decode.max_new_tokens=16")
+HELD_OUT = 4  # training texts beyond those that have `trained` tokens
 SPAN = 64  # consecutive anchors that are measured; an interval is one over such spans
 TURNS = 15  # timings of each draft at each length, in turn, after two that do not count
 
 
 def windows(
-    overrides: Annotated[Sequence[str], "of train.py for all drafts, e.g. drafter.depth=3"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all drafts, e.g. drafter=dflash"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("windows"),
     values: Annotated[Sequence[str], "of drafter.window, a draft for each"] = ("null", "256"),
@@ -75,7 +76,9 @@ def windows(
     """
     verses = _verses()
     train = _training_file(recipe.ROOT / "runs" / folder / f"{length}.jsonl", verses, length)
-    alike = [*TRAINED, f"data.path={train}", f"data.max_length={length}", *overrides]
+    texts = -(-trained // length) + HELD_OUT
+    alike = [*TRAINED, f"data.path={train}", f"data.limit={texts}", f"data.max_length={length}"]
+    alike += overrides
     for n, value in enumerate(values, 1):
         own = [f"drafter.window={value}", f"loop.max_tokens={trained}"]
         recipe.report_of(f"{folder}/{value}", alike, own, f"draft {n} of {len(values)}")
