@@ -119,6 +119,8 @@ REFUSED: list[tuple[Any, str, str]] = [
     (replace(EAGLE3, fc_norm=True), "llama", "drafter.fc_norm=false"),
     (replace(EAGLE3, norm_output=True), "llama", "drafter.norm_output=false"),
     (replace(EAGLE3, layers=[2, 3]), "llama", "three of the target's layers"),
+    (replace(EAGLE3, window=8), "llama", "drafter.window=null"),
+    (DFlashConfig(depth=3, num_layers=1, window=8), "llama", "drafter.window=8: this format has"),
     (DFlashConfig(depth=3, num_layers=1), "llama3", "rotary frequencies of a dflash draft"),
     (DSparkConfig(depth=3, num_layers=1, rank=4), "cohere", "before it adds the biases"),
     (DSparkConfig(depth=3, num_layers=1, rank=4), "gemma2", "before it adds the biases"),
