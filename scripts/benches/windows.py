@@ -48,7 +48,7 @@ TURNS = 15  # timings of each draft at each length, in turn, after two that do n
 
 
 def windows(
-    overrides: Annotated[Sequence[str], "of train.py for all drafts, e.g. drafter=dflash"] = (),
+    overrides: Annotated[Sequence[str], "of train.py for all drafts, e.g. drafter.depth=3"] = (),
     *,
     folder: Annotated[Path, "of the runs, inside runs/"] = Path("windows"),
     values: Annotated[Sequence[str], "of drafter.window, a draft for each"] = ("null", "256"),
