@@ -193,7 +193,7 @@ def require_full_attention(described: ForeignConfig) -> None:
     if kinds and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise described.wrong("layer_types", "full_attention alone")
     if window is not None and asked is not False and not kinds:
-        raise described.wrong("sliding_window", "null, as drafts here see the whole text")
+        raise described.wrong("sliding_window", "null: a draft is imported without a window")
 
 
 def rope_of_foreign(described: ForeignConfig, head_dim: int) -> tuple[dict[str, Any], int]:
