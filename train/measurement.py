@@ -20,6 +20,7 @@ from specdec.files import read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.integrity import of_code, of_file, of_value
 from specdec.measure.calibration import CALIBRATING, calibrate
+from specdec.measure.engine_gain import EngineGain
 from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.machine import machine_of
 from specdec.measure.results import FILE, Results, Training
@@ -32,10 +33,12 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.budget import Budget
 from train.data.sequences import Prompt
+from train.engine_measurement import gain_in_engine
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
 AFTER = 0.1  # fraction of the time for measuring: report and export
+IN_ENGINE = 0.2  # fraction of the time for measuring: an engine, with `serve_in`
 RECORD = "measured.json"  # in the report's folder: how its results were measured
 SPECDEC = Path(specdec.__path__[0])
 # modules and packages whose formulas the figures depend on
@@ -56,6 +59,7 @@ class FinalSettings:
     export: str | None  # the layout
     needs_layers: bool  # whether the draft runs the target's layers
     packed: bool  # `target.packed`
+    serve_in: str | None = None  # the engine in which the draft is measured as well
 
 
 @memory_for(
@@ -96,17 +100,26 @@ def finished(
         )
         ranks.first(lambda: _export_unmeasured_draft(cfg, folder, on_demand))
         return None
-    original = on_demand.whole()
+    original, stage = on_demand.whole(), None
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
     if results is None:
         results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress, budget)
         budget.end_measuring(results.prompts, results.timed)
+        stage = budget.stage("measuring")
     else:
         console.print(
             f"this run is finished and was measured with these settings before: its report is "
             f"{folder / 'report' / 'report.md'}; to measure it again, delete "
             f"{folder / 'report' / FILE}, or give scripts/evaluate {folder / 'best'}"
+        )
+    if cfg.serve_in is None:
+        results.in_engine = None
+    elif results.in_engine is None:
+        rest = AFTER / (AFTER + IN_ENGINE)  # fraction of the remaining time
+        left = None if stage is None else partial(stage.left, rest)
+        results.in_engine = ranks.first(
+            lambda: _in_engine(cfg, folder, texts, results, drafter, target, on_demand, left)
         )
     if training is not None:
         seen = curve(folder / "metrics.jsonl")
@@ -172,7 +185,7 @@ def _measured(
     if known is not None and known.prompts is not None and known.timed is not None:
         decode = replace(decode, prompts=min(known.prompts, texts.measured), timed=known.timed)
     elif (stage := budget.stage("measuring")) is not None:
-        left = partial(stage.left, AFTER)
+        left = partial(stage.left, AFTER + IN_ENGINE * (cfg.serve_in is not None))
     calibrating = [] if drafter.copies else others[:CALIBRATING]
     return measure_draft(
         Subject(cfg.name, target, drafter, cfg.data, original=original),
@@ -226,6 +239,31 @@ def measure_draft(
         earlier=[p.earlier for p in known],
         kinds=[p.kind for p in known],
         left=left,
+    )
+
+
+def _in_engine(
+    cfg: FinalSettings,
+    folder: Path,
+    texts: RunDocuments,
+    results: Results,
+    drafter: Drafter,
+    target: Target,
+    on_demand: TargetLoader,
+    left: Callable[[], float] | None,
+) -> EngineGain | None:
+    """What the draft gains in the engine of the settings, in chains as they were measured here."""
+    assert cfg.serve_in is not None
+    return gain_in_engine(
+        cfg.serve_in,
+        folder,
+        drafter,
+        target,
+        on_demand.cfg,
+        [p.ids.tolist() for p in texts.prompts[: results.timed_prompts]],
+        cfg.decode.gamma or drafter.depth,
+        cfg.decode.max_new_tokens,
+        left,
     )
 
 

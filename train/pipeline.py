@@ -208,6 +208,7 @@ def run(
             export=cfg.export,
             needs_layers=cfg.needs_layers,
             packed=cfg.target.packed,
+            serve_in=cfg.serve_in,
         )
         results = finished(
             settings, folder, texts, training, target, ranks, tracker, progress, budget

@@ -35,6 +35,7 @@ from specdec.targets.target_config import TargetConfig
 from train.budget import BudgetConfig
 from train.data.conversations import DataConfig
 from train.data.response_files import ResponsesConfig
+from train.engine_measurement import require_servable
 from train.hidden_states.store import HiddenStatesConfig
 from train.initialisation import InitialisationConfig, with_settings_of_import
 from train.loop import LoopConfig
@@ -97,6 +98,9 @@ class Config:
     # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; null: no
     # export
     export: str | None = LAYOUT
+    # engine in which the run measures its draft at the end, beside the target alone, on the prompts
+    # that are timed: llama.cpp, once scripts/llama-cpp-env has installed it; null: none
+    serve_in: str | None = None
 
     @property
     def family(self) -> type[Drafter]:
@@ -254,6 +258,8 @@ class Config:
             "budget.minutes is the clock of one whole run, and shares do not wait for each other: "
             "give data.limit instead",
         )
+        if self.serve_in is not None:
+            require_servable(self.serve_in)
         if self.combine_with is not None:
             copying_family(self.combine_with)
             require(

@@ -9,6 +9,8 @@ Two capabilities are optional. An engine without hidden states does not override
 """
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +77,7 @@ class TargetToServe:
 
     model: str  # a folder, a file, or a name on the Hub
     name: str
-    dtype: str
+    dtype: str  # "auto" for a GGUF file that is served as it is
     revision: str | None = None
     trust_remote_code: bool = False
     has_cuda: bool = False
@@ -87,7 +89,7 @@ class TargetToServe:
 class DraftToServe:
     """An exported draft to serve with, and the drafter's name and the layout from its mark."""
 
-    folder: Path
+    folder: Path  # or a GGUF file
     drafter: str
     layout: str
     gamma: int
@@ -104,6 +106,12 @@ class Engine:
     # the layout (specdec/formats) that the engine loads, by drafter
     layouts: ClassVar[Mapping[str, str]] = {}
     install: ClassVar[str] = "install the engine"  # remedy if it is missing
+    reads_gguf: ClassVar[bool] = False  # loads target and draft from GGUF files
+    length_option: ClassVar[str] = "--max-model-len"  # sets the longest text, in tokens
+
+    @property
+    def has_hidden_states(self) -> bool:
+        return type(self).states_options is not Engine.states_options
 
     # Serving
 
@@ -139,6 +147,11 @@ class Engine:
         """The options of `serve_command` for writing the hidden states after these layers to files
         in a folder. Raises UserError if the engine cannot."""
         raise self.no_states()
+
+    def parallel_options(self, at_once: int) -> list[str]:
+        """The options of `serve_command` that serve so many responses at once, each as long as one
+        alone. Empty if the engine does that anyway."""
+        return []
 
     def chat_options(
         self, template_args: Mapping[str, Any], chat_template: str | None
@@ -236,10 +249,33 @@ class Engine:
         cannot be read."""
         return None
 
+    def decoding_seconds_of(self, reply: Any) -> float | None:
+        """The seconds from the first token of a reply's response to its last; None if the engine
+        does not say so."""
+        return None
+
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
         """The server's counters since it started; None if it has none. Raises RequestRejected and
         ServerUnavailable as `Server.ask` does."""
         return None
+
+
+def speculation_counters(page: str, engine: str) -> SpeculationCounts | None:
+    """The counters of speculation in a page of /metrics, whose names begin with ENGINE:spec_decode;
+    None if it has none. Those of several engines behind one address are added up."""
+    named = rf"^{engine}:spec_decode_num_(\w+?)_total(?:\{{(.*)\}})? ([\d.e+]+)$"
+    counts, by_position = Counter[str](), Counter[int]()
+    for name, labels, value in re.findall(named, page, re.M):
+        position, count = re.search(r'position="(\d+)"', labels), int(float(value))
+        if name == "accepted_tokens_per_pos" and position:
+            by_position[int(position[1])] += count
+        else:
+            counts[name] += count
+    if not counts and not by_position:
+        return None
+    positions = range(1 + max(by_position, default=-1))
+    deep = tuple(by_position[k] for k in positions)
+    return SpeculationCounts(counts["drafts"], counts["accepted_tokens"], deep)
 
 
 def choice_of(reply: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.engines.engine_interface import Engine
+from specdec.engines.llama_cpp import LlamaCpp
 from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
 from specdec.plugins import Plugins
@@ -21,7 +22,8 @@ def require_engine(name: str, value: Any) -> None:
     require(fits, f"it is no instance of an Engine whose name is {name!r}")
 
 
-ENGINES = Plugins[Engine]("draftsmith.engines", "engine", {"vllm": Vllm()}, require_engine)
+CORE = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
+ENGINES = Plugins[Engine]("draftsmith.engines", "engine", CORE, require_engine)
 DEFAULT_ENGINE = "vllm"  # also for a server that no engine recognises
 
 

@@ -66,6 +66,12 @@ class ServerPool:
         """The maximum number of tokens of a text on all servers, as far as they report it."""
         return min((m.room for m in self.models.values() if m.room is not None), default=None)
 
+    @property
+    def length_option(self) -> str:
+        """The option that gives the server with the least room more of it."""
+        rooms = [m for m in self.models.values() if m.room is not None]
+        return min(rooms, key=lambda m: m.room or 0).engine.length_option
+
     def engine_at(self, server: Server) -> Engine:
         """The engine of one of the servers."""
         return self.models[server].engine

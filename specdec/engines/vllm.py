@@ -12,10 +12,8 @@ folder holds a file `FOLDER_MARK`, and the header of each of its files holds `MA
 import fcntl
 import json
 import os
-import re
 import shlex
 import stat
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +31,7 @@ from specdec.engines.engine_interface import (
     SpeculationCounts,
     TargetToServe,
     python_path_with,
+    speculation_counters,
     version_at,
 )
 from specdec.errors import UserError, first_line, require, unreadable
@@ -48,9 +47,6 @@ METHODS = {  # the method in the speculative config, by drafter
     "lm": "draft_model",
 }
 PARALLEL = {"peagle"}  # drafters with the option `parallel_drafting`
-
-COUNTER = re.compile(r"^vllm:spec_decode_num_(\w+?)_total(?:\{(.*)\})? ([\d.e+]+)$", re.M)
-POSITION = re.compile(r'position="(\d+)"')
 
 RESPONSE_STATES = {"include_output_tokens": True}  # `kv_transfer_params`: of the response, too
 FOLDER_MARK = ".draftsmith-states"  # in a folder for hidden states; see scripts/hidden_states.py
@@ -204,18 +200,7 @@ class Vllm(Engine):
 
     def speculation_so_far(self, server: Server) -> SpeculationCounts | None:
         """Read the counters in /metrics whose names begin with vllm:spec_decode."""
-        counts, by_position = Counter[str](), Counter[int]()
-        for name, labels, value in COUNTER.findall(str(server.get(f"{server.root}/metrics"))):
-            position, count = POSITION.search(labels), int(float(value))
-            if name == "accepted_tokens_per_pos" and position:
-                by_position[int(position[1])] += count
-            else:
-                counts[name] += count
-        if not counts and not by_position:
-            return None
-        positions = range(1 + max(by_position, default=-1))
-        deep = tuple(by_position[k] for k in positions)
-        return SpeculationCounts(counts["drafts"], counts["accepted_tokens"], deep)
+        return speculation_counters(str(server.get(f"{server.root}/metrics")), "vllm")
 
 
 def states_in_reply(

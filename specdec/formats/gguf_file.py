@@ -5,6 +5,7 @@
     read_tensors(path)                 in float32, whatever type they are stored in
     read_keys(path)                    the keys without the tokenizer's lists
     tokenizer_keys(path)               those of the tokenizer, to be copied as they are
+    typed_keys(path)                   all of them, likewise
 
 `general.file_type` says in which type matrices are stored. Vectors and stacks of kernels are
 float32, since llama.cpp adds and multiplies them in that type; ids are int64.
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType as Stored
-from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, ReaderField
 from gguf.gguf_writer import GGUFValue
 from gguf.quants import dequantize, quantize
 from torch import Tensor
@@ -60,6 +61,15 @@ def weight_type_of(name: str | None, dtype: torch.dtype) -> WeightType:
     if name not in WEIGHT_TYPES:
         raise UserError(f"--type {name} is unknown{nearest(name, WEIGHT_TYPES)}")
     return WEIGHT_TYPES[name]
+
+
+def file_type_name(file_type: Any) -> str:
+    """The name of a `general.file_type`, such as Q4_1; "unknown" for one that `gguf` does not
+    know."""
+    try:
+        return LlamaFileType(file_type).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+    except ValueError:
+        return "unknown"
 
 
 def stored_as(shape: torch.Size, kind: WeightType) -> Stored:
@@ -126,14 +136,22 @@ def tokenizer_keys(path: Path) -> Keys:
     with opened_gguf(path) as reader:
         own = [field for field in reader.fields.values() if field.name.startswith(TOKENIZER)]
         require(bool(own), f"{path} has no tokenizer: give a GGUF file of the target")
-        return {
-            field.name: GGUFValue(
-                field.contents(),
-                field.types[0],
-                field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None,
-            )
-            for field in own
-        }
+        return {field.name: _typed(field) for field in own}
+
+
+def typed_keys(path: Path) -> Keys:
+    """All keys of a file with their types, without those that say how the file itself is laid out.
+    Raises UserError as `opened_gguf` does."""
+    with opened_gguf(path) as reader:
+        own = [field for field in reader.fields.values() if not field.name.startswith("GGUF.")]
+        return {field.name: _typed(field) for field in own}
+
+
+def _typed(field: ReaderField) -> GGUFValue:
+    kind = field.types[0]
+    return GGUFValue(
+        field.contents(), kind, field.types[-1] if kind == GGUFValueType.ARRAY else None
+    )
 
 
 def read_json_key(path: Path, key: str) -> Any:

@@ -1,4 +1,5 @@
-"""A target as a GGUF file, for architectures whose tensors llama.cpp stores as transformers does.
+"""A target as a GGUF file: made of a loaded target, for architectures whose tensors llama.cpp
+stores as transformers does, or of another GGUF file, in float32.
 
 Llama, Qwen2 and Qwen3 are written here; for all others, llama.cpp's own converter is named. Names
 of tensors are those of the package `gguf`. llama.cpp rotates neighbouring numbers of a Llama's
@@ -6,6 +7,7 @@ heads, so its query and key weights are permuted (`interleaved`).
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 from gguf import MODEL_ARCH, get_tensor_name_map
@@ -15,10 +17,14 @@ from specdec.errors import require
 from specdec.files import new_file
 from specdec.formats.draft_export import mark_of, require_free
 from specdec.formats.gguf_file import (
+    ARCHITECTURE,
     FILE_TYPE,
     MARK_KEY,
     SUFFIX,
+    WEIGHT_TYPES,
+    read_tensors,
     require_rounded,
+    typed_keys,
     weight_type_of,
     write_gguf,
 )
@@ -34,6 +40,7 @@ from specdec.formats.gguf_tokenizer import CONVERTER, target_tokenizer
 from specdec.formats.layout import FileChoices
 from specdec.formats.stored_tensors import require_finite, untied
 from specdec.runtime.quantised import method
+from specdec.targets.gguf import checksum_of_gguf, made_once
 from specdec.targets.target import Target
 
 ARCHITECTURES = {  # of a config's model_type
@@ -67,6 +74,26 @@ def write_target_gguf(path: Path, target: Target, choices: FileChoices) -> str:
         write_gguf(partial, tensors, keys)
         require_rounded(tensors, partial, kind, f"{path}: not written")
     return f"{len(tensors)} tensors read back"
+
+
+def float32_gguf(gguf: Path, cache: Path) -> Path:
+    """A file, made once under `cache`, with the weights of another as Draftsmith's float32 target
+    has them: dequantised, rounded to bfloat16 as `dense_folder` does it, and stored in float32.
+    Raises UserError for a file that is missing or damaged."""
+    source = checksum_of_gguf(gguf)
+    folder = cache / f"{gguf.stem}-{source[:12]}-float32"
+    return made_once(folder, gguf.name, source, partial(_dequantise, gguf)) / gguf.name
+
+
+def _dequantise(gguf: Path, folder: Path) -> None:
+    keys = typed_keys(gguf)
+    keys[ARCHITECTURE] = keys[ARCHITECTURE].value
+    keys[FILE_TYPE] = int(WEIGHT_TYPES["f32"].file_type)
+    tensors = {
+        name: x if name.startswith("rope") else x.bfloat16().float()  # factors are no weights
+        for name, x in read_tensors(gguf).items()
+    }
+    write_gguf(folder / gguf.name, tensors, keys)
 
 
 def refuse_target(target: Target) -> None:

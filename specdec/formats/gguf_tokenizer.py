@@ -14,7 +14,7 @@ from gguf import TokenType
 
 from specdec.errors import require
 from specdec.formats.gguf_file import SUFFIX, TOKENIZER, Keys, tokenizer_keys
-from specdec.targets.gguf import find_package_file
+from specdec.targets.gguf import gguf_of
 from specdec.targets.parts import TargetParts
 
 GGML = f"{TOKENIZER}ggml."
@@ -32,10 +32,8 @@ CONVERTER = "convert the target with llama.cpp's convert_hf_to_gguf.py"
 
 def own_gguf(target: TargetParts) -> Path | None:
     """The GGUF file that a target was loaded from, if it was."""
-    name = target.name
-    if name.startswith("package:"):
-        return find_package_file(name.removeprefix("package:"), SUFFIX)
-    return Path(name) if name.endswith(SUFFIX) and Path(name).is_file() else None
+    path = gguf_of(target.name)
+    return path if path is not None and path.is_file() else None
 
 
 def draft_tokenizer(target: TargetParts, copied_from: Path | None = None) -> Keys:

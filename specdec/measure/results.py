@@ -12,6 +12,7 @@ from typing import Any
 from specdec.files import read_record, write_json
 from specdec.measure.choosing import Learned
 from specdec.measure.costs import Costs
+from specdec.measure.engine_gain import EngineGain
 from specdec.measure.machine import Machine
 from specdec.targets.prompt_rendering import DEFAULT_RENDERING, PromptRendering
 from specdec.theory.intervals import FEWEST, Interval
@@ -382,6 +383,7 @@ class Results:
     training: Training | None = None
     cut: CutResponses | None = None  # None: the target wrote no responses to train on
     shift: Shift | None = None  # shift of the target, if it was trained too
+    in_engine: EngineGain | None = None  # if the draft was also measured in an engine
     # how the prompts were rendered, beyond the target's own files
     rendering: PromptRendering = DEFAULT_RENDERING
 

@@ -9,10 +9,10 @@ counts the tokens of the responses, without those that a speculation step accept
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.progress import Progress
 
@@ -44,6 +44,7 @@ class TimedResponse:
     seconds: float
     speculation_steps: int = 0
     accepted: tuple[int, ...] = ()
+    decoding: float | None = None  # seconds after the first token, if the engine says so
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,9 @@ class MeasuredServer:
         """The engine's response. Raises UserError if it has no ids or no figures of speculation, or
         if the engine's counters do not fit this response."""
         request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
-        url = self.engine.completion_url(self.server)
-        body = {"model": self.model.name, **self.engine.completion_body(request)}
         before = self._counters() if self.speculates else None
         started = time.perf_counter()
-        reply = _measured(lambda: self.server.ask("POST", url, body))
+        reply = asked_of(self, request)
         seconds = time.perf_counter() - started
         try:
             response = self.engine.completion(reply)
@@ -113,12 +112,15 @@ class MeasuredServer:
             f"{self.server.url} does not return the ids of the prompt and of its response: this "
             "needs an engine that obeys return_token_ids (docs/engines.md)",
         )
+        decoding = self.engine.decoding_seconds_of(reply)
         if not self.speculates:
-            return TimedResponse(ids, seconds)
+            return TimedResponse(ids, seconds, decoding=decoding)
         counted = self.engine.speculation_counts_of(reply, self.server)
         if counted is None:
             counted = self._counted(before, len(ids))
         else:
+            if before is not None and not counted.by_position:
+                counted = self._with_positions(before, counted)
             committed = 1 + counted.steps + counted.accepted
             # the steps while a long prompt is read emit nothing, so there may be more than these
             require(
@@ -126,10 +128,24 @@ class MeasuredServer:
                 f"{self.server.url} says that its steps made {committed} tokens for a response of "
                 f"{len(ids)}: its figures do not fit its responses",
             )
-        return TimedResponse(ids, seconds, counted.steps, counted.by_position)
+        return TimedResponse(ids, seconds, counted.steps, counted.by_position, decoding)
 
     def _counters(self) -> SpeculationCounts | None:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
+
+    def _with_positions(
+        self, before: SpeculationCounts, own: SpeculationCounts
+    ) -> SpeculationCounts:
+        """The figures that a response gives for itself, with what the counters add: the positions,
+        and steps whose tokens lie beyond its end. Raises UserError if they count another's too."""
+        now = self._counters()
+        counted = own if now is None else now.since(before)
+        require(
+            counted.accepted == own.accepted,
+            f"{self.server.url} counted {counted.accepted} accepted tokens for a response with "
+            f"{own.accepted}: somebody else uses this engine, and its counters count them too",
+        )
+        return replace(counted, steps=max(counted.steps, own.steps))
 
     def _counted(self, before: SpeculationCounts | None, length: int) -> SpeculationCounts:
         """The counts for a response of `length` tokens, once they are complete: one token from
@@ -159,6 +175,14 @@ class MeasuredServer:
             "uses this engine, and its counters count them too",
         )
         return counted
+
+
+def asked_of(server: MeasuredServer, request: CompletionRequest, **more: Any) -> Any:
+    """The server's reply to a request, with more fields of the engine's. Raises UserError if it
+    fails."""
+    url = server.engine.completion_url(server.server)
+    body = {"model": server.model.name, **server.engine.completion_body(request), **more}
+    return _measured(lambda: server.server.ask("POST", url, body))
 
 
 def _measured(ask: Callable[[], T]) -> T:

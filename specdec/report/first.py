@@ -3,9 +3,10 @@ decoding configurations, the commands that serve the best one, and a few respons
 
 from pathlib import Path
 
+from specdec.measure.engine_gain import EngineGain
 from specdec.measure.results import Measured, Results, Sample
 from specdec.report import verdict
-from specdec.report.markdown import TAGS, code, escaped, lines, marked, text
+from specdec.report.markdown import TAGS, code, escaped, lines, marked, table, text
 
 SAMPLES = 3
 MARKED = {kind: marked([(kind, kind)]) for kind in TAGS}
@@ -32,7 +33,32 @@ def screen(results: Results, picture: Path | None) -> list[str]:
         blocks.append("## How to serve it" if gains else "## How to try it in an engine")
     for command in commands:
         blocks += [text(command.does), code(command.lines)]
+    if results.in_engine is not None:
+        blocks += _in_engine(results.in_engine)
     return blocks + _responses(results.asked[0])
+
+
+def _in_engine(gain: EngineGain) -> list[str]:
+    """What the draft gains in an engine on this machine, why, and by which command."""
+    engine, weights = text(gain.engine), text(gain.weights)
+    columns = ["τ", "tokens/s", "speedup", "same responses"]
+    drafted = [gain.tau.text(2), gain.tokens_per_second.text(1), f"**{gain.speedup.text(2)}**"]
+    rows = {
+        f"with the draft, {gain.gamma} tokens a step": [
+            *drafted,
+            f"{gain.identical} of {gain.prompts}",
+        ],
+        "without": ["1", gain.plain_tokens_per_second.text(1), "1"],
+    }
+    return [
+        f"## In {engine}, on the target in {weights}",
+        f"**{text(verdict.sentence_in_engine(gain))}**",
+        table("", columns, rows),
+        f"{gain.prompts} prompts, answered in turn with and without the draft, one at a time, with "
+        f"at most {gain.max_new_tokens} tokens each, at T = 0; times are the engine's own, after "
+        f"the first token of a response. {verdict.costs_in_engine(gain)}",
+        *([code(gain.commands)] if gain.commands else []),
+    ]
 
 
 def _responses(one: Measured) -> list[str]:

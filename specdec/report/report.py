@@ -40,7 +40,15 @@ def show(results: Results, console: Console) -> None:
         figures = one.tau.text(2), one.speedup.text(2), f"{one.tokens_per_second.value:.0f}"
         cells = verdict.named(one.way, results), f"{one.way.temperature:g}", *figures
         rows.add_row(*cells, style="bold" if one in served else "")
+    if (gain := results.in_engine) is not None:
+        figures = gain.tau.text(2), gain.speedup.text(2), f"{gain.tokens_per_second.value:.0f}"
+        way = f"chains of {gain.gamma} tokens in {gain.engine}, {gain.weights}"
+        rows.add_row(way, "0", *figures, style="bold" if gain.speedup.low > 1 else "")
     console.print(rows, soft_wrap=False)
     console.print(f"vanilla decoding: {plain}", verdict.sentence(results), sep="\n")
     for command in verdict.commands(results) if any(served) else ():
         console.print(command.does, *command.lines, sep="\n  ")
+    if (gain := results.in_engine) is not None:
+        alone = f"{gain.plain_tokens_per_second.value:.0f} tokens/s without the draft"
+        said = f"{verdict.sentence_in_engine(gain)} {verdict.costs_in_engine(gain)}"
+        console.print(f"{gain.engine}: {alone}. {said}", *gain.commands, sep="\n  ")

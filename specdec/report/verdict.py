@@ -15,6 +15,7 @@ from specdec.engines.engine_interface import Engine
 from specdec.engines.known_engines import ENGINES
 from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES
+from specdec.measure.engine_gain import EngineGain
 from specdec.measure.results import Described, Measured, Results
 from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 
@@ -140,6 +141,28 @@ def _times(one: Measured) -> str:
     return f"{value} times as fast{brackets}{interval}"
 
 
+def sentence_in_engine(gain: EngineGain) -> str:
+    """What the draft gains in an engine, in a sentence."""
+    times = f"{gain.speedup.text(2).replace(' [', ' times as fast [', 1)}"
+    if not gain.speedup.claims:
+        return f"Nothing can be claimed in {gain.engine} (measured on {gain.prompts} prompts)."
+    if gain.speedup.low > 1:
+        return f"Serve it in {gain.engine}: {times}."
+    if gain.speedup.high < 1:
+        return f"Serve the target alone in {gain.engine}: drafting does not pay there ({times})."
+    return f"No gain is shown in {gain.engine} ({times})."
+
+
+def costs_in_engine(gain: EngineGain) -> str:
+    """Why a draft pays in an engine or not, in sentences."""
+    cost, tau = gain.step_cost, gain.tau.value
+    return (
+        f"There, a speculation step takes as long as {cost:.2f} plain steps: {gain.v:.2f} to "
+        f"verify {gain.gamma + 1} tokens (v), and {gain.c:.2f} to draft each (c). It yields "
+        f"{tau:.2f} tokens (τ), and pays where τ is larger than v + γc."
+    )
+
+
 def commands(results: Results) -> list[Command]:
     """The commands that decode as the verdict recommends, and those with which engines serve the
     draft. Empty if the results do not have the draft's folder."""
@@ -197,18 +220,21 @@ def _by_engine(engine: Engine, results: Results) -> Command | None:
     if name is None or not chains:
         return None
     layout = layout_of(results.drafter, name)
+    draft, served = f"{EXPORT}{layout.suffix}", f"{TARGET}{layout.suffix}"
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
     overrides = f"{EXPORT}/{OVERRIDES}" if layout.overrides else None
     template = f"{EXPORT}/{CHAT_TEMPLATE}" if results.rendering.chat_template is not None else None
-    options = engine.chat_options(results.rendering.arguments, template)
-    serving = engine.shown_commands(results.drafter, EXPORT, TARGET, gamma, overrides, options)
+    options = engine.chat_options(results.rendering.arguments, None if layout.suffix else template)
+    serving = engine.shown_commands(results.drafter, draft, served, gamma, overrides, options)
     alike: dict[float, Measured] = {}
     for one in chains:
         if one.way.gamma == gamma:  # the first is the one that was asked for
             alike.setdefault(one.way.temperature, one)
     here = ", ".join(f"{_times(one)} at T = {t:g}" for t, one in alike.items())
-    exporting = f"scripts/export {results.draft} --to {EXPORT} --with-target {TARGET}"
-    exporting += "" if name == LAYOUT else f" --layout {name}"
+    exporting = f"scripts/export {results.draft} --to {draft}"
+    # a file of the target, which may be quantised, is the user's own
+    exporting += "" if layout.suffix else f" --with-target {served}"
+    exporting += "" if layout.suffix or name == LAYOUT else f" --layout {name}"
     return Command(
         f"In {engine.title}, which drafts chains (here, chains of {gamma} are {here}):",
         (exporting, *serving),

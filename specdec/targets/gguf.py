@@ -22,22 +22,34 @@ def model_path(path: str, cache: Path) -> str:
     """The folder or hub name that transformers loads; a GGUF file is converted once. Raises
     UserError if there is no such file or package."""
     require(bool(path), "target.path is missing: give a hub name, a folder or a .gguf file")
+    gguf = gguf_of(path)
+    return path if gguf is None else str(dense_folder(gguf, cache))
+
+
+def gguf_of(path: str) -> Path | None:
+    """The GGUF file that `target.path` names, if it names one. Raises UserError where there is no
+    such package."""
     if path.startswith("package:"):
-        path = str(find_package_file(path.removeprefix("package:"), ".gguf"))
-    return str(dense_folder(Path(path), cache)) if path.endswith(".gguf") else path
+        return find_package_file(path.removeprefix("package:"), ".gguf")
+    return Path(path) if path.endswith(".gguf") else None
 
 
 def dense_folder(gguf: Path, cache: Path) -> Path:
     """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template. Its
     name ends in a hash of the GGUF file; see `made_once`. Raises UserError if the file is missing,
     not a GGUF file, or incomplete, or if transformers cannot read its model."""
+    source = checksum_of_gguf(gguf)
+    folder = cache / f"{gguf.stem}-{source[:12]}"
+    return made_once(folder, gguf.name, source, partial(_convert, gguf))
+
+
+def checksum_of_gguf(gguf: Path) -> str:
+    """The SHA-256 of a GGUF file. Raises UserError for any other path."""
     require(gguf.is_file(), f"{gguf}: there is no such file; check target.path")
     with gguf.open("rb") as file:
         begins = file.read(4)
     require(begins == b"GGUF", f"{gguf} is not a GGUF file (it does not begin with 'GGUF')")
-    source = _sha256(gguf)
-    folder = cache / f"{gguf.stem}-{source[:12]}"
-    return made_once(folder, gguf.name, source, partial(_convert, gguf))
+    return _sha256(gguf)
 
 
 def made_once(folder: Path, name: str, source: str, make: Callable[[Path], None]) -> Path:

@@ -104,7 +104,7 @@ def test_one_way_in_two_measurements_is_told_by_the_one_that_was_asked_for() -> 
     """Results of earlier versions measured a way twice where it was also the fastest; the line
     about vLLM then took the luckier, later one."""
     twice = of(at((1.01, 0.95, 1.08)), at((1.3, 1.2, 1.4), title="fastest"))
-    vllm = verdict.commands(twice)[-1]
+    vllm, _ = verdict.commands(twice)[-2:]
     assert "chains of 2 are 1.01 times as fast [0.95, 1.08] at T = 0)" in vllm.does
 
 
@@ -159,7 +159,7 @@ def test_a_draft_that_copies_is_served_by_our_decoder() -> None:
 def test_commands_decode_as_was_measured() -> None:
     """The hybrid from its own folder, a tree by its paths; an engine drafts the chains."""
     results = of(at(GAIN), at(GAIN, 1.0), hybrid(MORE), tree(MORE, 1.0))
-    hybrids, trees, vllm = verdict.commands(results)
+    hybrids, trees, vllm, llama_cpp = verdict.commands(results)
     assert hybrids.lines == ("scripts/generate runs/run/with-suffix --chat",)
     assert trees.lines == (
         "scripts/generate runs/run/best --chat --tree static --paths '[[0],[1],[0,0]]' "
@@ -171,6 +171,12 @@ def test_commands_decode_as_was_measured() -> None:
         "vllm serve my-target --speculative-config \\",
         '  \'{"method": "eagle3", "model": "my-head", "num_speculative_tokens": 2}\'',
     )
+    assert llama_cpp.lines == (
+        "scripts/export runs/run/best --to my-head.gguf",
+        "llama-server --model my-target.gguf \\",
+        "  --model-draft my-head.gguf --spec-type draft-eagle3 --spec-draft-n-max 2 "
+        "--spec-draft-n-min 0 --spec-draft-p-min 0",
+    )
     options = at(GAIN, 0.7, top_k=5, top_p=0.9, greedy_draft=True, compiled=True)
     assert lines(of(options))[0].endswith(
         "--gamma 2 --temperature 0.7 --top-k 5 --top-p 0.9 --greedy-draft --compile"
@@ -180,7 +186,7 @@ def test_commands_decode_as_was_measured() -> None:
 def test_an_engine_drafts_the_chains_that_were_fastest() -> None:
     """Here chains of 1; a temperature at which two ways drafted them is named once."""
     short = at(MORE, title="fastest", gamma=1, nodes=1)
-    (*_, vllm), also = verdict.commands(of(at(GAIN), short)), replace(short, way=at(MORE).way)
+    (*_, vllm, _), also = verdict.commands(of(at(GAIN), short)), replace(short, way=at(MORE).way)
     assert vllm.lines[-1].endswith('"num_speculative_tokens": 1}\'')
     assert "(here, chains of 1 are 1.60 times as fast [1.39, 1.90] at T = 0):" in vllm.does
     assert verdict.commands(of(at(GAIN), also))[-1].does.count("at T = 0") == 1
@@ -203,8 +209,8 @@ def test_an_engine_drafts_the_chains_that_were_fastest() -> None:
 def test_a_shape_of_which_an_engine_knows_nothing_has_our_command(
     way: dict[str, Any], options: str
 ) -> None:
-    own, *vllm = lines(of(at(GAIN, **way)))
-    assert own == f"scripts/generate runs/run/best --chat {options}" and not vllm
+    own, *engines = lines(of(at(GAIN, **way)))
+    assert own == f"scripts/generate runs/run/best --chat {options}" and not engines
 
 
 def test_a_draft_that_is_nowhere_has_no_commands() -> None:
@@ -225,3 +231,5 @@ def test_each_family_is_served_in_vllm_as_its_export_says(family: str) -> None:
         assert layout is not None and f'"method": "{METHODS_OF_VLLM[family]}"' in line
         assert ('"parallel_drafting": true' in line) == (family == "peagle")
         assert ("--hf-overrides" in line) == (layout.overrides is not None)
+    served = [c.lines for c in verdict.commands(results) if "llama-server" in "".join(c.lines)]
+    assert len(served) == ((family, "gguf") in LAYOUTS)

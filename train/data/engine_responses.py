@@ -125,11 +125,12 @@ def servers_of(setting: str, urls: Sequence[str], target: TargetParts) -> Server
 
 def require_room_in(engines: ServerPool, longest: int) -> None:
     """Raise UserError if a text of this many tokens is too long for an engine."""
-    require(
-        engines.room is None or longest <= engines.room,
+    if engines.room is None or longest <= engines.room:
+        return
+    raise UserError(
         f"{engines.title}: a prompt and its response take up to {longest} tokens, and the engine "
-        f"takes {engines.room}: serve with --max-model-len {longest}, or lower data.max_prompt or "
-        "responses.max_new_tokens",
+        f"takes {engines.room}: serve with {engines.length_option} {longest}, or lower "
+        "data.max_prompt or responses.max_new_tokens"
     )
 
 
@@ -200,8 +201,10 @@ def ids_of(
         f"the engine answered with ids outside the target's vocabulary of {rows}: it serves "
         "another model: serve the checkpoint of target.path",
     )
-    if reason == "stop" and not {*ids} & {*target.eos}:  # an engine may not say by which id
-        stop = response.stop
+    stop = response.stop
+    # the engine ended it by an id of its own, which it returns: the target would have gone on
+    cut = type(stop) is int and ids[-1:] == [stop]
+    if reason == "stop" and not {*ids} & {*target.eos} and not cut:  # it may not say by which id
         ids = [*ids, stop if type(stop) is int and stop in target.eos else _end_of(target)]
     ends = [n for n, i in enumerate(ids[:limit], 1) if i in target.eos]
     said: list[int] = ids[: ends[0] if ends else limit]

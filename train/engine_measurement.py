@@ -1,0 +1,114 @@
+"""The last measurement of a run with `serve_in`: its draft in an engine on this machine, beside the
+target alone in the same engine, on the prompts that were timed."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from shlex import quote
+
+from specdec.drafters.base import Drafter
+from specdec.engines.engine_interface import DraftToServe, Engine, TargetToServe
+from specdec.engines.known_engines import ENGINES
+from specdec.engines.local_server import local_server, require_installed
+from specdec.errors import UserError, require
+from specdec.formats.draft_export import export_path, write_export
+from specdec.formats.gguf_file import FILE_TYPE, file_type_name, read_keys
+from specdec.measure.engine_gain import EngineGain, cost_of_verifying, gain_of, responses_in_turn
+from specdec.measure.served import MeasuredServer
+from specdec.progress import console, tell
+from specdec.targets.gguf import gguf_of
+from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
+
+
+def gain_in_engine(
+    name: str,
+    folder: Path,
+    drafter: Drafter,
+    target: Target,
+    cfg: TargetConfig,
+    prompts: Sequence[Sequence[int]],
+    gamma: int,
+    limit: int,
+    left: Callable[[], float] | None,
+) -> EngineGain | None:
+    """What the best draft of the run in `folder` gains in the engine of this name, in responses of
+    at most `limit` tokens; None, and a line that says why, where it cannot be served there."""
+    engine = ENGINES.named(name)
+    try:
+        gguf = _file_of(cfg, engine)
+        layout = engine.layouts.get(drafter.config.name)
+        if layout is None:
+            raise UserError(f"it has no method for a draft of {drafter.config.name}")
+        require_installed(engine)
+        if left is not None and left() <= 0:
+            raise UserError("no time is left; give more budget.minutes")
+        draft = export_path(folder, drafter.config.name, layout)
+        write_export(draft, drafter, target, layout, folder / "best")
+        console.print(f"exported to {draft} ({layout}); measuring in {engine.title}")
+        return _measured_gain(
+            engine, folder, draft, drafter.config.name, target, gguf, prompts, gamma, limit, left
+        )
+    except UserError as error:
+        tell(f"not measured in {engine.title}: {error}")
+        return None
+
+
+def _file_of(cfg: TargetConfig, engine: Engine) -> Path:
+    gguf = gguf_of(cfg.path)
+    if gguf is None or cfg.adapter is not None:
+        raise UserError(f"{cfg.path} is no GGUF file, as {engine.title} reads them")
+    return gguf
+
+
+def _measured_gain(
+    engine: Engine,
+    folder: Path,
+    draft: Path,
+    family: str,
+    target: Target,
+    gguf: Path,
+    prompts: Sequence[Sequence[int]],
+    gamma: int,
+    limit: int,
+    left: Callable[[], float] | None,
+) -> EngineGain:
+    """Both servers run at once, and answer in turn: one that waits takes no time of the other."""
+    served = TargetToServe(model=str(gguf.resolve()), name=target.name, dtype="auto")
+    layout = engine.layouts[family]
+    options = engine.draft_options(DraftToServe(draft.resolve(), family, layout, gamma))
+    several = engine.parallel_options(gamma + 1)  # to time a verification
+    with (
+        local_server(engine, served, options, folder / "engine.log") as drafting,
+        local_server(engine, served, several, folder / "engine-plain.log") as plain,
+    ):
+        with_draft = MeasuredServer(drafting, target, speculates=True)
+        alone = MeasuredServer(plain, target, speculates=False)
+        v = cost_of_verifying(alone, prompts[0], gamma)
+        drafted, plainly = responses_in_turn(with_draft, alone, prompts, limit, left)
+        return gain_of(
+            with_draft,
+            drafted,
+            plainly,
+            weights=file_type_name(read_keys(gguf).get(FILE_TYPE)),
+            gamma=gamma,
+            limit=limit,
+            v=v,
+            commands=[_serve(engine, draft, gamma, target)],
+        )
+
+
+def _serve(engine: Engine, draft: Path, gamma: int, target: Target) -> str:
+    command = f"scripts/serve --engine {engine.name} --draft {quote(str(draft))} --gamma {gamma}"
+    own = TargetConfig().path  # of scripts/serve, unless another is given
+    other = f" target=model target.path={quote(target.name)}"
+    return command if target.name == own else command + other
+
+
+def require_servable(name: str) -> None:
+    """Raise UserError for an engine in which no run can be measured."""
+    engine = ENGINES.named(name)
+    require(
+        engine.reads_gguf,
+        f"serve_in={name}: a run starts and measures engines that read GGUF files, such as "
+        f"llama.cpp; for {engine.title}, use scripts/serve and scripts/evaluate --engine",
+    )
