@@ -144,6 +144,30 @@ def d_pace(inputs: LossInputs, smooth: float = 0.5) -> Tensor:
     return _tokens_after(smooth + (1 - smooth) * known_NK, inputs) * loss_NK
 
 
+def spec_auf(inputs: LossInputs) -> Tensor:
+    """`ce` at the depths that a decoder at T = 0 would reach on this text: up to and including the
+    first depth whose most likely token is not the text's own, 0 after it (Spec-AUF, accept until
+    fail, arXiv 2607.01893). ∂/∂z = q - onehot(label) at these depths; the choice of depths has no
+    gradient. The setting `loss=spec_auf` also sets `loss.depth_decay` to 1.
+    """
+    right_NK = inputs.log_q.argmax(-1) == inputs.label
+    return ce(inputs) * _reached(right_NK.to(inputs.log_q.dtype))
+
+
+def pard2(inputs: LossInputs, text: float = 0.3) -> Tensor:
+    """w_k (`kl` + `text` · `ce`) at depth k, with w_k = Π_{j<k} p(label_j): the probability that
+    the target itself writes the tokens before it (PARD-2, arXiv 2605.08632, confidence-adaptive
+    tokens). w has no gradient; a token outside the draft vocabulary ends it with 0, since no draft
+    is accepted past it. ∂/∂z_k = w_k (P q - p + text (q - onehot(label))). The setting `loss=pard2`
+    also sets `loss.depth_decay` to 1.
+
+    Weights and the 0.3 are those of AMD-AGI/PARD (pard/pard2_train.py). That code divides by the
+    sum of the weights, not by the number of anchors, which changes the loss by a factor only.
+    """
+    at_label_NK = inputs.log_p.gather(-1, inputs.label.clamp_min(0)[..., None])[..., 0].exp()
+    return _reached(at_label_NK * (inputs.label >= 0)) * (kl(inputs) + text * ce(inputs))
+
+
 def expected_length(inputs: LossInputs, smooth: float = 0.5, until: float = 0.5) -> Tensor:
     """1 - Π_{j<=k} β_j at depth k. Summed over the depths it is γ - L, where L = Σ_k Π_{j<=k} β_j
     is the expected number of accepted tokens of a chain (Leviathan et al. 2023, Theorem 3.8 with a
@@ -293,12 +317,13 @@ LOSS_TERMS: dict[str, LossTerm] = {
     term.__name__: term
     for term in (
         *(kl, soft_ce, reverse_kl, jsd, top_k, adaspec, ce, tv, nla, lk_hybrid),
-        *(d_pace, expected_length, expected_tree, on_policy, confidence, smooth_l1),
+        *(d_pace, spec_auf, pard2, expected_length, expected_tree, on_policy),
+        *(confidence, smooth_l1),
     )
 }
 # terms that weight the depths themselves: they are given all depths of an anchor together, and the
 # default decay is 1
-COUPLED = ("d_pace", "expected_length", "expected_tree", "on_policy")
+COUPLED = ("d_pace", "spec_auf", "pard2", "expected_length", "expected_tree", "on_policy")
 COMPARING = ("adaspec",)  # terms that read a reference draft
 OF_TREES = ("expected_tree",)  # terms that read the paths of a tree
 
@@ -307,6 +332,11 @@ def _left(inputs: LossInputs, until: float) -> float:
     """The remaining fraction of smoothing: 1 at a run's start, falling to 0 at the fraction `until`
     of the run; constant 1 if `until` is 0."""
     return max(0.0, 1 - inputs.progress / until) if until > 0 else 1.0
+
+
+def _reached(chance_NK: Tensor) -> Tensor:
+    """Π_{j<k} c_j [N, K] without a gradient, for probabilities c; 1 at depth 0."""
+    return nn.functional.pad(chance_NK.detach()[:, :-1], (1, 0), value=1.0).cumprod(-1)
 
 
 def _tokens_after(chance_NK: Tensor, inputs: LossInputs) -> Tensor:

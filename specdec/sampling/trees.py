@@ -231,7 +231,8 @@ class Dynamic(Shape):
 @dataclass
 class BestFirst(Shape):
     """The `nodes` most confident paths under the marginals of parallel heads. The heads do not read
-    each other's tokens, so a path's confidence is the product of its tokens' confidences."""
+    each other's tokens, so a path's confidence is the product of its tokens' confidences. On a
+    block such as DFlash's it is the tree of DDTree (Ringel and Romano 2026, arXiv 2604.12989)."""
 
     depth: int = 4
     nodes: int = 24

@@ -23,7 +23,9 @@ from specdec.losses.loss_terms import (
     expected_tree,
     kl,
     nla,
+    pard2,
     smooth_l1,
+    spec_auf,
 )
 from tests.decoding.tree_laws import expected_accepted
 from tests.laws import Tables
@@ -81,7 +83,9 @@ def test_depths_behind_an_end_count_for_nothing() -> None:
 TREE_OF_3 = [[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 0, 1]]
 
 
-@pytest.mark.parametrize("name", ["expected_length", "d_pace", "expected_tree"])
+@pytest.mark.parametrize(
+    "name", ["expected_length", "d_pace", "spec_auf", "pard2", "expected_tree"]
+)
 @pytest.mark.parametrize("progress", [0.0, EXACT])
 def test_dropped_depths_leave_the_expected_gradient_as_it_is(name: str, progress: float) -> None:
     """P-EAGLE's sampling of depths, over all of its draws: depth 1 is kept at 2 of 4 anchors and
@@ -283,6 +287,40 @@ def test_d_pace_by_plain_loops() -> None:
             torch.testing.assert_close(got[n, k], wanted, atol=1e-12, rtol=0)
             value = -weight * math.log(said[k]) if there else 0.0
             assert float(loss[n, k].detach()) == pytest.approx(value, abs=1e-12)
+
+
+def test_spec_auf_and_pard2_by_plain_loops() -> None:
+    """Spec-AUF counts the depths up to the first wrong token, PARD-2 each depth by p of the text
+    before it; a token outside the draft vocabulary is wrong, and ends both."""
+    p, z = draws()
+    q = z.detach().softmax(-1)
+    best = q.argmax(-1)
+    label = best.clone()
+    label[0, 2] = (label[0, 2] + 1) % S  # the third token is wrong: depth 3 is not reached
+    label[1, 0] = -1
+    label[2] = (label[2] + 1) % S
+    label[3, 1] = -1
+    at = piece_of(p, z.log_softmax(-1), label)
+    auf, pard = spec_auf(at), pard2(at, text=0.3)
+    (of_auf,) = torch.autograd.grad(auf.sum(), z, retain_graph=True)
+    (of_pard,) = torch.autograd.grad(pard.sum(), z)
+    ended = 0
+    for n in range(N):
+        reached, weight = True, 1.0
+        for k in range(K):
+            known = int(label[n, k]) >= 0
+            here = math.log(float(q[n, k, label[n, k]])) if known else 0.0
+            onehot = torch.eye(S, dtype=q.dtype)[label[n, k].clamp_min(0)]
+            of_ce = (q[n, k] - onehot) * known
+            assert float(auf[n, k].detach()) == pytest.approx(-here * reached, abs=1e-12)
+            torch.testing.assert_close(of_auf[n, k], of_ce * reached, atol=1e-12, rtol=0)
+            of_kl = p[n, k].sum() * q[n, k] - p[n, k]
+            wanted = weight * (of_kl + 0.3 * of_ce)
+            torch.testing.assert_close(of_pard[n, k], wanted, atol=1e-12, rtol=0)
+            ended += not reached
+            reached = reached and bool(label[n, k] == best[n, k])
+            weight *= float(p[n, k, label[n, k]]) if known else 0.0
+    assert ended == 1 + 3 + 3 + 2
 
 
 def test_adaspec_learns_where_the_reference_is_ahead() -> None:
