@@ -26,6 +26,8 @@ from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.report.plots import write_filled_devices
+from specdec.runtime.device import capability
+from specdec.targets.adapter import require_mergeable
 from specdec.targets.checkpoint_files import file_of_model
 from specdec.targets.gguf import model_path
 from specdec.targets.loading import TargetLoader
@@ -39,6 +41,7 @@ from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
 from train.data.run_data import DataCounts
 from train.data.sequences import Document, Prompt
+from train.data.sources import files_of
 from train.data.split import SHARE, DataSplit, parts_of
 from train.hidden_states.store import SCALE, block_size
 from train.initialisation import earlier_drafts, stride
@@ -126,7 +129,8 @@ class PredictedGain(NamedTuple):
 @dataclass(frozen=True)
 class Facts:
     """The inputs of a plan, besides the configuration. `costs` are c, and v by γ, for each batch
-    size; `free` are the free bytes on the disk of this machine."""
+    size; `free` are the free bytes on the disk of this machine, and `merged` those of the copy
+    with `target.adapter` merged into it."""
 
     target: TargetSizes
     draft: DraftFootprint | None
@@ -134,6 +138,7 @@ class Facts:
     data: DataAmount
     costs: dict[int, tuple[float, PassCost]]
     free: float = math.inf
+    merged: float = 0.0
     measured: bool = False  # whether the target and the draft were timed on this machine
     cut: CutResponses | None = None  # counts of cut responses of earlier runs
     decided: Sequence[str] = ()  # notes on settings that the target decided
@@ -154,7 +159,9 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     copies = n // parts
     responds = cfg.data.responses == "target"
     texts = data.conversations + data.validation
-    mean = data.tokens / data.conversations + (SAID * new if responds else 0)
+    longest = cfg.data.longest_prompt if responds else cfg.data.longest_document
+    mean = min(data.tokens / data.conversations, longest) + (SAID * new if responds else 0)
+    prompt = min(data.prompt, cfg.data.longest_prompt)
     states = target.width * state * (1 + (draft.stored if draft else 0))  # bytes of a token
 
     def seconds(rows: int, tokens: int, context: float) -> float:
@@ -185,8 +192,8 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     kept = responds and cfg.responses_bring_hidden_states
     if responds and not cfg.response_generation.engines:
         rows, filled = decoding(held, cfg.responses.at_once(facts.device.gpu), 1, new, kept)
-        step = seconds(rows, 1, data.prompt + new / 2) / rows
-        time = texts * (SAID * new * step + data.prompt * reading) / copies
+        step = seconds(rows, 1, prompt + new / 2) / rows
+        time = texts * (SAID * new * step + prompt * reading) / copies
         stages.append(PlannedStage("responses", filled, room, time))
     if cfg.stores_hidden_states and not cfg.hidden_states.engines:
         filled = held | {
@@ -213,16 +220,19 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
             min(asked, cfg.decode.timed_prompts),
             1 + cfg.decode.fastest + bool(cfg.combine_with),
         )
-        single, many = (seconds(b, 1, data.prompt + new / 2) / b for b in (batch, rows))
+        single, many = (seconds(b, 1, prompt + new / 2) / b for b in (batch, rows))
         gamma = cfg.decode.gamma or (draft.depth if draft else 1)
         learned = LEARNING * new + cfg.decode.fastest * steps_of_a_choice(cfg.decode, gamma)
         tokens = (1 + ways) * timed * cfg.decode.repeats * new + learned
         counted = (asked - timed + CALIBRATING) * (1 + ways) * new
-        read = (asked + CALIBRATING) * ((1 + ways) * data.prompt + 2 * ALONG * (data.prompt + new))
+        read = (asked + CALIBRATING) * ((1 + ways) * prompt + 2 * ALONG * (prompt + new))
         time = tokens * single + counted * many + read * reading
         time = AFTER + len(cfg.decode.temperatures) * time
         stages.append(PlannedStage("measuring", filled, room, time))
-    return [*stages, PlannedStage("disk", _disk(cfg, target, draft, texts * mean), facts.free)]
+    disk = _disk(cfg, target, draft, texts * mean)
+    if facts.merged:
+        disk["merged target"] = facts.merged
+    return [*stages, PlannedStage("disk", disk, facts.free)]
 
 
 def _filled_by_training(
@@ -380,19 +390,36 @@ def remedies(cfg: Config, facts: Facts, name: str) -> list[Settings]:
         return {stage.name for stage in stages if not stage.fits} <= unfit - {name}
 
     fitted = list[Settings]()
-    for kind in _candidates(cfg, facts.target, name):
+    for kind in _candidates(cfg, facts, name):
         kind = [x for x in kind if not any(x.keys() >= known.keys() for known in fitted)]
         fitted += [settings for settings in kind if fits(settings)][:1]
     return fitted
 
 
-def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Settings]]:
-    """Settings to try for a stage, by kind, the least change first."""
-    n, rows = cfg.planning.devices, cfg.loop.rows
-    larger = [2**k for k in range(1, 10) if n < 2**k <= MOST_DEVICES]
+def _candidates(cfg: Config, facts: Facts, name: str) -> Iterator[list[Settings]]:
+    """Settings to try for a stage, by kind, the least change first. More devices are proposed only
+    if they are GPUs."""
+    n, rows, target = cfg.planning.devices, cfg.loop.rows, facts.target
+    larger = [2**k for k in range(1, 10) if n < 2**k <= MOST_DEVICES and facts.device.gpu]
 
     def halves(key: str, value: int, least: int) -> list[Settings]:
         return [{key: value >> k} for k in range(1, 32) if value >> k >= least]
+
+    def shorter() -> list[Settings]:
+        """Shorter documents, with prompts and responses that have room in them."""
+        lengths = halves("data.max_length", cfg.data.longest_document, 64)
+        if cfg.data.responses != "target":
+            return lengths
+        prompt, new = cfg.data.longest_prompt, cfg.responses.longest_response
+        return [
+            {
+                **length,
+                "data.max_prompt": min(prompt, most // 2),
+                "responses.max_new_tokens": min(new, most // 2),
+            }
+            for length in lengths
+            for most in length.values()
+        ]
 
     if name == "disk":
         yield [{"hidden_states.bits": 8}]
@@ -413,21 +440,22 @@ def _candidates(cfg: Config, target: TargetSizes, name: str) -> Iterator[list[Se
         yield [{"hidden_states.mode": "offline", **s} for s in smaller]
         yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
         yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
-        yield [
-            {**smaller[-1], **s} for s in halves("data.max_length", cfg.data.longest_document, 64)
-        ]
+        yield [{**smaller[-1], **s} for s in shorter()]
     ways: list[Settings] = [{"target.tensor_parallel": True}, {"target.device_map": "auto"}]
     for way in [{}] if cfg.target.tensor_parallel or cfg.target.device_map else ways:
         divides = cfg.target.tensor_parallel or "target.tensor_parallel" in way
         counts = [m for m in (n, *larger) if m > 1 and (target.divides(m) or not divides)]
         yield [{**way, **s} for m in counts if m == n for s in smaller]
+        fewer = target.most_processes(n) if divides else n
+        if fewer is not None and fewer != n:
+            yield [{"planning.devices": fewer, **way, **s} for s in smaller]
         yield [{"planning.devices": m, **way, **s} for m in counts if m > n for s in smaller]
     if name in ("responses", "hidden states"):
         if name == "responses":
             yield [{"responses.from": ENGINES}]
             yield halves("responses.max_new_tokens", cfg.responses.longest_response, 16)
         yield [{"hidden_states.from": ENGINES}]
-        yield halves("data.max_length", cfg.data.longest_document, 64)
+        yield shorter()
     if name == "measuring":
         yield halves("decode.batch", cfg.decode.batch, 1)
         yield [{"decode.prompts": 0}]
@@ -444,7 +472,7 @@ def fitting_settings(cfg: Config, facts: Facts, more: bool = False) -> Settings 
             return settings
         options = [{**settings, **option} for option in remedies(now, facts, unfit[0])]
         if not more:
-            options = [option for option in options if "planning.devices" not in option]
+            options = [x for x in options if x.get("planning.devices", 0) <= cfg.planning.devices]
         if not options:
             return None
         settings = min(options, key=lambda option: _unfit(with_settings(cfg, option), facts))
@@ -516,30 +544,56 @@ class RunPlan:
         )
 
     def advice(self) -> Iterator[str]:
-        """Settings for each stage that does not fit, and for all of them together. If all fit:
-        tensor parallelism, if the run then takes less than two thirds of the time."""
+        """Settings for each stage that does not fit, and for all of them together, with the time of
+        the run. If all fit: tensor parallelism, if the run then takes less than two thirds of the
+        time or of the device-hours."""
         for stage in self.stages:
             if not stage.fits:
-                helping = [as_overrides(s) for s in remedies(self.cfg, self.facts, stage.name)]
+                helping = remedies(self.cfg, self.facts, stage.name)
                 yield f"{stage.name}: does not fit{'; each of these helps:' * bool(helping)}"
-                yield from (f"  {settings}" for settings in helping)
+                for settings in helping:
+                    plan = self._with(settings)
+                    yield f"  {as_overrides(settings)}  # {plan.cost}"
+        if self.fits:
+            if (settings := self._faster()) is not None:
+                yield f"faster, as larger batches fit: {self._with(settings).cost}"
+                yield f"  {as_overrides(settings)}"
+            return
         for more in (False, True):
             if (settings := fitting_settings(self.cfg, self.facts, more)) is not None:
-                break
-        else:
-            yield "no settings were found with which all stages fit"
-            return
-        reason = "all stages fit with these settings"
-        if self.fits and self.facts.target.divides(self.cfg.planning.devices):
-            reason, settings = "faster, as larger batches fit", {"target.tensor_parallel": True}
+                engine = any(key.endswith(".from") for key in settings)
+                beside = ", beside an engine on other devices" * engine
+                yield f"all stages fit with these settings{beside}: {self._with(settings).cost}"
+                yield f"  {as_overrides(settings)}"
+                return
+        yield "no settings were found with which all stages fit"
+
+    def _with(self, settings: Settings) -> "RunPlan":
+        return replace(self, cfg=with_settings(self.cfg, settings))
+
+    def _faster(self) -> Settings | None:
+        """Tensor parallelism over as many of the devices as can divide the target, if the run then
+        fits and takes less than two thirds of the device-hours, and no longer."""
+        n = self.cfg.planning.devices
+        processes = self.facts.target.most_processes(n)
+        if processes is None:
+            return None
+        settings: dict[str, Any] = {"target.tensor_parallel": True}
+        if processes != n:
+            settings = {"planning.devices": processes, **settings}
         try:
-            plan = replace(self, cfg=with_settings(self.cfg, settings))
+            plan = self._with(settings)
         except UserError:  # this way of holding the target does not go with the other settings
-            return
-        if not self.fits or (plan.fits and plan.seconds < self.seconds / 1.5):
-            devices = f"{plan.cfg.planning.devices} × {self.facts.device.name}"
-            yield f"{reason}: {hours(plan.seconds)} on {devices}"
-            yield f"  {as_overrides(settings)}"
+            return None
+        cheaper = processes * plan.seconds < n * self.seconds / 1.5
+        return settings if plan.fits and plan.seconds <= self.seconds and cheaper else None
+
+    @property
+    def cost(self) -> str:
+        """The time of the run, its devices and the device-hours."""
+        n = self.cfg.planning.devices
+        spent = f"{n * self.seconds / 3600:,.1f} device-hours"
+        return f"{hours(self.seconds)} on {n} × {self.facts.device.name}, {spent}"
 
     @property
     def verdict(self) -> str:
@@ -551,7 +605,8 @@ class RunPlan:
             best = max(g.speedup for g in pays)
             gains = f"will pay at batch {at}: up to {best:.2f} times as fast"
         gains = gains if self.gains else "whether it pays is unknown"
-        return f"this run {'fits' if self.fits else 'does not fit'} here, and {gains}"
+        where = f"{self.cfg.planning.devices} × {self.facts.device.name}"
+        return f"this run {'fits' if self.fits else 'does not fit'} on {where}, and {gains}"
 
 
 def table(stages: Sequence[PlannedStage]) -> str:
@@ -565,7 +620,7 @@ def table(stages: Sequence[PlannedStage]) -> str:
     rows.append(
         ["planned for", *("" if math.isinf(s.room) else f"{s.room / GIB:,.2f}" for s in stages)]
     )
-    rows.append(["", *("fits" if stage.fits else "too much" for stage in stages)])
+    rows.append(["", *map(_fits, stages)])
     rows.append(["time", *(hours(s.seconds) if s.seconds else "" for s in stages)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -575,6 +630,12 @@ def table(stages: Sequence[PlannedStage]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def _fits(stage: PlannedStage) -> str:
+    if math.isinf(stage.room):  # the disk of another machine
+        return "not checked"
+    return "fits" if stage.fits else "too much"
 
 
 def print_plan(cfg: Config, folder: Path) -> None:
@@ -602,19 +663,23 @@ def plan_of_run(cfg: Config) -> RunPlan:
         dtype = "bfloat16" if cfg.target.dtype == "auto" else cfg.target.dtype
         target = replace(cfg.target, dtype=dtype, device="cpu")
     cfg = replace(cfg, target=target)
-    on_cpu = here and accelerator.device.type == "cpu"
-    sizes, parts = sizes_of_target(target, target.dtype, on_cpu)
+    device = DEVICES.get(planning.device)
+    computes = capability(accelerator.device) if device is None else device.capability
+    sizes, parts = sizes_of_target(target, target.dtype, computes)
+    if target.adapter is not None:
+        require_mergeable(target, parts.model.config)
     if target.tensor_parallel:
         require(
             planning.devices > 1,
             "planning.devices=1: target.tensor_parallel divides the target over several devices: "
-            "give their number, or leave target.tensor_parallel out",
+            "give their number, or target.tensor_parallel=false",
         )
         title = f"target.path={target.path!r}"
         require_plain(parts.model.config, title)
         rules_of(parts.model, title, planning.devices)
     draft = draft_sizes(cfg.drafter, parts, cfg.optim) if cfg.trains else None
-    device = device_here(accelerator.device, parts.dtype) if here else DEVICES[planning.device]
+    if device is None:
+        device = device_here(accelerator.device, parts.dtype)
     whole = None  # a target that several devices hold is not loaded here
     if (
         here
@@ -625,7 +690,8 @@ def plan_of_run(cfg: Config) -> RunPlan:
         whole = TargetLoader(target).whole()
     data, texts = _data_of_run(cfg, whole or parts)
     by_batch = {b: speculation_costs(sizes, draft, device, b) for b in BATCHES} if draft else {}
-    facts = Facts(sizes, draft, device, data, by_batch, _free_disk(cfg) if here else math.inf)
+    free, merged = _free_disk(cfg) if here else math.inf, sizes.bytes if target.adapter else 0.0
+    facts = Facts(sizes, draft, device, data, by_batch, free, merged)
     if whole is not None and texts:
         prompts = [text for text in texts if isinstance(text, Prompt)]
         cut = cut_responses_in_cache(whole, prompts, cfg.response_generation) if prompts else None
@@ -671,8 +737,13 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
         return DataAmount(n, tokens, validation or held_out, test, prompt, known)
 
     if parts.tokenizer is None:
-        tokens = asked or ASSUMED
+        files_of(cfg.data)  # raises for a file that does not exist
         length = (cfg.data.longest_prompt if responds else cfg.data.longest_document) // 2
+        if asked is None and (limit := cfg.data.limit) is not None:
+            longest = "data.max_prompt" if responds else "data.max_length"
+            known = f"data.limit, of {length:,} tokens each, half of {longest}, as is assumed"
+            return amount(limit, limit * length, known), []
+        tokens = asked or ASSUMED
         known = "as planning.tokens says" if asked else "assumed: planning.tokens sets it"
         return amount(max(1, tokens // length), tokens, known), []
     if asked:

@@ -22,7 +22,7 @@ from specdec.drafters.base import Trainable, WindowConfig
 from specdec.drafters.layers import Attention
 from specdec.errors import UserError, first_line, require_known, require_within
 from specdec.measure.costs import timed
-from specdec.runtime.device import free_bytes
+from specdec.runtime.device import capability, free_bytes
 from specdec.runtime.quantised import itemsize, method
 from specdec.targets.gguf import model_path
 from specdec.targets.loading import kind_of
@@ -42,7 +42,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "
 class Device:
     """`memory` in bytes; `bandwidth` in bytes/s and `rate` in operations/s of forward passes;
     `training` in operations/s of training steps (None: `rate`). A layer takes `launch` seconds more
-    if Python starts the kernels of a GPU."""
+    if Python starts the kernels of a GPU. `capability` is CUDA's, 0 for a CPU."""
 
     name: str
     memory: float
@@ -50,28 +50,33 @@ class Device:
     rate: float
     training: float | None = None
     launch: float = 0.0
-    gpu: bool = True
+    capability: float = 9.0
+
+    @property
+    def gpu(self) -> bool:
+        return self.capability > 0
 
 
-def _sheet(name: str, gib: float, terabytes: float, teraflops: float) -> Device:
+def _sheet(name: str, gib: float, terabytes: float, teraflops: float, capability: float) -> Device:
     """A GPU by its data sheet. Forward passes are assumed to reach 60 % of the bandwidth, 40 % of
     the rate and 95 % of the memory."""
     rates = 0.6e12 * terabytes, 0.4e12 * teraflops
-    return Device(name, 0.95 * gib * GIB, *rates, launch=3e-4)
+    return Device(name, 0.95 * gib * GIB, *rates, launch=3e-4, capability=capability)
 
 
-# memory in GiB, bandwidth in TB/s and dense bfloat16 Tflop/s, from NVIDIA's data sheets
+# memory in GiB, bandwidth in TB/s, dense bfloat16 Tflop/s and CUDA capability, from NVIDIA's data
+# sheets
 DEVICES = {
     name: _sheet(name, *figures)
     for name, figures in {
-        "a100": (80, 2.04, 312),
-        "a100-40": (40, 1.56, 312),
-        "b200": (180, 8.0, 2250),
-        "h100": (80, 3.35, 989),
-        "h200": (141, 4.8, 989),
-        "l4": (24, 0.3, 121),
-        "l40s": (48, 0.864, 362),
-        "rtx4090": (24, 1.008, 165),
+        "a100": (80, 2.04, 312, 8.0),
+        "a100-40": (40, 1.56, 312, 8.0),
+        "b200": (180, 8.0, 2250, 10.0),
+        "h100": (80, 3.35, 989, 9.0),
+        "h200": (141, 4.8, 989, 9.0),
+        "l4": (24, 0.3, 121, 8.9),
+        "l40s": (48, 0.864, 362, 8.9),
+        "rtx4090": (24, 1.008, 165, 8.9),
     }.items()
 }
 
@@ -111,7 +116,7 @@ def device_here(device: torch.device, dtype: torch.dtype) -> Device:
         memory=float(psutil.virtual_memory().total if free is None else free),
         bandwidth=0.8 * wide.nbytes / fastest(lambda: F.linear(one, wide), device),
         rate=0.7 * 2 * 1024**3 / fastest(lambda: F.linear(many, square), device),
-        gpu=device.type != "cpu",
+        capability=capability(device),
     )
 
 
@@ -165,6 +170,11 @@ class TargetSizes:
         """Whether this number of processes can hold the target together."""
         return processes > 1 and self.divided > 0 and self.heads % processes == 0
 
+    def most_processes(self, most: int) -> int | None:
+        """The largest number of processes up to `most` that can hold the target together; None if
+        there is none."""
+        return next((n for n in range(most, 1, -1) if self.divides(n)), None)
+
     def held(self, processes: int) -> float:
         """The bytes of weights in each of `processes` processes that hold the target together."""
         return (self.weights - self.divided * (1 - 1 / processes)) * self.itemsize
@@ -198,11 +208,11 @@ class DraftFootprint:
 
 
 def sizes_of_target(
-    cfg: TargetConfig, dtype: str, on_cpu: bool = False
+    cfg: TargetConfig, dtype: str, capability: float = 9.0
 ) -> tuple[TargetSizes, TargetParts]:
-    """The sizes of the target in `cfg`, in this dtype, and its parts without weights. On a CPU,
-    transformers dequantises some quantised checkpoints. Raises UserError if there is no config of a
-    model that transformers supports."""
+    """The sizes of the target in `cfg`, in this dtype, and its parts without weights. On a CPU
+    (`capability` 0) and on older GPUs, transformers dequantises some quantised checkpoints. Raises
+    UserError if there is no config of a model that transformers supports."""
     options = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(model_path(cfg.path, Path(cfg.cache)), **options)
@@ -217,7 +227,7 @@ def sizes_of_target(
     count = parts.config.num_hidden_layers
     stacks = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
     parts.layers = next(stacks, nn.ModuleList())
-    return target_sizes(parts, DTYPES[dtype], on_cpu), parts
+    return target_sizes(parts, DTYPES[dtype], capability), parts
 
 
 def unfilled(config: Any, dtype: torch.dtype) -> Any:
@@ -227,7 +237,7 @@ def unfilled(config: Any, dtype: torch.dtype) -> Any:
         return auto.from_config(config, dtype=dtype)
 
 
-def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -> TargetSizes:
+def target_sizes(parts: TargetParts, dtype: torch.dtype, capability: float = 9.0) -> TargetSizes:
     """The sizes of a model, without reading its weights."""
     named = dict(parts.model.named_parameters())  # tied weights have one name
     config, weights = parts.config, _count(named.values())
@@ -237,7 +247,7 @@ def target_sizes(parts: TargetParts, dtype: torch.dtype, on_cpu: bool = False) -
     tied = parts.embedding.weight is parts.head.weight
     embedding = 0 if tied else parts.embedding.weight.numel()
     around = 2 * embedding / weights  # the embedding and the head are never quantised
-    stored = itemsize(parts.model.config, dtype, on_cpu)
+    stored = itemsize(parts.model.config, dtype, capability)
     kinds = ("attention", "key_value")
     heads = (
         getattr(layer, f"num_{kind}_heads", None) or 0

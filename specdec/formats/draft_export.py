@@ -378,6 +378,11 @@ def read_mark(export: Path) -> dict[str, Any]:
     missing or damaged."""
     in_file, remedy = export.is_file(), f"delete {export}, and the same command exports again"
     path = export if in_file else export / MARK
+    require(
+        export.exists(),
+        f"{export} does not exist: a run writes it at its end, and scripts/export runs/NAME/best "
+        f"--to {export} writes it again",
+    )
     try:
         mark = read_json_key(export, MARK_KEY) if in_file else read_json(path)
     except UserError as error:

@@ -85,6 +85,15 @@ def free_bytes(device: torch.device) -> int | None:
     return int(free) + int(reused)
 
 
+def capability(device: torch.device) -> float:
+    """The CUDA capability of a device, such as 8.9; 0 for a CPU. Other accelerators count as 9, a
+    GPU that computes with every quantised format."""
+    if device.type != "cuda":
+        return 0.0 if device.type == "cpu" else 9.0
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10
+
+
 def release() -> None:
     """Return memory that torch caches and nothing uses."""
     gc.collect()

@@ -5,7 +5,7 @@ tensors of its own class. They are read through the layers themselves: a linear 
 identity matrix gives its weight, in whatever form it is stored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -20,11 +20,12 @@ from specdec.errors import UserError, first_line, require
 
 class QuantisationKind(NamedTuple):
     """A quantisation method that transformers reads from a checkpoint: the `packages` that it needs
-    (names for installing and for importing), whether a CPU computes with plain numbers in its
-    place, and the bits of a weight if the config does not have them."""
+    (names for installing and for importing), the CUDA capability below which transformers
+    dequantises the weights (a CPU has 0), and the bits of a weight if the config does not have
+    them."""
 
     packages: dict[str, str] = {}
-    dense_on_cpu: bool = False
+    dense_below: float = 0.0
     bits: int = 8
 
 
@@ -34,9 +35,9 @@ KINDS = {
     "awq": QuantisationKind({"gptqmodel": "gptqmodel"}),
     "bitsandbytes": QuantisationKind({"bitsandbytes": "bitsandbytes"}),
     "compressed-tensors": QuantisationKind({"compressed-tensors": "compressed_tensors"}),
-    "fp8": QuantisationKind(dense_on_cpu=True),
+    "fp8": QuantisationKind(dense_below=8.9),
     "gptq": QuantisationKind({"optimum": "optimum", "gptqmodel": "gptqmodel"}),
-    "mxfp4": QuantisationKind(dense_on_cpu=True, bits=4),
+    "mxfp4": QuantisationKind(dense_below=7.5, bits=4),
     "torchao": QuantisationKind({"torchao": "torchao"}),
 }
 SCALES = 0.0625  # bytes that a weight's share of its scales takes, with groups of 32
@@ -53,16 +54,27 @@ def method(config: Any) -> str | None:
     return str(getattr(name, "value", name))
 
 
-def itemsize(config: Any, dtype: torch.dtype, on_cpu: bool) -> float:
+def itemsize(config: Any, dtype: torch.dtype, capability: float) -> float:
     """The approximate bytes of a weight of a model's quantised layers in memory, from its config:
-    those of the dtype if it is stored as a plain number, or dequantised on a CPU."""
+    those of the dtype if it is stored as a plain number, or dequantised on a device of this CUDA
+    capability (0 for a CPU)."""
     name, theirs = method(config), getattr(config, "quantization_config", {})
     kind = KINDS.get(name or "", QuantisationKind(bits=4 if "mxfp4" in (name or "") else 8))
-    if name is None or (on_cpu and kind.dense_on_cpu):
+    if name is None or capability < kind.dense_below:
         return float(dtype.itemsize)
     keys = theirs if isinstance(theirs, dict) else theirs.to_dict()
     four = keys.get("load_in_4bit") or "nvfp4" in str(keys)
-    return int(keys.get("bits") or (4 if four else kind.bits)) / 8 + SCALES
+    bits = keys.get("bits") or _bits_of_groups(keys) or (4 if four else kind.bits)
+    return int(bits) / 8 + SCALES
+
+
+def _bits_of_groups(keys: Mapping[str, Any]) -> int | None:
+    """The most bits of a weight in the `config_groups` of compressed-tensors; None without them."""
+    groups = keys.get("config_groups")
+    groups = list(groups.values()) if isinstance(groups, dict) else []
+    weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+    bits = [w.get("num_bits") for w in weights if isinstance(w, dict)]
+    return max((n for n in bits if type(n) is int), default=None)
 
 
 def lacking(name: str | None) -> list[str]:

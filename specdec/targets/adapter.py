@@ -25,6 +25,15 @@ CONFIG, WEIGHTS, TOKENIZER = (
     "adapter_model.safetensors",
     "tokenizer_config.json",
 )
+# peft's kinds that add tokens or activations instead of changing weights
+PROMPTS = (
+    "PROMPT_TUNING",
+    "MULTITASK_PROMPT_TUNING",
+    "P_TUNING",
+    "PREFIX_TUNING",
+    "CPT",
+    "CARTRIDGE",
+)
 
 
 def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
@@ -32,13 +41,7 @@ def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
     into its weights, in the dtype of the files. Its tokenizer is the adapter's, if that has one.
     The folder's name ends in a hash of the adapter and of the base's location. Raises UserError if
     there is no adapter, if it belongs to another model, or if the model is quantised."""
-    adapter = Path(cfg.adapter or "")
-    for name in (CONFIG, WEIGHTS):
-        require(
-            (adapter / name).is_file(),
-            f"target.adapter={cfg.adapter!r} has no {name}: give a folder that peft wrote",
-        )
-    settings = _settings(adapter)
+    adapter, settings = _opened(cfg)
     trained_for = str(settings.get("base_model_name_or_path") or "")
     if trained_for and Path(trained_for).name != Path(cfg.path).name:
         tell(f"target.adapter={cfg.adapter!r} was trained for {trained_for}, not for {cfg.path}")
@@ -60,6 +63,26 @@ def merged_checkpoint(cfg: TargetConfig, base: str) -> Path:
     return made_once(folder, name, source, merge)
 
 
+def require_mergeable(cfg: TargetConfig, config: Any) -> None:
+    """Raise UserError if `cfg.adapter` cannot be merged into the model of this config, as far as
+    its settings tell."""
+    _, settings = _opened(cfg)
+    require(
+        method(config) is None,
+        f"target.path={cfg.path!r} is quantised, and an adapter can be merged only into plain "
+        "weights: give the model that it was made from",
+    )
+    kind = str(settings.get("peft_type"))
+    require(kind not in PROMPTS, _not_mergeable(cfg, kind))
+
+
+def _not_mergeable(cfg: TargetConfig, kind: str) -> str:
+    return (
+        f"target.adapter={cfg.adapter!r} is of a kind that cannot be merged into weights ({kind}): "
+        "give a LoRA adapter"
+    )
+
+
 def tokenizer_source(cfg: TargetConfig, base: str) -> str:
     """The source of a target's tokenizer and chat template: the adapter's folder if it has them,
     else the model."""
@@ -74,6 +97,17 @@ def states_of(folder: Path) -> list[list[Any]]:
         return []
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+
+
+def _opened(cfg: TargetConfig) -> tuple[Path, dict[str, Any]]:
+    """The adapter's folder and settings."""
+    adapter = Path(cfg.adapter or "")
+    for name in (CONFIG, WEIGHTS):
+        require(
+            (adapter / name).is_file(),
+            f"target.adapter={cfg.adapter!r} has no {name}: give a folder that peft wrote",
+        )
+    return adapter, _settings(adapter)
 
 
 def _settings(adapter: Path) -> dict[str, Any]:
@@ -94,11 +128,7 @@ def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path, tied: bool
 
     options: Any = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     config = AutoConfig.from_pretrained(base, **options)
-    require(
-        method(config) is None,
-        f"target.path={cfg.path!r} is quantised, and an adapter can be merged only into plain "
-        "weights: give the model that it was made from",
-    )
+    require_mergeable(cfg, config)
     tell(f"merging target.adapter={cfg.adapter!r} into {cfg.path}: made once, kept in {cfg.cache}")
     model = AutoModelForCausalLM.from_pretrained(
         base, config=copy.deepcopy(config), dtype="auto", **options
@@ -120,8 +150,7 @@ def _merge(cfg: TargetConfig, base: str, adapter: Path, folder: Path, tied: bool
         ) from error
     require(
         hasattr(adapted.base_model, "merge_and_unload"),
-        f"target.adapter={cfg.adapter!r} is of a kind that cannot be merged into weights "
-        f"({adapted.active_peft_config.peft_type.value}): give a LoRA adapter",
+        _not_mergeable(cfg, adapted.active_peft_config.peft_type.value),
     )
     ours = set(get_peft_model_state_dict(adapted))
     if strangers := sorted(stored ^ ours):

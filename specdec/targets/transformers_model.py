@@ -26,6 +26,7 @@ from specdec.files import make_folder
 from specdec.progress import tell
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.grouped_attention import use_grouped_attention
+from specdec.runtime.device import capability
 from specdec.runtime.quantised import (
     itemsize,
     method,
@@ -140,7 +141,7 @@ def _places(cfg: TargetConfig, auto: Any, config: Any) -> dict[str, Any]:
     empty = empty_model(cfg, config, auto)
     count = depth_of(config.get_text_config(decoder=True))
     device, dtype = torch.device(cfg.device), DTYPES[cfg.dtype]
-    bytes_each = itemsize(config, dtype, device.type == "cpu")
+    bytes_each = itemsize(config, dtype, capability(device))
     return device_map(empty, count, device, dtype, cfg.max_memory, bytes_each)
 
 

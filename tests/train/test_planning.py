@@ -118,6 +118,9 @@ def test_a_token_reads_some_experts_and_a_pass_those_that_any_of_its_tokens_chos
     assert of.bytes_read(10_000) == pytest.approx(4 * (rest + of_experts))
 
 
+GROUPS_OF_4_BITS = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}
+
+
 @pytest.mark.parametrize(
     ("quantised", "itemsize"),
     [
@@ -125,6 +128,8 @@ def test_a_token_reads_some_experts_and_a_pass_those_that_any_of_its_tokens_chos
         ({"quant_method": "gptq", "bits": 4}, 0.5625),
         ({"quant_method": "mxfp4"}, 0.5625),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, 0.5625),
+        ({"quant_method": "compressed-tensors", "config_groups": GROUPS_OF_4_BITS}, 0.5625),
+        ({"quant_method": "compressed-tensors"}, 1.0625),
     ],
 )
 def test_quantised_weights_take_less(quantised: dict[str, Any], itemsize: float) -> None:
@@ -134,14 +139,19 @@ def test_quantised_weights_take_less(quantised: dict[str, Any], itemsize: float)
     assert target_sizes(TargetParts(model, None, "tiny"), torch.bfloat16).itemsize == itemsize
 
 
-@pytest.mark.parametrize(("kind", "on_cpu"), [("fp8", 2), ("mxfp4", 2), ("gptq", 1.0625)])
-def test_a_cpu_holds_some_quantised_weights_as_plain_ones(
-    kind: str, on_cpu: float, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kind", "on_cpu", "on_a100"),
+    [("fp8", 2, 2), ("mxfp4", 2, 1.0625), ("gptq", 1.0625, 1.0625)],
+)
+def test_a_cpu_and_an_older_gpu_hold_some_quantised_weights_as_plain_ones(
+    kind: str, on_cpu: float, on_a100: float, tmp_path: Path
 ) -> None:
     config = architectures(64, layers=4)["llama"]
     config.quantization_config = {"quant_method": kind, "bits": 8}
     cfg = TargetConfig(str(config_folder(tmp_path, config)))
-    assert sizes_of_target(cfg, "bfloat16", on_cpu=True)[0].itemsize == on_cpu
+    assert sizes_of_target(cfg, "bfloat16", capability=0.0)[0].itemsize == on_cpu
+    capability = DEVICES["a100"].capability
+    assert sizes_of_target(cfg, "bfloat16", capability)[0].itemsize == on_a100
     assert sizes_of_target(cfg, "bfloat16")[0].itemsize < 2
 
 
@@ -385,7 +395,7 @@ def test_a_batch_shrinks_to_the_memory_and_parallel_drafts_take_one_step(tiny: T
 
 
 def printed(plan: RunPlan) -> dict[str, list[str]]:
-    """The settings that a plan prints, by the line above them."""
+    """The settings that a plan prints, some with a comment, by the line above them."""
     found: dict[str, list[str]] = {}
     above = ""
     for line in plan.advice():
@@ -437,11 +447,13 @@ def test_every_printed_remedy_is_pasted_and_fits(case: str, large: dict[str, Pat
     for above, overrides in advice.items():
         assert overrides, above
         for override in overrides:
-            again = plan_of_run(compose([*command, *shlex.split(override)]))
+            again = plan_of_run(compose([*command, *shlex.split(override, comments=True)]))
             fits = {stage.name: stage.fits for stage in again.stages}
             if above.startswith("all stages fit"):
                 assert again.fits and f": {hours(again.seconds)} on " in above
                 continue
+            if "data.max_prompt" not in override:  # with planning.tokens, shorter texts are more
+                assert override.endswith(f"# {again.cost}"), override
             stage = above.split(":")[0]
             assert fits.get(stage, True), override  # or an engine does its work
             assert all(fits.get(name, True) for name in fitted), override
@@ -468,6 +480,43 @@ def test_qwen3_32b_fits_eight_h100s(large: dict[str, Path]) -> None:
         for name in ("responses", "hidden states", "measuring"):
             held = stage_named(name, plan.stages).filled["target weights"] / GIB
             assert held == pytest.approx(weights, rel=1e-3)
+
+
+def test_fewer_devices_hold_a_target_together_if_all_cannot(large: dict[str, Path]) -> None:
+    """Four KV heads cannot be divided over eight processes, but over four of them."""
+    command = [*BIG, f"target.path={large['qwen3-30b-a3b']}", "planning.devices=8"]
+    plan = plan_of_run(compose([*command, "data.responses=target", *LONG]))
+    assert plan.fits
+    ((above, settings),) = printed(plan).items()
+    assert settings == ["planning.devices=4 target.tensor_parallel=true"]
+    together = plan_of_run(
+        compose([*command, "data.responses=target", *LONG, *settings[0].split()])
+    )
+    assert together.fits and together.cost in above
+    assert together.seconds <= plan.seconds and 4 * together.seconds < 8 * plan.seconds / 1.5
+
+
+def test_shorter_documents_have_room_for_prompts_and_responses(large: dict[str, Path]) -> None:
+    command = [*BIG, f"target.path={large['llama-3.1-70b']}", "data.responses=target", *LONG]
+    command += ["planning.devices=2", "target.tensor_parallel=true", "planning.tokens=20000000"]
+    plan = plan_of_run(compose(command))
+    ours = [x for x in remedies(plan.cfg, plan.facts, "hidden states") if "data.max_length" in x]
+    assert ours, "the case has no such remedy"
+    for settings in ours:
+        shorter = with_settings(plan.cfg, settings)
+        most = shorter.data.longest_prompt + shorter.responses.longest_response
+        assert most <= shorter.data.longest_document
+        before, after = (stage_named("disk", stages_of(c, plan.facts)) for c in (plan.cfg, shorter))
+        assert after.bytes < before.bytes, "shorter texts take less disk"
+
+
+def test_no_devices_are_proposed_where_there_is_no_gpu(large: dict[str, Path]) -> None:
+    command = [*BIG, f"target.path={large['qwen3-32b']}", "data.responses=target"]
+    plan = plan_of_run(compose([*command, "planning.device=l40s"]))
+    for capability, proposed in ((8.9, True), (0.0, False)):
+        facts = replace(plan.facts, device=replace(plan.facts.device, capability=capability))
+        found = remedies(plan.cfg, facts, "responses")
+        assert found and any("planning.devices" in x for x in found) is proposed
 
 
 def test_where_nothing_fits_it_says_so(tiny: Tiny) -> None:
@@ -503,7 +552,7 @@ def test_the_table_adds_up() -> None:
         ["b", "0.25", "3.00"],
         ["all", "1.75", "3.00"],
         ["planned", "for", "2.00"],
-        ["fits", "fits"],
+        ["fits", "not", "checked"],
         ["time", "30", "s"],
     ]
     assert gibibytes(GIB) == "1.0 GiB" and hours(7200) == "2.0 h" and hours(600) == "10.0 min"
@@ -525,7 +574,7 @@ def test_plan_says_everything_and_writes_a_picture(
     for words in ("GiB on each of 1 × this machine", "disk", "from steps measured here"):
         assert words in said, words
     assert "batch 1:" in said and "batch 32:" in said and "device-hours" in said
-    assert "24 conversations to train on" in said and "this run fits here" in said
+    assert "24 conversations to train on" in said and "this run fits on 1 × this machine" in said
     tiny.job(folder, "eagle3")  # the folder is still a new run's
     assert (folder / "report" / "report.md").exists()
 
@@ -538,6 +587,40 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert len(plan.gains) == len(planning.BATCHES)
     assert plan.facts.device is DEVICES["h100"] and math.isinf(plan.facts.free)
     assert "as planning.tokens says" in str(plan)
+
+
+def test_a_limit_is_planned_without_a_tokenizer(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path / "target", architectures(64, layers=6)["llama"])
+    more = ["planning.device=h100", "data.limit=500", "data.max_prompt=200"]
+    command = [*EAGLE, f"target.path={folder}", *more]
+    plan = plan_of_run(compose([*command, "data.path=x"]))
+    assert plan.facts.data.conversations == 500 and plan.facts.data.tokens == 500 * 100
+    assert "data.limit, of 100 tokens each, half of data.max_prompt" in str(plan)
+    with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
+        plan_of_run(compose([*command, f"data.path={tmp_path}/none.jsonl"]))
+
+
+def test_the_copy_with_an_adapter_is_counted_and_its_kind_checked(tmp_path: Path) -> None:
+    config = architectures(64, layers=6)["llama"]
+    folder, lora = config_folder(tmp_path / "target", config), tmp_path / "lora"
+    command = [*EAGLE, f"target.path={folder}", f"target.adapter={lora}", "data.path=x"]
+    command += ["planning.device=h100", "planning.tokens=100000"]
+    with pytest.raises(UserError, match=r"has no adapter_config\.json"):
+        plan_of_run(compose(command))
+    lora.mkdir()
+    (lora / "adapter_model.safetensors").touch()
+    settings = lora / "adapter_config.json"
+    settings.write_text('{"peft_type": "P_TUNING"}')
+    with pytest.raises(UserError, match=r"cannot be merged into weights \(P_TUNING\)"):
+        plan_of_run(compose(command))
+    settings.write_text('{"peft_type": "LORA"}')
+    plan = plan_of_run(compose(command))
+    disk = stage_named("disk", plan.stages)
+    assert disk.filled["merged target"] == plan.facts.target.bytes
+    config.quantization_config = {"quant_method": "fp8"}
+    config_folder(folder, config)
+    with pytest.raises(UserError, match="is quantised, and an adapter"):
+        plan_of_run(compose(command))
 
 
 def test_a_plan_for_this_cpu_counts_what_it_dequantises(tmp_path: Path) -> None:
