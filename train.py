@@ -34,6 +34,7 @@ from train.run_config import (
     checked,
     composed,
     folder_of_hydra,
+    in_full,
     of_hydra,
     quoted,
     register,
@@ -108,6 +109,7 @@ def run_command(arguments: list[str]) -> None:
     """Run `main`, and turn Hydra's errors about overrides into UserErrors. The configuration of a
     single run is composed and checked here, so that an error is reported before anything is
     written; those of a sweep's trials are checked as they begin."""
+    arguments = in_full(arguments)
     asked = Arguments.parsed(arguments)
     folder = None
     if asked.runs:

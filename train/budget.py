@@ -258,7 +258,8 @@ class Budget:
         items."""
         if self.record is not None and (known := self.record.texts.get(key)) is not None:
             return work([items[place] for place in places_in(known)], None)
-        if (stage := self.stage(name, part, floor)) is None or self.record is None:
+        stage = self.stage(name, part, min(floor, len(items)))
+        if stage is None or self.record is None:
             return work(items, None)
         if not key.startswith(VALIDATION_KEY):  # these are trained on
             stage.expect = self._expect
@@ -318,7 +319,7 @@ class Budget:
         longer = self.left + (texts - stage.seconds) * sum(self.shares.values()) / TEXTS
         console.print(
             f"this machine is too slow for a useful draft in {self.record.minutes:g} minutes: "
-            f"{self.cfg.floor} conversations, the least that it trains on, take about "
+            f"{stage.floor} conversations, the least that it trains on, take about "
             f"{in_minutes(texts)}, and the rest of the run {in_minutes(longer)}; give "
             f"budget.minutes={self._useful(stage)} for {POOR} conversations"
         )

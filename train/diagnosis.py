@@ -108,7 +108,7 @@ def diagnose_data(
     counts = DataCounts.of_split(split)
     texts: list[Any] = [*split.train, *split.held_out]
     prompts = [*split.prompts, *split.validation_prompts]
-    figures = str(split.tally), counts, prompts, _sizes(counts, cfg)
+    figures = str(split.tally), counts, prompts, _sizes(counts, cfg, split)
     diagnosis = Diagnosis(cfg.name, target.name, *figures)
     if not target.rendering.is_default:
         diagnosis.rendering = f" with {target.rendering}"
@@ -142,14 +142,14 @@ def diagnose_data(
     return diagnosis
 
 
-def _sizes(counts: DataCounts, cfg: DataConfig) -> dict[str, int]:
+def _sizes(counts: DataCounts, cfg: DataConfig, split: DataSplit[Any]) -> dict[str, int]:
     what = "prompts" if cfg.responses == "target" and not cfg.decoding_log else "texts"
     sizes = {f"{what} to train on": counts.train, "tokens of these": counts.train_tokens}
     if counts.responses:
         sizes["of which are tokens of responses"] = counts.responses
     return sizes | {
         "held out": counts.held_out,
-        "of which to validate on": counts.validation,
+        "of which to validate on": counts.validation if split.validation_share else 0,
         "prompts to decode": counts.prompts,
     }
 

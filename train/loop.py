@@ -487,8 +487,9 @@ def steps_of(
     per_epoch = len(lengths) // portion
     if per_epoch == 0:
         raise UserError(
-            f"there are only {len(lengths)} packed rows, but one step reads {portion}: lower "
-            "loop.rows, loop.accumulate or data.max_length, or give more data"
+            f"the training texts fill {len(lengths)} packed "
+            f"{'row' if len(lengths) == 1 else 'rows'}, but one step reads {portion}: give "
+            "loop.rows=1 loop.accumulate=1, a smaller data.max_length, or more data"
         )
     steps = step + per_epoch * (cfg.epochs - epoch)
     if cfg.max_tokens is not None:

@@ -22,6 +22,7 @@ from specdec.errors import UserError, require
 from specdec.files import make_folder
 from specdec.measure.calibration import CALIBRATING
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
+from specdec.measure.evaluation import LEAST_PROMPTS
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import ALONE
@@ -35,7 +36,7 @@ from specdec.targets.target_config import resolved
 from specdec.targets.tensor_parallel import require_plain, rules_of
 from specdec.theory.leviathan import PassCost, best_gamma, walltime_by_gamma
 from train.accelerated import accelerator_of
-from train.budget import FORWARD, MEASURING
+from train.budget import FORWARD, MEASURING, TEXTS, TRAINING
 from train.data.lengths import DataLengths
 from train.data.rendering import own_chat_template, prompt_rendering
 from train.data.response_files import cut_responses_in_cache
@@ -72,6 +73,7 @@ SEVERAL = 0.85  # efficiency of several devices for one target
 GRAPH = 2e-5  # seconds that a layer takes to start in an engine, which replays a graph
 CONTEXT = 1024  # tokens of a sequence that is being decoded when a draft's gain is worked out
 BATCHES = (1, 8, 32, 128)  # for which a draft's gain is worked out
+PAYS = 1.02  # the least speedup that counts as one
 LONGEST = 8  # tokens of the longest chain that is considered
 MOST_DEVICES = 64  # maximum number of devices in a remedy
 SAMPLED = 400  # conversations that are read if planning.tokens says how many there are
@@ -229,10 +231,28 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         time = tokens * single + counted * many + read * reading
         time = AFTER + len(cfg.decode.temperatures) * time
         stages.append(PlannedStage("measuring", filled, room, time))
+    if cfg.budget.minutes is not None:
+        stages = _by_the_clock(
+            60 * cfg.budget.minutes, stages, min(cfg.decode.prompts, data.prompts)
+        )
     disk = _disk(cfg, target, draft, texts * mean)
     if facts.merged:
         disk["merged target"] = facts.merged
     return [*stages, PlannedStage("disk", disk, facts.free)]
+
+
+def _by_the_clock(
+    seconds: float, stages: Sequence[PlannedStage], prompts: int
+) -> list[PlannedStage]:
+    """The stages with the times that `budget.minutes` leaves them, for `prompts` measured prompts:
+    training stops after a number of steps, and measuring after a number of prompts."""
+    times = {stage.name: stage.seconds for stage in stages}
+    if (measuring := times.get("measuring")) is not None:
+        least = measuring * min(1.0, LEAST_PROMPTS / max(1, prompts))
+        times["measuring"] = min(measuring, max(MEASURING * seconds, least))
+    if (training := times.pop("training", None)) is not None:
+        times["training"] = min(training, max(TRAINING * seconds, seconds - sum(times.values())))
+    return [stage._replace(seconds=times[stage.name]) for stage in stages]
 
 
 def _filled_by_training(
@@ -536,12 +556,25 @@ class RunPlan:
                 f"time ({how}): {hours(self.seconds)} on {n} {'device' if n == 1 else 'devices'}"
                 f" = {n * self.seconds / 3600:,.1f} device-hours"
                 f"{'; responses of engines are not counted' if engines else ''}",
+                *self._beyond_budget(),
                 f"gain ({how}), if a share α = {self.cfg.planning.alpha:g} of the drafts is "
                 f"accepted:{'' if f.costs else ' unknown until the draft is made'}",
                 *map(_of_gain, self.gains),
                 self.verdict,
             ]
         )
+
+    def _beyond_budget(self) -> Iterator[str]:
+        """A line if the least that a run does takes longer than its budget."""
+        minutes = self.cfg.budget.minutes
+        if minutes is not None and self.seconds > 66 * minutes:
+            yield (
+                f"budget.minutes={minutes:g} is too short here: "
+                f"{self.facts.data.conversations:,} conversations and "
+                f"{min(LEAST_PROMPTS, self.facts.data.prompts)} measured prompts, the least that a "
+                f"run does, take {hours(self.seconds)}: give "
+                f"budget.minutes={math.ceil(self.seconds / 60)}"
+            )
 
     def advice(self) -> Iterator[str]:
         """Settings for each stage that does not fit, and for all of them together, with the time of
@@ -598,12 +631,13 @@ class RunPlan:
     @property
     def verdict(self) -> str:
         """Whether the run fits and pays."""
-        pays = [g for g in self.gains if g.gamma]
-        gains = f"will not pay at α = {self.cfg.planning.alpha:g}"
+        pays = [g for g in self.gains if g.gamma and g.speedup >= PAYS]
+        alpha = f"α = {self.cfg.planning.alpha:g} (planning.alpha)"
+        gains = f"will not pay at {alpha}"
         if pays:
             at = ", ".join(str(g.batch) for g in pays)
             best = max(g.speedup for g in pays)
-            gains = f"will pay at batch {at}: up to {best:.2f} times as fast"
+            gains = f"at {alpha} it will pay at batch {at}: up to {best:.2f} times as fast"
         gains = gains if self.gains else "whether it pays is unknown"
         where = f"{self.cfg.planning.devices} × {self.facts.device.name}"
         return f"this run {'fits' if self.fits else 'does not fit'} on {where}, and {gains}"
@@ -703,20 +737,22 @@ def plan_of_run(cfg: Config) -> RunPlan:
             device = replace(device, training=operations / seconds)
         timed = timed_speculation(cfg, whole, texts)
         facts = replace(facts, device=device, costs=timed, measured=True, cut=cut)
-    if (limit := cfg.budget.minutes) is not None:
-        facts = replace(facts, data=_within(60 * limit, stages_of(cfg, facts), data))
+    if cfg.budget.minutes is not None:
+        facts = replace(facts, data=_within(cfg, facts))
     return RunPlan(cfg, replace(facts, decided=decided))
 
 
-def _within(seconds: float, stages: Sequence[PlannedStage], data: DataAmount) -> DataAmount:
-    """The part of the data that fits into `seconds`, of which measuring takes at most its share of
-    a budget."""
-    measuring = sum(stage.seconds for stage in stages if stage.name == "measuring")
-    others = sum(stage.seconds for stage in stages) - measuring
-    share = min(1.0, (seconds - min(measuring, MEASURING * seconds)) / others) if others else 1.0
-    if share == 1:
+def _within(cfg: Config, facts: Facts) -> DataAmount:
+    """The part of the data that `budget.minutes` allows: the conversations that are written in the
+    texts' share of the time, and at least `budget.floor`."""
+    data, seconds = facts.data, 60 * (cfg.budget.minutes or math.inf)
+    stages = {stage.name: stage.seconds for stage in stages_of(cfg, facts)}
+    writing = stages.get("responses", 0.0) + stages.get("hidden states", 0.0)
+    others = sum(stages.values()) - writing
+    share = max(TEXTS * seconds, seconds - others) / writing if writing else 1.0
+    n = max(min(cfg.budget.floor, data.conversations), int(share * data.conversations))
+    if n >= data.conversations:
         return data
-    n = max(1, int(share * data.conversations))
     known = f"{data.known}; of {data.conversations:,}, as many as fit budget.minutes"
     tokens = round(data.tokens * n / data.conversations)
     return replace(data, conversations=n, tokens=tokens, known=known)

@@ -47,6 +47,8 @@ from train.tracked_run import TrackConfig
 from train.training_rounds import RoundsConfig
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
+# the groups for a path of one's own, and the key of the path
+OWN = {"data": ("conversations", "path"), "target": ("model", "path")}
 NO_GROUPS = ("accelerate", "hydra")  # folders in it that hold no groups of the run's settings
 PATHS: tuple[str, ...] = ("target.path", "target.adapter", "target.cache")
 PATHS += ("data.path", "data.decoding_log", "data.chat_template")
@@ -434,6 +436,23 @@ class Arguments:
             return compose(self.name, [*overrides], **more)
         finally:
             GlobalHydra.instance().clear()
+
+
+def in_full(arguments: Sequence[str]) -> list[str]:
+    """Arguments of the command line with `data=FILE` and `target=PATH` in full: data=conversations
+    data.path=FILE, and target=model target.path=PATH. A path has a dot or a slash, or exists, and
+    is not one of the groups in conf."""
+    full = list[str]()
+    for argument in arguments:
+        group, _, value = argument.partition("=")
+        known = group not in OWN or (CONF / group / f"{value}.yaml").exists()
+        is_path = any(mark in value for mark in "./") or (value and Path(value).exists())
+        if known or not is_path or "," in value:
+            full.append(argument)
+        else:
+            name, key = OWN[group]
+            full += [f"{group}={name}", f"{group}.{key}={value}"]
+    return full
 
 
 def composed(overrides: Sequence[str], asked: Arguments | None = None) -> Config:

@@ -94,8 +94,8 @@ def split_of_run(
     ranks.first(require_usable)
     if (few := len(split.prompts)) < LEAST_PROMPTS:
         console.print(
-            f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, too "
-            "few for any claim: give more data"
+            f"the draft is measured on {few} held-out {'prompt' if few == 1 else 'prompts'}, so "
+            "the intervals are wide: give data.held_out=0.4 or more data"
         )
     return split
 

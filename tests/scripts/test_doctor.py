@@ -67,15 +67,18 @@ def test_samples_and_figures(
         "<|im_end|> 41",
         "Latin 100.0 %",
         "texts that another one equals 1",
+        "held out 8 of which to validate on 0",
     ):
         assert figure in said
+    assert "keeps 99 %" not in said, "advice for one text of 42"
     page = (tmp_path / "doctor" / "data.html").read_text()
     assert page.count("<h4>") == 3 and page.count("<var>&lt;|im_end|&gt;</var>") == 3
     assert page.count("<samp>") == 3 + 1 and "No fault was found." in page  # the legend has one
     # prompts, which the target is to answer
     assert doctor(monkeypatch, tmp_path, *settings[:2], "data.held_out=0.2") == 0
     assert "prompts to train on" in capsys.readouterr().out
-    assert doctor(monkeypatch, tmp_path, "data=nowhere.jsonl", settings[1]) == 2
+    # before the target is loaded, which does not exist either
+    assert doctor(monkeypatch, tmp_path, "data=nowhere.jsonl", "target=no/model") == 2
     require_one_line(capsys.readouterr().err, "nowhere.jsonl: no such file")
 
 

@@ -19,7 +19,7 @@ from tests.tiny import REPOSITORY, Tiny, compose
 from tests.told import require_one_line, told
 from train import pipeline
 from train.overrides import require_texts_in
-from train.run_config import Arguments, Config, _kinds_of, composed, quoted, register
+from train.run_config import Arguments, Config, _kinds_of, composed, in_full, quoted, register
 
 CONF = REPOSITORY / "conf"
 GROUPS = ["target", "data", "drafter", "loss", "optim", "sampler", "decode", "track"]
@@ -267,6 +267,17 @@ def test_a_value_that_cannot_be(
     """It is told, and before hours of training: no checkpoint was written by then."""
     require_one_line(told(capsys, tiny.overrides("eagle3", mistake), tmp_path / "run"), *parts)
     assert not (tmp_path / "run" / "checkpoints").exists(), "told only after training"
+
+
+def test_a_path_of_ones_own_may_stand_for_a_group(tmp_path: Path) -> None:
+    given = ["target=Qwen/Qwen3-4B", "data=chats.jsonl", "data=sharegpt", "name=a.b", "-m"]
+    assert in_full(given) == [
+        *("target=model", "target.path=Qwen/Qwen3-4B"),
+        *("data=conversations", "data.path=chats.jsonl"),
+        *("data=sharegpt", "name=a.b", "-m"),
+    ]
+    assert in_full(["data=mine", "data=a.yaml,b.yaml"]) == ["data=mine", "data=a.yaml,b.yaml"]
+    assert in_full([f"data={tmp_path}"]) == ["data=conversations", f"data.path={tmp_path}"]
 
 
 @pytest.mark.parametrize("verification", ["lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"])

@@ -37,7 +37,7 @@ from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
-from tests.tiny import Tiny, conversations, losses, records, responding, write_jsonl
+from tests.tiny import Tiny, compose, conversations, losses, records, responding, write_jsonl
 from train import held_out, loop, pipeline
 from train.data import responses
 from train.data.responses import documents_with_responses
@@ -105,6 +105,17 @@ def test_what_cannot_be_decoded_is_told_before_training(
         tiny.job(tmp_path / "run", drafter, *more)
     made = [p for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".json", ".jsonl")]
     assert not made, "and leaves the folder to the corrected command"
+
+
+def test_debug_tiny_goes_through_all_stages_with_24_chats_of_ones_own(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """The tutorial's first command: the target responds, and the lengths are the preset's."""
+    own = ("data.", "responses.max", "responses.batch", "loop.", "decode.")
+    command = [x for x in tiny.overrides() if not x.startswith(own) or x.startswith("data.path")]
+    folder = tmp_path / "run"
+    train.run(compose([*command, "export=null", "debug=tiny"]), folder)
+    assert records(folder)[-1]["step"] >= 4 and (folder / "report" / "report.md").exists()
 
 
 def test_a_draft_deeper_than_trained_is_told_before_training(

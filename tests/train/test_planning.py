@@ -27,6 +27,7 @@ from specdec.targets.target_config import TargetConfig
 from specdec.theory.leviathan import walltime_factor
 from tests.tiny import Tiny, architectures, compose, random_target
 from train import optim, planning
+from train.budget import BudgetConfig
 from train.hidden_states.filling import needs_of
 from train.hidden_states.store import HiddenStateOrigin
 from train.planning import (
@@ -652,6 +653,10 @@ def test_more_devices_take_less_time(tmp_path: Path) -> None:
     disks = [stage_named("disk", plan.stages).bytes for plan in (within, one)]
     assert disks[0] < disks[1]
     assert "as many as fit budget.minutes" in str(within)
+    assert "is too short here" not in str(of("budget.minutes=60"))
+    least = of("budget.minutes=0.0001")
+    assert least.facts.data.conversations == BudgetConfig.floor
+    assert "budget.minutes=0.0001 is too short here: 150 conversations and 12 meas" in str(least)
 
 
 def test_devices_that_hold_a_target_together_each_need_a_part_of_its_layers(

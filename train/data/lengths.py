@@ -11,6 +11,7 @@ from train.data.conversations import DataConfig
 from train.data.sequences import Prompt, reason_prompt_too_long
 from train.data.split import DataSplit
 
+ADVISED = 0.05  # share of texts that are too long, from which on another limit is advised
 FEW_STEPS = 20  # steps of an epoch: with fewer, shorter rows would train better
 PERCENTILES = {"50 %": 0.5, "90 %": 0.9, "99 %": 0.99, "longest": 1.0}
 
@@ -96,6 +97,7 @@ def _longer(cfg: DataConfig, split: DataSplit[Any]) -> dict[int, int]:
 
 def _of_too_long(cfg: DataConfig, longer: int, count: int, lengths: Sequence[int]) -> str:
     share = f"({longer / count:.1%})" if count else ""
+    advised = longer >= ADVISED * count > 0
     if cfg.responses == "target":
         said = f"prompts {share} are longer than data.max_prompt={cfg.longest_prompt}"
         what = ": the target responds to an earlier turn of the chat, or the chat is skipped"
@@ -108,4 +110,4 @@ def _of_too_long(cfg: DataConfig, longer: int, count: int, lengths: Sequence[int
             enough = percentiles_of(lengths)[2]
             if enough > cfg.longest_document:
                 remedy = f". data.max_length={enough} keeps 99 % of them"
-    return f"{longer:,} of {count:,} {said}{what}{remedy if longer else ''}"
+    return f"{longer:,} of {count:,} {said}{what}{remedy if advised else ''}"
