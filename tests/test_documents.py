@@ -41,6 +41,7 @@ from tests.measure.test_comparison import A, B
 from tests.public_drafts import PUBLIC, write_public
 from tests.tiny import REPOSITORY, Tiny, compose
 from train import pipeline
+from train.run_config import in_full
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md"]
 PAGES += (REPOSITORY / "docs").glob("*.md")
@@ -259,7 +260,7 @@ def test_training_commands_compose(command: str) -> None:
         words = [w if "[" in w else w.split(",")[0] for w in words]
         if find_spec("hydra_plugins.hydra_submitit_launcher") is None:  # of an extra
             words = [w for w in words if not w.startswith("hydra/launcher=")]
-    compose([override(w) for w in words], hydra=sweeps)
+    compose(in_full([override(w) for w in words]), hydra=sweeps)
     if before.startswith("accelerate"):
         from accelerate.commands.launch import launch_command_parser
 
@@ -271,13 +272,7 @@ def test_training_commands_compose(command: str) -> None:
 def test_settings_of_data_checks_and_servers_compose(command: str) -> None:
     """Those of scripts/doctor, which may name target and data as they are, and of scripts/serve."""
     words = [w for w in shlex.split(command.split(" -- ")[0])[1:] if re.match(r"[a-z_.]+=", w)]
-    for given, key in (("target", "model"), ("data", "conversations")):
-        names = [p.stem for p in (REPOSITORY / "conf" / given).glob("*.yaml")]
-        for word in [w for w in words if w.startswith(f"{given}=")]:
-            if (value := word.split("=")[1]) not in names:
-                words[words.index(word)] = f"{given}={key}"
-                words.append(f"{given}.path={value}")
-    compose([override(w) for w in words])
+    compose(in_full([override(w) for w in words]))
 
 
 @pytest.mark.parametrize("command", MEASURING)

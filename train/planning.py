@@ -773,7 +773,8 @@ def _data_of_run(cfg: Config, parts: Any) -> tuple[DataAmount, list[Document | P
         return DataAmount(n, tokens, validation or held_out, test, prompt, known)
 
     if parts.tokenizer is None:
-        files_of(cfg.data)  # raises for a file that does not exist
+        if not asked:
+            files_of(cfg.data)  # raises for a file that does not exist
         length = (cfg.data.longest_prompt if responds else cfg.data.longest_document) // 2
         if asked is None and (limit := cfg.data.limit) is not None:
             longest = "data.max_prompt" if responds else "data.max_length"
