@@ -67,7 +67,7 @@ def test_samples_and_figures(
         "<|im_end|> 41",
         "Latin 100.0 %",
         "texts that another one equals 1",
-        "held out 8 of which to validate on 0",
+        "of which to validate on 0",
     ):
         assert figure in said
     assert "keeps 99 %" not in said, "advice for one text of 42"
