@@ -34,6 +34,8 @@ from specdec.drafters import DRAFTERS, shipped
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError
 from specdec.files import make_folder
+from specdec.formats.gguf_file import ARCHITECTURE, FILE_TYPE, write_gguf
+from specdec.formats.gguf_tokenizer import plain_keys
 from specdec.plugins import lab_entries
 from specdec.targets.loading import load_target
 from specdec.targets.target_config import TargetConfig
@@ -342,6 +344,9 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "base-model").symlink_to(tiny.target)
     question = '{"question_id": 81, "turns": ["we go home", "why"]}\n'
     (folder / "question.jsonl").write_text(question * 3)
+    target = load_target(TargetConfig(path=str(tiny.target), dtype="float32"))
+    keys = plain_keys(target) | {ARCHITECTURE: "llama", FILE_TYPE: 0}
+    write_gguf(folder / "target-q4.gguf", {}, keys)  # of its tokenizer alone
     return folder
 
 
@@ -371,7 +376,8 @@ def run_script(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> st
 def test_scripts_run_as_written(command: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_script(command, place, monkeypatch)
     if "--to" in (words := shlex.split(command)):
-        assert (place / words[words.index("--to") + 1] / "config.json").exists()
+        written = place / words[words.index("--to") + 1]
+        assert written.is_file() if written.suffix else (written / "config.json").exists()
 
 
 @pytest.mark.slow

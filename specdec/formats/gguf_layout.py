@@ -138,6 +138,17 @@ def without_ids(tensors: Tensors) -> Tensors:
     return tensors if ids is None else tensors | {"vocab_S": ids}
 
 
+def refuse_last_layer(drafter: Any, target: TargetParts) -> None:
+    """Raise UserError for a draft that reads the state after the target's last layer: there,
+    llama.cpp accepts other tokens than our decoder."""
+    last = target.depth
+    require(
+        last not in drafter.needs.layers,
+        f"llama.cpp gives a draft another state after the target's last layer, {last}: train with "
+        "other drafter.layers, or export it for another engine",
+    )
+
+
 # EAGLE-3
 
 
@@ -153,6 +164,7 @@ def eagle3_keys(drafter: Eagle3, target: TargetParts) -> Description:
 def refuse_eagle3(drafter: Eagle3, target: TargetParts) -> None:
     """Raise UserError for a head that llama.cpp does not load or would run differently."""
     config, count = drafter.config, len(drafter.needs.layers)
+    refuse_last_layer(drafter, target)
     for wrong, setting in (
         (config.num_layers != 1, "drafter.num_layers=1"),
         (config.fc_norm, "drafter.fc_norm=false"),
@@ -214,6 +226,7 @@ def refuse_dflash(drafter: Block, target: TargetParts) -> None:
     """Raise UserError for a block that llama.cpp would run differently."""
     refuse_window(drafter, target)
     refuse_biased_head(drafter, target)
+    refuse_last_layer(drafter, target)
     require(
         not varies(rope_factors(drafter.llama)),
         f"llama.cpp scales all rotary frequencies of a {drafter.config.name} draft alike, but the "

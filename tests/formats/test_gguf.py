@@ -121,6 +121,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (replace(EAGLE3, layers=[2, 3]), "llama", "three of the target's layers"),
     (replace(EAGLE3, window=8), "llama", "drafter.window=null"),
     (DFlashConfig(depth=3, num_layers=1, window=8), "llama", "drafter.window=8: this format has"),
+    (replace(EAGLE3, layers=[2, 3, 6]), "llama", "after the target's last layer, 6"),
     (DFlashConfig(depth=3, num_layers=1), "llama3", "rotary frequencies of a dflash draft"),
     (DSparkConfig(depth=3, num_layers=1, rank=4), "cohere", "before it adds the biases"),
     (DSparkConfig(depth=3, num_layers=1, rank=4), "gemma2", "before it adds the biases"),
@@ -245,10 +246,10 @@ def test_only_an_earlier_export_is_replaced(llama: Target, tmp_path: Path) -> No
 # Tokenizers
 
 
-def byte_level(pre: Any) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of all bytes and two merges."""
+def byte_level(pre: Any, size: int = V - 2) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `size` tokens: bytes, two merges and the token that ends a response."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet(), key=lambda x: (x not in "abc", x))
-    letters = letters[: V - 5]
+    letters = letters[: size - 3]
     vocab = {text: i for i, text in enumerate([*letters, "ab", "abc", "<|end|>"])}
     inner = Tokenizer(BPE(vocab, [("a", "b"), ("ab", "c")]))
     inner.pre_tokenizer = pre
