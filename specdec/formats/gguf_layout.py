@@ -170,6 +170,7 @@ def refuse_eagle3(drafter: Eagle3, target: TargetParts) -> None:
         (config.fc_norm, "drafter.fc_norm=false"),
         (config.norm_output, "drafter.norm_output=false"),
         (config.window is not None, "drafter.window=null"),
+        (config.own_embedding, "drafter.own_embedding=false"),
         (count != 3, "three of the target's layers in drafter.layers"),
     ):
         require(
@@ -289,6 +290,17 @@ def candidates(drafter: DFlash2) -> int:
     return min(CANDIDATES, fitting, rows)
 
 
+def refuse_dflash2(drafter: DFlash2, target: TargetParts) -> None:
+    """Raise UserError for a draft that llama.cpp would run differently, and for one with a number
+    of candidates of its own, whose export could not be compared at all tokens."""
+    refuse_dflash(drafter, target)
+    require(
+        drafter.config.candidates is None,
+        f"llama.cpp drafts among {candidates(drafter)} candidates, not the draft's own "
+        f"{drafter.config.candidates}: train with drafter.candidates=null",
+    )
+
+
 def dflash2_keys(drafter: DFlash2, target: TargetParts) -> Description:
     config, cap = drafter.config, soft_cap(target.config)
     own = {
@@ -376,6 +388,7 @@ GGUF_LAYOUTS = {
     "dflash2": replace(
         DFLASH_LAYOUT,
         config=dflash2_keys,
+        refuse=refuse_dflash2,
         to_engine=dflash2_to_engine,
         from_engine=dflash2_from_engine,
         note=selector_note,

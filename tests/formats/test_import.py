@@ -217,6 +217,20 @@ def test_another_layout_is_written_on_request(target: Target, tmp_path: Path) ->
     assert torch.equal(*logits)
 
 
+@pytest.mark.parametrize(
+    "name, setting",
+    [("z-lab, DFlash 2", "candidates=null"), ("speculators", "own_embedding=false")],
+)
+def test_a_draft_that_llama_cpp_runs_otherwise_is_rejected(
+    target: Target, tmp_path: Path, name: str, setting: str
+) -> None:
+    folder, _ = written(tmp_path / "theirs", name, target)
+    drafter = draft_checkpoint.load_draft(folder, target, torch.float32)
+    with pytest.raises(UserError, match=f"train with drafter.{setting}"):
+        draft_export.write_export(tmp_path / "out.gguf", drafter, target, "gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
 # through the commands
 
 
