@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 import specdec
 from specdec.decoding.config import DecodeConfig
+from specdec.decoding.way import Way
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, memory_for
@@ -24,6 +25,8 @@ from specdec.measure.engine_gain import EngineGain
 from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.machine import machine_of
 from specdec.measure.results import FILE, Results, Training
+from specdec.measure.setup import Setup
+from specdec.measure.slices import PromptTraits
 from specdec.progress import console
 from specdec.ranks import ALONE, Ranks
 from specdec.report import report
@@ -237,7 +240,7 @@ def measure_draft(
         log,
         ranks,
         earlier=[p.earlier for p in known],
-        kinds=[p.kind for p in known],
+        traits=[PromptTraits(p.chat, p.properties) for p in known],
         left=left,
     )
 
@@ -265,6 +268,19 @@ def _in_engine(
         cfg.decode.max_new_tokens,
         left,
     )
+
+
+def greedy_responses(
+    target: Target, prompts: Sequence[Sequence[int]], cfg: DecodeConfig
+) -> list[str]:
+    """The target's greedy responses of up to `cfg.max_new_tokens` tokens, `cfg.counting` prompts
+    together, as texts. They come before later turns of a conversation at any temperature, so that
+    all drafts and temperatures are measured on the same prompts."""
+    setup, texts = Setup.from_config(target, cfg), list[str]()
+    for start in range(0, len(prompts), cfg.counting):
+        for response in setup.responses(prompts[start : start + cfg.counting], Way()):
+            texts.append(str(target.tokenizer.decode(response.ids, skip_special_tokens=True)))
+    return texts
 
 
 def others_of(texts: RunDocuments) -> list[Prompt]:
@@ -333,7 +349,7 @@ def _how(
     how = {
         "settings": [cfg.name, asdict(cfg.decode), cfg.combine_with, cfg.data, texts.measured],
         "prompts": [p.ids.tolist() for p in (*texts.prompts, *texts.validation_prompts)],
-        "kinds": [prompt.kind for prompt in texts.prompts],
+        "kinds": [prompt.properties for prompt in texts.prompts],
         # without the reason for its dtype, which is words
         "machine": asdict(replace(machine_of(target), reason="")),
         "versions": [python_version(), transformers.__version__],

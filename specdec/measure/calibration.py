@@ -145,6 +145,16 @@ def _fitted(at_N: ConfidenceAndAcceptance, before_2: Tensor) -> Tensor:
     return map_2.detach()
 
 
+def joined(
+    responses: Sequence[ConfidenceAndAcceptance], groups: Sequence[int]
+) -> list[ConfidenceAndAcceptance]:
+    """The drafted tokens of each group of responses, such as those of one conversation."""
+    of: dict[int, list[ConfidenceAndAcceptance]] = {}
+    for group, response in zip(groups, responses, strict=False):
+        of.setdefault(group, []).append(response)
+    return [ConfidenceAndAcceptance(*map(torch.cat, zip(*some))) for some in of.values()]
+
+
 def reliability(
     responses: Sequence[ConfidenceAndAcceptance], calibration: Calibration | None = None
 ) -> list[Reliability]:

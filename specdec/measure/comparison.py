@@ -2,8 +2,9 @@
 
 Every figure comes with the difference B - A and the ratio B / A. The intervals are paired: both
 drafts answered the same prompts, so the difficulty of a prompt for both does not widen them (see
-`theory.intervals`). α is compared over the positions of the target's own vanilla responses, τ over
-the speculation steps, and the speedup over the batches that were timed in both.
+`theory.intervals`). Prompts of one conversation are one observation. α is compared over the
+positions of the target's own vanilla responses, τ over the speculation steps, and the speedup over
+the batches that were timed in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from specdec.theory.intervals import (
     paired_difference,
     paired_products,
     paired_quotient,
+    summed_by,
 )
 
 COMPARED_FILE = "compare.json"
@@ -119,6 +121,9 @@ class _Side:
     def __init__(self, results: Results, shared: Sequence[str]) -> None:
         self.keys, self.shared = results.prompt_keys, shared
         self.places = [self.keys.index(key) for key in shared]
+        conversations = results.conversations or range(len(self.keys))
+        self.groups = [conversations[place] for place in self.places]  # of the shared prompts
+        self.group_of = dict(zip(self.keys, conversations, strict=True))
 
     def counts(self, one: Measured) -> list[PromptCounts]:
         return [one.prompts[place] for place in self.places]
@@ -135,13 +140,20 @@ class _Side:
 def _compared_way(
     title: str, sides: tuple[_Side, _Side], one: Measured, other: Measured
 ) -> ComparedWay:
-    counts = sides[0].counts(one), sides[1].counts(other)
-    steps = [([c.emitted for c in of], [c.speculation_steps for c in of]) for of in counts]
+    counts, groups = (sides[0].counts(one), sides[1].counts(other)), sides[0].groups
+
+    def summed(values: Sequence[float]) -> list[float]:
+        return summed_by(groups, values)
+
+    steps = [
+        (summed([c.emitted for c in of]), summed([c.speculation_steps for c in of]))
+        for of in counts
+    ]
     figures = [_figure("τ", [[steps[0]]], [[steps[1]]], len(counts[0]), _totals(steps))]
     deepest = min(len(c.positions) for of in counts for c in of)
     for k in range(deepest):
         alpha = [
-            ([c.at_way(m.way)[k] for c in of], [c.positions[k] for c in of])
+            (summed([c.at_way(m.way)[k] for c in of]), summed([c.positions[k] for c in of]))
             for m, of in zip((one, other), counts, strict=True)
         ]
         name = f"α at depth {k}"
@@ -152,8 +164,10 @@ def _compared_way(
         times = [[of[keys] for keys in both] for of in batches]
         timed = {key for keys in both for key in keys}
         all_timed = timed.issuperset(sides[0].shared)
+        of_batch = [sides[0].group_of[keys[0]] for keys in both]
         ours, theirs = (
-            _speedup(of, None if all_timed else kept) for of, kept in zip(times, steps, strict=True)
+            _speedup(of, of_batch, None if all_timed else kept)
+            for of, kept in zip(times, steps, strict=True)
         )
         tokens = sum(x.tokens for x in times[0]), sum(x.tokens for x in times[1])
         figures.append(_figure("speedup", ours, theirs, len(timed), tokens))
@@ -161,15 +175,23 @@ def _compared_way(
 
 
 def _speedup(
-    times: Sequence[BatchTimes], kept: tuple[Sequence[float], Sequence[float]] | None
+    times: Sequence[BatchTimes],
+    groups: Sequence[int],
+    kept: tuple[Sequence[float], Sequence[float]] | None,
 ) -> Groups:
     """The ratios whose product is the speedup, as in `Measured`: the clock's alone or, with the
-    counts `kept` of prompts that were not all timed, tokens and seconds per step."""
-    plain = [x.plain_seconds for x in times]
+    counts `kept` of prompts that were not all timed, tokens and seconds per step. Batches of one
+    group, a conversation, are one observation."""
+
+    def summed(values: Sequence[float]) -> list[float]:
+        return summed_by(groups, values)
+
+    plain = summed([x.plain_seconds for x in times])
     if kept is None:
-        return [[(plain, [x.seconds for x in times])]]
-    a_step = [x.row_steps for x in times], [x.speculation_seconds for x in times]
-    return [[kept], [(plain, [x.tokens for x in times]), a_step]]
+        return [[(plain, summed([x.seconds for x in times]))]]
+    seconds = summed([x.speculation_seconds for x in times])
+    a_step = summed([x.row_steps for x in times]), seconds
+    return [[kept], [(plain, summed([x.tokens for x in times])), a_step]]
 
 
 def _figure(

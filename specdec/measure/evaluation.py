@@ -6,7 +6,8 @@ float32 a row's tokens do not depend on its batch (in bfloat16 a near-tie may fl
 two forward passes). τ and all counts thus come from many prompts, and a speedup combines them with
 the timed seconds of a speculation step and of a vanilla step. α is taken over the target's own
 vanilla text at all positions, and over the decoded text at the anchors where speculation steps
-started. Intervals are over prompts, those of seconds over batches (see `theory.intervals`).
+started. Intervals are over conversations, which have one prompt or several, those of seconds over
+batches (see `theory.intervals`).
 
 Several processes divide the prompts (see `specdec.ranks`). Counts come from all of them and equal
 those of one process: batches, seeds and order are the same. Seconds come from the first process
@@ -15,7 +16,6 @@ time slow each other down. An adaptive draft length depends on the batch and may
 prompt to the next, so with one, all prompts are timed.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,7 +32,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
 from specdec.integrity import of_value
-from specdec.measure.calibration import believed, reliability
+from specdec.measure.calibration import believed, joined, reliability
 from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
 from specdec.measure.costs import Costs, costs, operations
 from specdec.measure.decoded_prompts import DecodedPrompts, Until, counting, decoded_in_turn
@@ -58,6 +58,7 @@ from specdec.measure.results import (
     Slice,
 )
 from specdec.measure.setup import Setup
+from specdec.measure.slices import PromptTraits, conversations_of, slices
 from specdec.progress import bars, console
 from specdec.ranks import ALONE, Ranks
 from specdec.sampling.sampler import Sampler
@@ -70,6 +71,7 @@ from specdec.theory.intervals import (
     product_interval,
     ratio_interval,
     share_interval,
+    summed_by,
 )
 from specdec.theory.leviathan import pass_cost
 from specdec.theory.oracle import Oracle, oracle
@@ -77,8 +79,6 @@ from specdec.theory.oracle import Oracle, oracle
 LONG = 8  # tokens per speculation step for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
 LEAST_PROMPTS = 12  # minimum number of prompts, however little time remains
-MOST_SLICES = 12  # kinds of prompts with figures of their own
-OTHER_KINDS = "other kinds"
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
@@ -115,15 +115,16 @@ def evaluate(
     log: Path | None = None,
     ranks: Ranks = ALONE,
     earlier: Sequence[Sequence[tuple[str, str]]] = (),
-    kinds: Sequence[str] = (),
+    traits: Sequence[PromptTraits] = (),
     left: Callable[[], float] | None = None,
 ) -> Results:
     """Measure a drafter on the first `cfg.prompts` prompts, in turn with vanilla decoding, with its
     fastest topology if `cfg.fastest` (once, if that is the requested one), and with
     `subject.combined` and `subject.rival` if there are any. A topology or a length is chosen on the
     prompts after those. `words` are the user's last turns in each prompt, for the samples (default:
-    the decoded prompt), and `earlier` the turns before, as roles and texts. `kinds` names the kind
-    of each prompt; if there are several, each has its own figures. `left` returns the remaining
+    the decoded prompt), and `earlier` the turns before, as roles and texts. `traits` give the
+    conversation and the properties of each prompt; prompts that differ in a property have their own
+    figures. `left` returns the remaining
     seconds: then as many prompts are decoded at the first temperature as its part of them allows,
     but at least `LEAST_PROMPTS`, and the same prompts at other temperatures. The draft's
     speculation steps are appended to the file `log`. All of `ranks` call this with the same
@@ -175,15 +176,16 @@ def evaluate(
         for ((title, each, own), (way, learned)), decodings in zip(at_this, responses, strict=True):
             key = each, repr(way.shape)
             cost = known[key] = known.get(key) or costs(setup, way, asked[0])
-            one = _figures(setup, recorded_way(title, own, way), learned, decodings, cost)
+            groups = conversations_of(traits, len(asked))
+            one = _figures(setup, recorded_way(title, own, way), learned, decodings, cost, groups)
             if title in first:
-                _by_forcing(setup, one, way, decodings)
+                _by_forcing(setup, one, way, decodings, groups)
                 one.oracle = _oracle(setup, way, cost, learning, decodings.steps)
                 one.samples = _samples(target, decodings, words, earlier)
-                one.slices = slices(one.prompts, kinds)
                 one.fastest = any(ways[n][1] is each for n in repeated)
                 if title == first[0] and log is not None and ranks.rank == 0:
                     log_steps(log, decodings.drafted)
+            one.slices = _slices(one, decodings, traits)
             measured[title].append(one)
     progress.remove_task(task)
     for (_, each, _), of_way in zip(ways, measured.values(), strict=True):
@@ -200,6 +202,7 @@ def evaluate(
         data=subject.data,
         origin=subject.origin,
         prompt_keys=[of_value(ids) for ids in asked],
+        conversations=_numbers(conversations_of(traits, len(asked))),
         target_fingerprint=target.fingerprint(),
         prompts=len(asked),
         timed=responses[0].timed,
@@ -265,15 +268,26 @@ def recorded_way(title: str, cfg: DecodeConfig, way: Way) -> Described:
     )
 
 
+def _numbers(conversations: list[int]) -> list[int]:
+    """The numbers of conversations, or none if each has one prompt."""
+    return conversations if len({*conversations}) < len(conversations) else []
+
+
 def _figures(
-    setup: Setup, way: Described, learned: Learned, decodings: DecodedPrompts, cost: Costs
+    setup: Setup,
+    way: Described,
+    learned: Learned,
+    decodings: DecodedPrompts,
+    cost: Costs,
+    groups: Sequence[int],
 ) -> Measured:
-    """The counts and timings of one decoding configuration."""
+    """The counts and timings of one decoding configuration. `groups` are the conversations of the
+    prompts."""
     gamma, depths, steps = way.gamma, range(way.gamma), decodings.steps
 
     def of_prompts(count: Callable[[SpeculationStep], float]) -> list[float]:
-        """The sum of a count over the speculation steps of each prompt."""
-        return [sum(map(count, g.steps)) for g in decodings.drafted]
+        """The sum of a count over the speculation steps of each conversation."""
+        return summed_by(groups, [sum(map(count, g.steps)) for g in decodings.drafted])
 
     def accepted(k: int, of_tested: bool = False) -> Interval:
         """The share of speculation steps that accepted depth k: of all, or of those that tested
@@ -281,17 +295,29 @@ def _figures(
         tested = of_prompts(lambda r: r.tested > k or not of_tested)
         return share_interval(of_prompts(lambda r: r.accepted > k), tested)
 
-    plain_step = decodings.plain_seconds, decodings.plain_tokens
-    a_step = decodings.row_steps, decodings.speculation_seconds
-    kept = [g.emitted for g in decodings.drafted], [len(g.steps) for g in decodings.drafted]
-    timed_speedup = ratio_interval(decodings.plain_seconds, decodings.seconds)
+    firsts = [sum(decodings.of_batches[:n]) for n in range(len(decodings.of_batches))]
+    of_batch = [groups[first] for first in firsts]  # the conversation that a batch begins with
+    plain_seconds, plain_tokens, seconds, row_steps, step_seconds = (
+        summed_by(of_batch, column)
+        for column in (
+            decodings.plain_seconds,
+            decodings.plain_tokens,
+            decodings.seconds,
+            decodings.row_steps,
+            decodings.speculation_seconds,
+        )
+    )
+    plain_step, a_step = (plain_seconds, plain_tokens), (row_steps, step_seconds)
+    emitted = summed_by(groups, [g.emitted for g in decodings.drafted])
+    kept = emitted, of_prompts(lambda _: 1)
+    timed_speedup = ratio_interval(plain_seconds, seconds)
     if decodings.timed < len(decodings.drafted):
         speedup = product_interval([kept], [plain_step, a_step])
         tokens_per_second = product_interval([kept], [a_step])
     else:
         speedup = timed_speedup
-        tokens_per_second = ratio_interval(decodings.plain_tokens, decodings.seconds)
-    if len(decodings.seconds) < FEWEST:  # the counts alone would make too narrow an interval
+        tokens_per_second = ratio_interval(plain_tokens, seconds)
+    if len(seconds) < FEWEST:  # the counts alone would make too narrow an interval
         speedup = speedup.without_interval()
         tokens_per_second = tokens_per_second.without_interval()
     same = sum(p.ids == d.ids for p, d in zip(decodings.plain, decodings.drafted, strict=True))
@@ -301,13 +327,18 @@ def _figures(
         speedup=speedup,
         timed_speedup=timed_speedup,
         tokens_per_second=tokens_per_second,
-        plain_tokens_per_second=ratio_interval(decodings.plain_tokens, decodings.plain_seconds),
+        plain_tokens_per_second=ratio_interval(plain_tokens, plain_seconds),
         speculation_steps=len(steps),
         drafted_per_step=ratio_interval(of_prompts(lambda r: r.nodes), kept[1]),
         accepted_lengths=[sum(r.accepted == n for r in steps) for n in range(gamma + 1)],
         drafted=[sum(r.drafted > k for r in steps) for k in depths],
         accepted=[sum(r.accepted > k for r in steps) for k in depths],
-        repetition=share_interval(*zip(*(repeated_ngrams(g.ids) for g in decodings.plain))),
+        repetition=share_interval(
+            *(
+                summed_by(groups, column)
+                for column in zip(*(repeated_ngrams(g.ids) for g in decodings.plain))
+            )
+        ),
         costs=cost,
         reached=[accepted(k) for k in depths],
         conditional_acceptance=[accepted(k, of_tested=True) for k in depths],
@@ -321,7 +352,9 @@ def _figures(
     )
 
 
-def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts) -> None:
+def _by_forcing(
+    setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts, groups: Sequence[int]
+) -> None:
     """Add the figures of teacher forcing for the draft along the responses."""
     assert way.drafter is not None
     target, gamma, greedy = setup.target, one.way.gamma, way.sampler.greedy
@@ -342,9 +375,10 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts
     beliefs = []
     if not drafter.copies:
         beliefs = [believed(t, way.variant, gamma) for t in visited]
+    beliefs = joined(beliefs, groups)
     calibration = drafter.calibrations.for_variant(way.variant)
-    one.forced = forced(every, visited, gamma)
-    one.foreseen = None if greedy else foreseen(every, visited, gamma)
+    one.forced = forced(every, visited, gamma, groups)
+    one.foreseen = None if greedy else foreseen(every, visited, gamma, groups)
     one.confidence = reliability(beliefs) if beliefs else []
     one.calibrated = reliability(beliefs, calibration) if beliefs and calibration else []
     one.prompts = [
@@ -353,25 +387,15 @@ def _by_forcing(setup: Setup, one: Measured, way: Way, decodings: DecodedPrompts
     ]
 
 
-def slices(counts: Sequence[PromptCounts], kinds: Sequence[str]) -> dict[str, Slice]:
-    """The figures of each kind of prompt, by its name; empty unless there are several kinds. Beyond
-    `MOST_SLICES`, the rarest kinds are merged."""
-    frequent = [kind for kind, _ in Counter(kinds[: len(counts)]).most_common()]
-    named = frequent if len(frequent) <= MOST_SLICES else frequent[: MOST_SLICES - 1]
-    of_kind: dict[str, list[PromptCounts]] = {}
-    for count, kind in zip(counts, kinds, strict=False):
-        of_kind.setdefault(kind if kind in named else OTHER_KINDS, []).append(count)
-
-    def slice_of(some: Sequence[PromptCounts]) -> Slice:
-        positions = [c.positions[0] for c in some]
-        return Slice(
-            len(some),
-            ratio_interval([c.emitted for c in some], [c.speculation_steps for c in some]),
-            share_interval([c.sampled[0] for c in some], positions),
-            share_interval([c.greedy[0] for c in some], positions),
-        )
-
-    return {kind: slice_of(of_kind[kind]) for kind in sorted(of_kind) if len(of_kind) > 1}
+def _slices(
+    one: Measured, decodings: DecodedPrompts, traits: Sequence[PromptTraits]
+) -> dict[str, Slice]:
+    """The figures of prompts that differ in a trait or in length."""
+    both = [*zip(decodings.plain, decodings.drafted, strict=True)]
+    lengths = [(len(plain.prompt), len(plain.ids)) for plain, _ in both]
+    same = [plain.ids == drafted.ids for plain, drafted in both]
+    greedy = one.way.temperature == 0
+    return slices(traits, lengths, one.prompts, one.times, same if greedy else None)
 
 
 def _samples(

@@ -127,8 +127,14 @@ def decoded(measured: Along, response: Generation, gamma: int, greedy: bool) -> 
     return ForcedText(measured, [t for t, _ in kept], [drafted for _, drafted in kept])
 
 
-def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int) -> Forced:
-    """α by depth over all positions, and at visited anchors, with intervals over the responses."""
+def forced(
+    every: Sequence[ForcedText],
+    visited: Sequence[ForcedText],
+    gamma: int,
+    groups: Sequence[int],
+) -> Forced:
+    """α by depth over all positions, and at visited anchors, with intervals over the `groups` of
+    responses, which are their conversations."""
 
     def in_a_row(text: ForcedText, column_TK: Tensor) -> Tensor:
         product_TK = column_TK[text.anchors, :gamma].cumprod(-1)
@@ -136,9 +142,22 @@ def forced(every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: in
         return product_TK * (torch.tensor(text.drafted)[:, None] > depths_K)
 
     variants = range(len(Acceptance._fields))
-    given_text = (by_depth([t.measured.alpha[v][t.anchors] for t in every]) for v in variants)
-    steps = (by_depth([in_a_row(t, t.measured.alpha[v]) for t in visited]) for v in variants)
+    given_text = (
+        by_depth(_joined([t.measured.alpha[v][t.anchors] for t in every], groups)) for v in variants
+    )
+    steps = (
+        by_depth(_joined([in_a_row(t, t.measured.alpha[v]) for t in visited], groups))
+        for v in variants
+    )
     return Forced(Alpha(*given_text), Alpha(*steps))
+
+
+def _joined(tables: Sequence[Tensor], groups: Sequence[int]) -> list[Tensor]:
+    """The tables [T, …] of each group of responses, one after another."""
+    of: dict[int, list[Tensor]] = {}
+    for group, table in zip(groups, tables, strict=True):
+        of.setdefault(group, []).append(table)
+    return [torch.cat(some) for some in of.values()]
 
 
 def mean(columns: Sequence[Tensor]) -> Interval:
@@ -157,17 +176,20 @@ def by_depth(tables: Sequence[Tensor]) -> list[Interval]:
 
 
 def foreseen(
-    every: Sequence[ForcedText], visited: Sequence[ForcedText], gamma: int
+    every: Sequence[ForcedText],
+    visited: Sequence[ForcedText],
+    gamma: int,
+    groups: Sequence[int],
 ) -> Foreseen | None:
     """The predictions of the theory for these texts; None if they are too short. Expected tokens
     are those of a chain of γ (or of the trained depth, if less) at visited anchors."""
     if not any(text.anchors for text in every) or not any(text.anchors for text in visited):
         return None
-    divergences = [text.measured.lk_divergence[text.anchors] for text in every]
-    ratios = [text.measured.ratio[text.anchors, :gamma] for text in visited]
+    divergences = _joined([t.measured.lk_divergence[t.anchors] for t in every], groups)
+    ratios = _joined([t.measured.ratio[t.anchors, :gamma] for t in visited], groups)
 
     def lenient(i: int, texts: Sequence[ForcedText]) -> Interval:
-        return mean([text.measured.lenient[i][text.anchors, 0] for text in texts])
+        return mean(_joined([t.measured.lenient[i][t.anchors, 0] for t in texts], groups))
 
     by_lenience = [
         Lenient(factor, lenient(i, every), lenient(i, visited))
@@ -175,7 +197,7 @@ def foreseen(
     ]
     rejection = mean_count([expected_tokens(r.clamp_max(1)) for r in ratios])
     block = mean_count([block_expected_tokens(r) for r in ratios])
-    non_iterative = mean([text.measured.non_iterative[text.anchors, 0] for text in every])
+    non_iterative = mean(_joined([t.measured.non_iterative[t.anchors, 0] for t in every], groups))
     return Foreseen(by_depth(divergences), by_lenience, rejection, block, non_iterative)
 
 

@@ -22,6 +22,7 @@ FILE = "results.json"
 CUT_WARNED, CUT_ADVISED = 0.05, 0.3  # shares of cut responses; see `CutResponses`
 LEAST_LONGER, MOST_LONGER = 2, 8  # times as long as responses were, advised where many were cut
 RIVAL = "rival "  # prefix of a second draft's titles while both are measured
+DRAFT, NO_DRAFT, UNCLEAR = VERDICTS = ("draft", "do not draft here", "unclear")  # on a slice
 HEADLINE = ("tau", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -126,12 +127,29 @@ class BatchTimes:
 
 @dataclass(frozen=True)
 class Slice:
-    """Figures of the prompts of one kind: τ, and α at depth 0 over all positions."""
+    """Figures of the prompts that have one `value` of a property (`by`), such as a category, and
+    whether drafting pays for them (see `specdec.measure.slices`). `break_even` is the τ at which it
+    stops to pay. The `verdict` is one of `VERDICTS`, or empty if the slice has too few
+    conversations or no interval; it is `corrected` if it also holds in view of the number of
+    slices. α is at depth 0 over all positions, in the way for which it was measured."""
 
+    by: str
+    value: str
     prompts: int
+    conversations: int
     tau: Interval
-    sampled: Interval
-    greedy: Interval
+    break_even: Interval
+    speedup: Interval
+    verdict: str = ""
+    corrected: bool = False
+    timed_speedup: Interval | None = None  # by the clock, if prompts of the slice were timed
+    identical: int | None = None  # responses equal to plain decoding's, at T = 0
+    sampled: Interval | None = None
+    greedy: Interval | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.by}: {self.value}"
 
 
 @dataclass(frozen=True)
@@ -223,7 +241,7 @@ class Measured:
     prompts: list[PromptCounts] = field(default_factory=list)
     # times of the timed prompts, which are the first ones
     times: list[BatchTimes] = field(default_factory=list)
-    slices: dict[str, Slice] = field(default_factory=dict)  # by the kind of prompt, if several
+    slices: dict[str, Slice] = field(default_factory=dict)  # by name
     fastest: bool = False  # whether the shape expected to be fastest is this one
 
     @property
@@ -373,6 +391,8 @@ class Results:
     counting: int = 1  # number of other prompts decoded together
     origin: str = "held-out prompts"  # a description of the prompts
     prompt_keys: list[str] = field(default_factory=list)  # hashes of their ids, in order
+    # the number of each prompt's conversation, from 0; empty: each prompt is its own
+    conversations: list[int] = field(default_factory=list)
     target_fingerprint: str = ""  # fingerprint of the decoding target; empty: unknown
     learned_on: str = ""
     calibrated_on: int = 0  # number of other prompts in the draft's calibration

@@ -26,6 +26,8 @@ def screen(results: Results, picture: Path | None) -> list[str]:
     """The first screen, in blocks of Markdown."""
     escaped_results, commands = escaped(results), verdict.commands(results)
     blocks = [f"# {title(escaped_results)}", f"**{verdict.sentence(escaped_results)}**"]
+    if exceptions := verdict.exceptions(escaped_results):
+        blocks.append(exceptions)
     if picture is not None:
         blocks.append(f"![speedup of each configuration over vanilla decoding]({picture.name})")
     if commands:

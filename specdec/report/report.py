@@ -46,6 +46,8 @@ def show(results: Results, console: Console) -> None:
         rows.add_row(way, "0", *figures, style="bold" if gain.speedup.low > 1 else "")
     console.print(rows, soft_wrap=False)
     console.print(f"vanilla decoding: {plain}", verdict.sentence(results), sep="\n")
+    if exceptions := verdict.exceptions(results):
+        console.print(exceptions)
     for command in verdict.commands(results) if any(served) else ():
         console.print(command.does, *command.lines, sep="\n  ")
     if (gain := results.in_engine) is not None:

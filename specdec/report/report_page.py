@@ -4,9 +4,10 @@ folded in HTML."""
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from specdec.measure.results import Measured, Results, Training
+from specdec.measure.results import Measured, Results, Slice, Training
+from specdec.measure.slices import ENOUGH
 from specdec.plugins import Plugins
-from specdec.report import first, theory
+from specdec.report import first, theory, verdict
 from specdec.report.markdown import by_temperature, claimed, escaped, remarked, table
 from specdec.theory.intervals import FEWEST
 
@@ -30,7 +31,7 @@ def page(results: Results, pictures: Mapping[str, Path]) -> str:
     sections = {
         "Speed and τ": [*_speed(results), *_picture("accepted", pictures)],
         "Acceptance by depth": [*_picture("alpha", pictures), *_acceptance(results)],
-        "Kinds of prompts": _slices(results),
+        "Where drafting pays": _slices(results),
         "The other ways": [
             block for name, ats in results.others.items() for block in _other(name, ats, results)
         ],
@@ -62,7 +63,8 @@ def _setting(results: Results) -> str:
         ats = zip(shapes, results.asked, strict=True)
         drafted = ", ".join(f"{shape} at T = {one.way.temperature:g}" for shape, one in ats)
     batches = ", or over batches for times" * (results.batch > 1)
-    intervals = f"Brackets are 95 % intervals over prompts{batches}."
+    over = f"{len({*results.conversations})} conversations" if results.conversations else "prompts"
+    intervals = f"Brackets are 95 % intervals over {over}{batches}."
     prompts = results.origin
     if results.prompts == 1:
         prompts = prompts.replace("prompts", "prompt", 1)
@@ -210,17 +212,47 @@ def _acceptance(results: Results) -> list[str]:
 
 
 def _slices(results: Results) -> list[str]:
-    """τ and α of each kind of prompt, such as those that ask for reasoning."""
-    columns = ["prompts", "τ", "α at depth 0, sampled", "α at depth 0, greedy"]
+    """τ, break-even and verdict of each slice, in the way that is served at each temperature."""
+    columns = ["prompts", "τ", "break-even τ", "speedup", "by the clock", "verdict"]
+    if results.conversations:
+        columns.insert(1, "conversations")
     blocks = []
-    for one in results.asked:
-        rows = {
-            kind: [f"{x.prompts}", x.tau.text(), x.sampled.text(), x.greedy.text()]
-            for kind, x in one.slices.items()
-        }
-        if rows:
-            blocks += [f"#### T = {one.way.temperature:g}", table("", columns, rows)]
+    for one in verdict.shown_ways(results):
+        if not one.slices:
+            continue
+        name = verdict.named(one.way, results)
+        blocks.append(f"#### {name[0].upper()}{name[1:]}, T = {one.way.temperature:g}")
+        several = bool(results.conversations)
+        rows = {name: _slice_cells(x, several) for name, x in one.slices.items()}
+        blocks.append(table("", columns, rows))
+        blocks.append(_slices_read([*one.slices.values()], results))
     return blocks
+
+
+def _slice_cells(one: Slice, conversations: bool) -> list[str]:
+    said = one.verdict or "too few"
+    timed = "—" if one.timed_speedup is None else one.timed_speedup.text(2)
+    figures = one.tau.text(2), one.break_even.text(2), one.speedup.text(2), timed
+    counted = [f"{one.prompts}", *[f"{one.conversations}"] * conversations]
+    return [*counted, *figures, f"**{said}**" if one.corrected else said]
+
+
+def _slices_read(slices: Sequence[Slice], results: Results) -> str:
+    """How to read the table, and what the clock says about it."""
+    timed = [(x.speedup, x.timed_speedup) for x in slices if x.timed_speedup is not None]
+    agree = sum(a.low <= b.high and b.low <= a.high for a, b in timed)
+    clock = (
+        f" In {agree} of the {len(timed)} slices with timed prompts, the interval by their own "
+        "clock overlaps that of the speedup."
+    )
+    return (
+        "Drafting pays where τ is above the break-even, which is the seconds of a speculation step "
+        f"over those of a plain step, from {results.timed_prompts} timed prompts; the speedup is τ "
+        f"over the break-even. Slices of fewer than {ENOUGH} conversations are not judged. "
+        f"{len(slices)} slices are looked at, so about one verdict in twenty may be chance, but "
+        "those in bold, which also hold after Bonferroni's correction."
+        f"{clock if timed else ''}"
+    )
 
 
 def _by_depth(one: Measured) -> str:

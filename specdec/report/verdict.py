@@ -16,7 +16,7 @@ from specdec.engines.known_engines import ENGINES
 from specdec.formats.draft_export import layout_of
 from specdec.formats.layout import LAYOUT, OVERRIDES
 from specdec.measure.engine_gain import EngineGain
-from specdec.measure.results import Described, Measured, Results
+from specdec.measure.results import NO_DRAFT, Described, Measured, Results
 from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 
 EXPORT, TARGET = "my-head", "my-target"
@@ -61,6 +61,26 @@ def _choice(results: Results, temperature: float) -> ServingChoice:
     open_ = [one for one in claiming if one.speedup.high >= 1]
     undecided = max(open_, key=lambda one: one.speedup.value, default=None)
     return ServingChoice(temperature, None, undecided=undecided)
+
+
+def shown_ways(results: Results) -> list[Measured]:
+    """The way that is served at each temperature or, where none gains, the one that was asked
+    for."""
+    both = zip(choices(results), results.asked, strict=True)
+    return [choice.served or asked for choice, asked in both]
+
+
+def exceptions(results: Results) -> str:
+    """For which prompts drafting does not pay, though it is served for the others, in a sentence;
+    empty if there are none."""
+    said = []
+    for one in [choice.served for choice in choices(results) if choice.served]:
+        slow = [
+            f"{x.name} ({x.speedup.text(2)})" for x in one.slices.values() if x.verdict == NO_DRAFT
+        ]
+        if slow:
+            said.append(f"at T = {one.way.temperature:g} with {', '.join(slow)}")
+    return f"Do not draft {' or '.join(said)}." if said else ""
 
 
 def named(way: Described, results: Results) -> str:

@@ -15,12 +15,17 @@ for most of a total. On the side to which the data are skewed, the interval is l
 term of the Edgeworth expansion of a studentised mean, skewness (2 z² + 1) s / (6 √n) (Hall 1992,
 The Bootstrap and Edgeworth Expansion, Section 2.6). Fewer than `FEWEST` observations have no
 interval, and nothing is claimed from them.
+
+Prompts of one conversation are not independent, so their numerators and denominators are summed
+first (`summed_by`), and the conversation is the observation: the ratio estimator for clusters of
+unequal sizes (Cochran 1977, Sampling Techniques, Section 9A.1).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +33,6 @@ import numpy as np
 LEVEL = 0.95
 FEWEST = 3  # observations behind an interval
 FEWEST_TIMINGS = 6  # behind that of a median: of 5, all lie on one side of it in 6 % of cases
-NORMAL = 1.959964  # the normal quantile z of `LEVEL`
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,15 @@ class Spread(NamedTuple):
     freedom: float
 
 
+def summed_by(groups: Sequence[Hashable], values: Sequence[float]) -> list[float]:
+    """The sum of the values of each group, in the order in which the groups first occur. Both have
+    one entry per prompt."""
+    sums: dict[Hashable, float] = {}
+    for group, value in zip(groups, values, strict=True):
+        sums[group] = sums.get(group, 0) + value
+    return list(sums.values())
+
+
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float]) -> Interval:
     """The pooled ratio Σ numerators / Σ denominators of positive totals, with one entry per prompt;
     `n` is Σ denominators, rounded. Prompts with denominator 0 are skipped; without any others,
@@ -121,11 +134,13 @@ def share_interval(counted: Sequence[float], of: Sequence[float]) -> Interval:
     return _pooled(counted, of, LOGIT)
 
 
-def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+def product_interval(
+    *groups: Sequence[tuple[Sequence[float], Sequence[float]]], level: float = LEVEL
+) -> Interval:
     """The product of pooled ratios Σ numerators / Σ denominators. Ratios of one group belong to the
     same observations, and groups to different ones: counts of many prompts can be combined with
     timings of few. Observations of a group with a denominator of 0 are skipped; `n` counts those of
-    the first group. Without any, everything is 0."""
+    the first group. Without any, everything is 0. `level` is that of the interval."""
     sides = []
     for group in groups:
         columns = np.array([[np.asarray(x, float) for x in ratio] for ratio in group])  # [N, 2, n]
@@ -140,7 +155,7 @@ def product_interval(*groups: Sequence[tuple[Sequence[float], Sequence[float]]])
         if value <= 0:
             return Interval(value, value, value, sizes[0])
         spreads.append(_spread(columns, [1 / r for r in ratios]))
-    return _interval(value, spreads, min(sizes), sizes[0], LOG)
+    return _interval(value, spreads, min(sizes), sizes[0], LOG, level)
 
 
 def difference_interval(ours: Counts, theirs: Counts) -> Interval:
@@ -280,7 +295,12 @@ def _spread(ratios: np.ndarray, slopes: Sequence[float]) -> Spread:
 
 
 def _interval(
-    value: float, spreads: Sequence[Spread], fewest: int, n: int, scale: Scale
+    value: float,
+    spreads: Sequence[Spread],
+    fewest: int,
+    n: int,
+    scale: Scale,
+    level: float = LEVEL,
 ) -> Interval:
     """The interval of a figure that depends on independent groups; `fewest` is the size of the
     smallest, and `n` is reported. Degrees of freedom are Welch's."""
@@ -288,22 +308,27 @@ def _interval(
     if fewest < FEWEST or variance <= 0:
         return Interval(value, value, value, n)
     freedom = variance**2 / sum(s.variance**2 / s.freedom for s in spreads)
-    reach = _student(round(min(freedom, 1000.0), 2)) * math.sqrt(variance)
+    reach = _student(round(min(freedom, 1000.0), 2), level) * math.sqrt(variance)
     cumulant = sum(s.cumulant for s in spreads)
-    longer = cumulant * (1 + 2 * NORMAL**2) / (6 * variance)
+    longer = cumulant * (1 + 2 * _normal(level) ** 2) / (6 * variance)
     low = scale.g(value) - reach + min(0.0, longer)
     high = scale.g(value) + reach + max(0.0, longer)
     return Interval(value, scale.inverse(low), scale.inverse(high), n)
 
 
+def _normal(level: float) -> float:
+    """The two-sided quantile z of the normal distribution."""
+    return NormalDist().inv_cdf((1 + level) / 2)
+
+
 @cache
-def _student(freedom: float) -> float:
-    """Student's quantile of `LEVEL`, two-sided, for any number of degrees of freedom from 1. With
+def _student(freedom: float, level: float = LEVEL) -> float:
+    """Student's quantile, two-sided, for any number of degrees of freedom from 1. With
     t = √ν tan θ, its density is proportional to cos^(ν - 1) θ."""
     angle = np.linspace(0, math.pi / 2, 40_001)
     density = np.cos(angle) ** (freedom - 1)
     below = np.concatenate([[0], ((density[1:] + density[:-1]) / 2).cumsum()])
-    at = np.interp(LEVEL * below[-1], below, angle)
+    at = np.interp(level * below[-1], below, angle)
     return math.sqrt(freedom) * math.tan(at)
 
 

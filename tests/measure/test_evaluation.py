@@ -25,8 +25,8 @@ from specdec.errors import UserError
 from specdec.measure import choosing, setup
 from specdec.measure import evaluation as module
 from specdec.measure.costs import Costs
-from specdec.measure.evaluation import Subject, evaluate, slices
-from specdec.measure.results import PromptCounts, Results
+from specdec.measure.evaluation import Subject, evaluate
+from specdec.measure.results import Results
 from specdec.measure.setup import Setup
 from specdec.ranks import Ranks
 from specdec.report import report_page
@@ -545,18 +545,3 @@ def test_processes_count_together_what_one_counts(
         ends[0], {}
     )
     assert any(decoding[1:]) == others
-
-
-def test_kinds_of_prompts_have_figures_of_their_own() -> None:
-    """τ = (3 + 5) / (2 + 2) of the first kind; α = (1 + 2) / (4 + 4) and (2 + 2) / (4 + 4)."""
-    counts = [
-        PromptCounts(3, 2, [4, 3], [1.0, 0.5], [2.0, 1.0]),
-        PromptCounts(9, 3, [6, 5], [3.0, 0.0], [6.0, 0.0]),
-        PromptCounts(5, 2, [4, 3], [2.0, 0.5], [2.0, 1.0]),
-    ]
-    found = slices(counts, ["on", "off", "on", "of no prompt"])
-    assert [*found] == ["off", "on"]
-    on = found["on"]
-    assert (on.prompts, on.tau.value, on.sampled.value, on.greedy.value) == (2, 2.0, 0.375, 0.5)
-    assert (found["off"].prompts, found["off"].tau.value) == (1, 3.0)
-    assert slices(counts, ["on"] * 3) == slices(counts, []) == {}

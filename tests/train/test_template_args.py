@@ -157,9 +157,11 @@ def test_records_with_arguments_of_their_own_are_slices(reading: Tiny, tmp_path:
     reading.job(tmp_path / "run", "unigram", *settings, "data.template_args={effort: high}")
     results = Results.load(tmp_path / "run" / "report")
     for one in results.asked:
-        assert [*one.slices] == ["effort=high", "effort=low"]
-        assert sum(part.prompts for part in one.slices.values()) == len(one.prompts)
-    assert "| effort=low | " in (tmp_path / "run" / "report" / "report.md").read_text()
+        parts = [part for part in one.slices.values() if part.by == "template arguments"]
+        assert [part.value for part in parts] == ["effort=high", "effort=low"]
+        assert sum(part.prompts for part in parts) == len(one.prompts)
+    page = (tmp_path / "run" / "report" / "report.md").read_text()
+    assert "| template arguments: effort=low | " in page
 
 
 def test_a_template_of_ones_own(

@@ -45,12 +45,12 @@ def test_the_report_has_figures_for_both(
     asking.job(tmp_path / "run", "eagle3", *settings)
     results = Results.load(tmp_path / "run" / "report")
     for one in results.asked:
-        assert [*one.slices] == ["with reasoning", "without reasoning"]
-        parts = one.slices.values()
+        parts = [part for part in one.slices.values() if part.by == "reasoning"]
+        assert [part.value for part in parts] == ["off", "on"]
         assert sum(part.prompts for part in parts) == len(one.prompts) == 8
         assert sum(part.tau.n for part in parts) == one.speculation_steps
     page = (tmp_path / "run" / "report" / "report.md").read_text()
-    assert "### Kinds of prompts" in page and "| without reasoning | " in page
+    assert "### Where drafting pays" in page and "| reasoning: off | " in page
     read, write = list[str](), BoundedTemplate.render
 
     def rendered(*args: Any, **kwargs: Any) -> Any:
@@ -71,9 +71,9 @@ def test_the_report_has_figures_for_both(
 
 def test_one_kind_of_prompts_has_no_table(asking: Tiny, tmp_path: Path) -> None:
     asking.job(tmp_path / "run", "unigram", "data.thinking=off", "data.responses=target")
-    assert all(not one.slices for one in Results.load(tmp_path / "run" / "report").asked)
-    page = (tmp_path / "run" / "report" / "report.md").read_text()
-    assert "Kinds of prompts" not in page
+    for one in Results.load(tmp_path / "run" / "report").asked:
+        assert "reasoning" not in {part.by for part in one.slices.values()}
+    assert "| reasoning" not in (tmp_path / "run" / "report" / "report.md").read_text()
 
 
 def test_prompts_of_a_file_ask_for_reasoning() -> None:

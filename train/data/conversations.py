@@ -276,6 +276,10 @@ class Conversation:
     thinking: bool | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
     distinct: tuple[str, ...] = ()  # see `texts_that_tell_apart`; (): by its own messages
+    # the user's further turns, where the record has no responses between them
+    later: tuple[Message, ...] = ()
+    category: str = ""  # of the record; empty: it says none
+    language: str = ""
 
 
 class Repeated(dict[str, Any]):

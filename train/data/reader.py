@@ -254,7 +254,9 @@ class Reader:
         `data.max_prompt` or, with `whole`, of any length."""
         most = None if whole else self.cfg.longest_prompt
         if self.by_text is not None and conversation.tokens is None:
-            return self.by_text.prompt(conversation, most)
+            prompt = self.by_text.prompt(conversation, most)
+            prompt.category, prompt.language = conversation.category, conversation.language
+            return prompt
         tokens = _given(conversation)
         every = _prompt_ends(tokens)
         ends = [end for end in every if most is None or end <= most]

@@ -18,9 +18,10 @@ OTHER_SHAPES = ("dialogue", "dialog", "chat", "turns", "data", "contents")
 PROMPTS = ("turns", "prompt")  # keys under which several texts are prompts, not a chat
 WRAPPERS = ("body", "request", "input")  # keys of a request that a server was sent
 # a prompt, for format auto
-SOURCES = ("instruction", "prompt", "question", "query", "input", "inputs")
+SOURCES = ("instruction", "prompt", "question", "problem", "query", "input", "inputs")
 MORE = ("input", "context")  # the input of an instruction
-RESPONSES = ("output", "completion", "response", "answer", "targets", "chosen", "preferred_output")
+RESPONSES = ("output", "completion", "response", "solution", "answer")
+RESPONSES += ("targets", "chosen", "preferred_output")
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = (
     "answers",

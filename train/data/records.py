@@ -9,7 +9,7 @@ text; they are parsed and removed from it, so that the target's own template ren
 import json
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,10 @@ from train.data.record_shapes import (
     written_by_python,
 )
 
+# keys of a record that say what its prompt is about, and its language, in a word or two
+CATEGORY, LANGUAGE = ("category", "subject"), ("language", "lang")
+LONGEST_LABEL = 40  # characters of these
+LATER_PROMPTS = "later prompts left out, as their responses are not given"
 SYSTEM = ("system", "system_prompt")  # keys of a record
 EFFORT = "reasoning_effort"  # an argument that a request may also have beside its messages
 ARGUMENTS = "chat_template_kwargs"  # a request's variables for the chat template
@@ -175,9 +179,11 @@ def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> C
     if format == "auto":
         require_known_form(record)
     turns, read = _turns(record, format)
+    later: tuple[Message, ...] = ()
     record = record if isinstance(record, dict) else {}
     if turns[1:] and any(are_texts(record.get(key)) for key in read if key in PROMPTS):
-        changes.append("later prompts left out, as their responses are not given")
+        changes.append(LATER_PROMPTS)
+        later = tuple(m for turn in turns[1:] for m in messages_of(turn, set()))
         turns = turns[:1]
     require_no_media(record)
     ignored: set[str] = set()
@@ -223,7 +229,8 @@ def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> C
     for key in sorted(ignored):
         tally.count(tally.ignored, key)
     thinking, arguments, named = _arguments(record)
-    read = [*read, *named]
+    category, language = _label(record, CATEGORY), _label(record, LANGUAGE)
+    read = [*read, *named, *category, *language]
     _count_ignored(record, {*read, *SYSTEM, *TOOLS, "id"}, tally)
     require_unicode([tools, arguments, *(m.beside for m in kept)])
     return Conversation(
@@ -234,7 +241,20 @@ def conversation_of_chat(record: Any, name: str, format: str, tally: Tally) -> C
         tools,
         thinking=thinking,
         arguments=arguments,
+        later=later,
+        category="".join(category.values()),
+        language="".join(language.values()),
     )
+
+
+def _label(record: Mapping[str, Any], keys: Sequence[str]) -> dict[str, str]:
+    """The first of these keys that a record has, with its value; empty if none has a short text."""
+    for key in keys:
+        value = record.get(key)
+        label = value.strip() if isinstance(value, str) else ""
+        if 0 < len(label) <= LONGEST_LABEL and label.isprintable():
+            return {key: label}
+    return {}
 
 
 def _turns(record: Any, format: str) -> tuple[list[Any], list[str]]:

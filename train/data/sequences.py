@@ -14,6 +14,8 @@ from specdec.targets.prompt_rendering import arguments_in_words
 from train.data.conversations import DataConfig, Unusable
 
 LONGEST_KIND = 80  # characters of the template arguments that name a kind of prompt
+AS_TEMPLATE = "as the template has it"
+LAST_TURN = 5  # from which on turns have their figures together
 
 
 @dataclass(eq=False)
@@ -56,14 +58,25 @@ class Prompt:
     shortened: bool = False  # whether a longer beginning of the chat exceeds data.max_prompt
     opening: str = ""  # the opening prompt of its conversation; empty: unknown
     placed: str = ""  # the text by which the split placed it: with more, if many open alike
+    chat: str = ""  # the name of its conversation, if several prompts are of it
+    turn: int = 0  # how many turns of the user it has; 0: unknown
+    tools: bool = False  # whether it describes tools
+    category: str = ""  # as the record has it
+    language: str = ""
 
     @property
-    def kind(self) -> str:
-        """A description of the prompt's kind, for the report."""
-        words = [] if self.thinking is None else [f"with{'out' * (not self.thinking)} reasoning"]
-        if self.arguments:
-            words.append(arguments_in_words(self.arguments)[:LONGEST_KIND])
-        return ", ".join(words) or "as the template has it"
+    def properties(self) -> dict[str, str]:
+        """The values of its properties, by name, for the report."""
+        reasoning = {None: AS_TEMPLATE, True: "on", False: "off"}[self.thinking]
+        values = {
+            "reasoning": reasoning,
+            "template arguments": arguments_in_words(self.arguments)[:LONGEST_KIND] or AS_TEMPLATE,
+            "tools": "described" if self.tools else "none",
+            "category": self.category,
+            "language": self.language,
+            "turn": f"{LAST_TURN} or later" if self.turn >= LAST_TURN else str(self.turn or ""),
+        }
+        return {name: value for name, value in values.items() if value}
 
 
 def document_of(

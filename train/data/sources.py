@@ -42,6 +42,9 @@ MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}"]')  # strings and brackets of J
 WRAPPED = re.compile(
     r'\s*\{\s*(?:"[^"\\]*"\s*:\s*(?:"[^"\\]*"|[^\s"\[\]{},]+)\s*,\s*)*"[^"\\]*"\s*:\s*(?=\[\s*\{)'
 )
+TABLES = (".parquet", ".arrow")
+# what SPEED-Bench has in the place of prompts whose source does not allow a copy
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 PACKED = (".gz", ".bz2", ".xz", ".zst")  # endings of compressed files
 BOM = b"\xef\xbb\xbf"
 HEAD = 4096  # the bytes at the beginning that show an encoding
@@ -501,12 +504,19 @@ def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conv
     """Prompts to evaluate on, from a text file with one prompt per line, or from JSON lines or a
     JSON array. JSON holds strings, or records in any known form (`conversation_of_record`); their
     tools, system turns and template arguments are part of the prompt. Of a record with only the
-    user's "turns", as in Spec-Bench, the first is used, since later ones depend on a response.
-    Raises UserError naming the line or item that is none of these. Ignored fields are counted in
+    user's "turns", as in Spec-Bench, the first is the prompt and the others are `later`, since they
+    depend on a response. A published suite is read as it is: compressed, or as a table. Raises
+    UserError naming the line or item that is none of these. Ignored fields are counted in
     `tally`."""
     cfg, tally, conversations = DataConfig(responses="target"), tally or Tally(), []
     for place, record in _prompt_records(Path(path), tally):
         tally.read += 1
+        turns = record.get("turns") if isinstance(record, dict) else None
+        require(
+            not (isinstance(turns, list) and any(PLACEHOLDER in str(turn) for turn in turns)),
+            f"{place}: SPEED-Bench does not ship this prompt but a placeholder: prepare the suite "
+            "with its own script first",
+        )
         try:
             conversations.append(
                 replace(conversation_of_record(record, place, cfg, tally), id=place)
@@ -524,6 +534,9 @@ def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conv
 
 def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place of each record, and the record: a line of text or a JSON value."""
+    if path.is_file() and (_suffix(path) in TABLES or path.suffix.lower() in PACKED):
+        yield from records(DataConfig(str(path), responses="target"), tally)
+        return
     try:
         require(path.exists(), f"{path}: no such file")
         require(path.is_file(), f"{path}: is not a regular file")

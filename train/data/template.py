@@ -500,6 +500,7 @@ class Chat:
                 break
             said, turns = messages[question].content, _earlier(messages[:question])
             best = Prompt(conversation.id, ids, said, turns, thinking)
+            best.turn, best.tools = sum(m.role == "user" for m in messages[:i]), bool(tools)
             best.arguments = writer.arguments_read(tools)
             asked = [best.arguments.pop(name, None) for name in THINKING_ARGUMENTS]
             if thinking is None:

@@ -79,7 +79,8 @@ def test_prompts_of_a_file_are_those_that_the_data_reader_makes() -> None:
         add_generation_prompt=True,
     )["input_ids"]
     assert prompt.ids.tolist() == read.ids.tolist() == expected
-    assert prompt.kind == "without reasoning" and not tally.ignored and not tally.changed
+    assert prompt.properties["reasoning"] == "off" and prompt.tools
+    assert not tally.ignored and not tally.changed
 
 
 @pytest.mark.parametrize("thinking", ["template", "on", "off"])

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 
 from specdec.errors import UserError
-from specdec.measure.evaluation import MOST_SLICES, OTHER_KINDS, slices
-from specdec.measure.results import PromptCounts
 from specdec.targets.prompt_rendering import PromptRendering
 from tests.train.data.chats import CHATML, said, talk, tokenizer_of
 from tests.train.data.test_conversations import write_lines
@@ -36,6 +34,11 @@ def prompts(tmp_path: Path, records: list[dict[str, Any]], **options: Any) -> li
     return split_prompts(cfg, tokenizer_of(READS)).train
 
 
+def asked(prompt: Prompt) -> tuple[str, str]:
+    """What a prompt asks of the template, as the report has it."""
+    return prompt.properties["reasoning"], prompt.properties["template arguments"]
+
+
 def record(text: str, **beside: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}]} | beside
 
@@ -50,7 +53,7 @@ def test_arguments_are_those_of_apply_chat_template(tmp_path: Path) -> None:
     assert prompt.ids.tolist() == expected["input_ids"]
     assert tokenizer.decode(prompt.ids).startswith("<effort high>")
     assert prompt.thinking is False and prompt.arguments == {"effort": "high"}
-    assert prompt.kind == "without reasoning, effort=high"
+    assert asked(prompt) == ("off", "effort=high")
 
 
 def test_a_record_replaces_them_as_a_request_does(tmp_path: Path) -> None:
@@ -63,11 +66,11 @@ def test_a_record_replaces_them_as_a_request_does(tmp_path: Path) -> None:
         record("d", chat_template_kwargs={"tone": "dry"}),  # which the template does not read
     ]
     found = {p.words: p for p in prompts(tmp_path, records, template_args=arguments)}
-    assert {words: p.kind for words, p in found.items()} == {
-        "a": "without reasoning, effort=high",
-        "b": "without reasoning, effort=low",
-        "c": "with reasoning, effort=high",
-        "d": "without reasoning, effort=high",
+    assert {words: asked(p) for words, p in found.items()} == {
+        "a": ("off", "effort=high"),
+        "b": ("off", "effort=low"),
+        "c": ("on", "effort=high"),
+        "d": ("off", "effort=high"),
     }
     texts = {words: tokenizer_of(READS).decode(p.ids) for words, p in found.items()}
     assert texts["b"].startswith("<effort low>") and texts["b"].endswith("<think></think>")
@@ -175,16 +178,4 @@ def test_thinking_of_the_command_line_replaces_the_argument() -> None:
     assert (on.thinking, on.template_args) == ("on", {"effort": "low"})
     assert cfg.with_thinking(None) is cfg
     chat = Chat(tokenizer_of(READS), thinking=on.thinking, arguments=on.template_args)
-    assert chat.prompt(talk("q")).kind == "with reasoning, effort=low"
-
-
-def test_many_kinds_of_prompts_are_few_slices() -> None:
-    def one() -> PromptCounts:
-        return PromptCounts(3, 2, [2], [1.0], [1.0])
-
-    kinds = ["common", "common", *(f"user={n}" for n in range(MOST_SLICES + 3))]
-    found = slices([one() for _ in kinds], kinds)
-    assert len(found) == MOST_SLICES and found["common"].prompts == 2
-    assert sum(part.prompts for part in found.values()) == len(kinds)
-    assert found[OTHER_KINDS].prompts == len(kinds) - 2 - (MOST_SLICES - 2)
-    assert not slices([one(), one()], ["common", "common"])
+    assert asked(chat.prompt(talk("q"))) == ("on", "effort=low")
