@@ -15,7 +15,7 @@ from specdec.measure.slices import MOST, OTHERS, PromptTraits, length_range, sli
 from specdec.report import report_page, verdict
 from specdec.theory.intervals import ratio_interval, summed_by
 from tests.measure.test_results import results
-from tests.tiny import architectures, lm, random_target
+from tests.tiny import architectures, lm, make_tokenizer, random_target
 
 STEPS = 20  # speculation steps of each prompt
 NOISE = (0.98, 1.0, 1.02)
@@ -123,7 +123,9 @@ def test_the_report_says_where_not_to_draft() -> None:
 def test_evaluation_counts_conversations() -> None:
     """Two turns a conversation: the report's intervals are over conversations, and the figures of a
     turn are those of its prompts."""
-    target = random_target(architectures(61, 4)["llama"])
+    tokenizer = make_tokenizer()
+    target = random_target(architectures(len(tokenizer), 4)["llama"])
+    target.tokenizer = tokenizer
     prompts = [[5 + n, 7, 8 + n % 3] for n in range(12)]
     traits = [PromptTraits(f"chat {n // 2}", {"turn": str(1 + n % 2)}) for n in range(12)]
     cfg = DecodeConfig(prompts=12, timed=4, max_new_tokens=10, temperatures=[0.0])

@@ -20,8 +20,10 @@ WRAPPERS = ("body", "request", "input")  # keys of a request that a server was s
 # a prompt, for format auto
 SOURCES = ("instruction", "prompt", "question", "problem", "query", "input", "inputs")
 MORE = ("input", "context")  # the input of an instruction
-RESPONSES = ("output", "completion", "response", "solution", "answer")
-RESPONSES += ("targets", "chosen", "preferred_output")
+RESPONSES = (
+    *("output", "completion", "response", "solution", "answer"),
+    *("targets", "chosen", "preferred_output"),
+)
 ROLE_PAIR = ("user", "assistant")
 CALLED, HISTORY = (
     "answers",

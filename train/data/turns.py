@@ -48,11 +48,12 @@ def prompts_of_all_turns(
     while going := [one for one in going if one.coming]:
         responses = respond([one.prompts[-1].ids.tolist() for one in going])
         for one, response in zip(going, responses, strict=True):
+            turn = one.coming.pop(0)
             try:
                 one.said += [*messages_of({"role": "assistant", "content": response}, set())]
                 if one.said[-1].blank:
                     raise Unusable("an empty response before it")
-                one.said += one.coming.pop(0)
+                one.said += turn
                 conversation = replace(one.conversation, messages=tuple(one.said))
                 (prompt,) = whole_prompts([conversation], tokenizer, None, cfg, thinking)
                 if room is not None and len(prompt.ids) > room:
