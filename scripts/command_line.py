@@ -6,8 +6,8 @@ Most options of decoding set the field of `DecodeConfig` with the same name.
 import argparse
 import json
 import os
-from collections.abc import Collection
-from dataclasses import fields
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,10 +29,14 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.spread import AUTO
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
-from train.data.conversations import DataConfig
+from train.data.conversations import Conversation, DataConfig, Tally
+from train.data.records import LATER_PROMPTS
 from train.data.rendering import prompt_rendering
 from train.data.run_data import chosen_prompts, measured_prompts
 from train.data.sequences import Prompt
+from train.data.sources import read_prompts_file
+from train.data.suites import SUITES, find_suite
+from train.data.turns import Respond, prompts_of_all_turns, spread_over_categories
 from train.folder import noted_prompts, shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")
@@ -257,6 +261,63 @@ def decoding(args: argparse.Namespace, **more: Any) -> tuple[DecodeConfig, str]:
         f"--log-steps logs chains only, but trees are drafted, {origin}: give --gamma alone",
     )
     return cfg, origin
+
+
+@dataclass(frozen=True)
+class GivenPrompts:
+    """The conversations of a file or a suite, and whether all their turns are asked."""
+
+    name: str  # for a folder
+    source: str
+    conversations: list[Conversation]
+    all_turns: bool
+
+
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `given_prompts` reads."""
+    words = "lines of text, or JSON with prompt, messages or turns"
+    parser.add_argument("--prompts", type=Path, help=words)
+    words = "prompts of a benchmark, from an installed package"
+    parser.add_argument("--suite", choices=[*SUITES], help=words)
+    words = "all: each turn of the user, after the target's own responses to those before; last: "
+    words += "the last one, after the responses given; default: all if none are given"
+    parser.add_argument("--turns", choices=("all", "last"), help=words)
+
+
+def given_prompts(args: argparse.Namespace, can_respond: bool = True) -> GivenPrompts | None:
+    """The prompts of --prompts or --suite, with all categories in turn; None without them. Prints
+    what is ignored in them. Unless the target `can_respond`, only one turn is asked. Raises
+    UserError for options that do not fit, and as `read_prompts_file` and `find_suite` do."""
+    if not (args.prompts or args.suite):
+        require(
+            args.turns is None,
+            f"--turns {args.turns} is for conversations of your own: give them with --prompts",
+        )
+        return None
+    require(not (args.prompts and args.suite), "--prompts and --suite: give one of them")
+    path = find_suite(args.suite) if args.suite else args.prompts
+    tally = Tally()
+    conversations = spread_over_categories(read_prompts_file(path, tally))
+    several = any(conversation.later for conversation in conversations)
+    all_turns = can_respond and (args.turns == "all" or (args.turns is None and several))
+    if all_turns:
+        del tally.changed[LATER_PROMPTS]
+    source = args.suite or str(path)
+    if tally.changed or tally.ignored:
+        console.print(f"prompts from {source}\n{tally}")
+    return GivenPrompts(args.suite or path.stem, source, conversations, all_turns)
+
+
+def ask_all_turns(
+    conversations: Sequence[Conversation], respond: Respond, *how: Any
+) -> tuple[list[Prompt], str]:
+    """The prompts of all turns (see `prompts_of_all_turns`, which also gets `how`), and a
+    description of them. Prints the number of skipped turns."""
+    asked, skipped = prompts_of_all_turns(conversations, respond, *how)
+    for reason, count in skipped.items():
+        console.print(f"{count:,} later turns are skipped: {reason}")
+    count = len(conversations)
+    return asked, f"turns of {count:,} conversation{'s' * (count != 1)}"
 
 
 def prompts_of_run(

@@ -128,10 +128,10 @@ class BatchTimes:
 @dataclass(frozen=True)
 class Slice:
     """Figures of the prompts that have one `value` of a property (`by`), such as a category, and
-    whether drafting pays for them (see `specdec.measure.slices`). `break_even` is the τ at which it
-    stops to pay. The `verdict` is one of `VERDICTS`, or empty if the slice has too few
-    conversations or no interval; it is `corrected` if it also holds in view of the number of
-    slices. α is at depth 0 over all positions, in the way for which it was measured."""
+    whether drafting pays for them (see `specdec.measure.slices`). Above the τ `break_even`, it
+    does. The `verdict` is one of `VERDICTS`, or empty for too few conversations or without an
+    interval; it is `corrected` if it also holds after Bonferroni's correction for the number of
+    slices. α is at depth 0 over all positions, in the configuration in which it was measured."""
 
     by: str
     value: str
@@ -143,7 +143,7 @@ class Slice:
     verdict: str = ""
     corrected: bool = False
     timed_speedup: Interval | None = None  # by the clock, if prompts of the slice were timed
-    identical: int | None = None  # responses equal to plain decoding's, at T = 0
+    identical: int | None = None  # responses equal to vanilla decoding's, at T = 0
     sampled: Interval | None = None
     greedy: Interval | None = None
 

@@ -28,6 +28,7 @@ from specdec.theory.intervals import (
     product_interval,
     ratio_interval,
     share_interval,
+    summed_by,
 )
 
 T = TypeVar("T")
@@ -49,8 +50,8 @@ class TimedResponse:
 
 @dataclass(frozen=True)
 class ServedAt:
-    """The figures at a temperature; intervals are over prompts. The last three need an engine
-    without a draft for comparison."""
+    """The figures at a temperature; intervals are over conversations, of one prompt or several. The
+    last three need an engine without a draft for comparison."""
 
     temperature: float
     speculation_steps: int
@@ -73,6 +74,7 @@ class Served:
     origin: str  # a description of the prompts
     max_new_tokens: int
     asked: list[ServedAt]
+    conversations: int = 0  # number of conversations; 0: each prompt is its own
 
     def write(self, folder: Path) -> None:
         write_json(folder / FILE, asdict(self))
@@ -193,6 +195,16 @@ def _measured(ask: Callable[[], T]) -> T:
         raise UserError(f"the engine failed ({error}): nothing was measured") from error
 
 
+def greedy_replies(
+    engine: MeasuredServer, prompts: Sequence[Sequence[int]], limit: int
+) -> list[str]:
+    """The engine's greedy responses of up to `limit` tokens as texts, for later turns of a
+    conversation. Raises UserError as `MeasuredServer.reply` does."""
+    replies = [engine.reply(prompt, limit, Sampler(0.0), 0) for prompt in prompts]
+    tokenizer = engine.target.tokenizer
+    return [str(tokenizer.decode(reply.ids, skip_special_tokens=True)) for reply in replies]
+
+
 def measure_served(
     engine: MeasuredServer,
     plain: MeasuredServer | None,
@@ -201,9 +213,11 @@ def measure_served(
     limit: int,
     seed: int,
     progress: Progress,
+    groups: Sequence[int] = (),
 ) -> list[ServedAt]:
     """Answer every prompt with each engine at each temperature, in an alternating order. Both warm
-    up on the first prompt. Raises UserError as `MeasuredServer.reply` does."""
+    up on the first prompt. `groups` are the prompts' conversations (default: each is its own).
+    Raises UserError as `MeasuredServer.reply` does."""
     engines = [engine] if plain is None else [engine, plain]
     task = progress.add_task("served", total=len(samplers) * len(prompts))
     asked = []
@@ -220,6 +234,7 @@ def measure_served(
                 sampler.temperature,
                 replies[id(engine)],
                 None if plain is None else replies[id(plain)],
+                groups,
             )
         )
     progress.remove_task(task)
@@ -227,29 +242,39 @@ def measure_served(
 
 
 def figures(
-    temperature: float, drafted: Sequence[TimedResponse], plain: Sequence[TimedResponse] | None
+    temperature: float,
+    drafted: Sequence[TimedResponse],
+    plain: Sequence[TimedResponse] | None,
+    groups: Sequence[int] = (),
 ) -> ServedAt:
-    """The figures of responses with drafts, and of vanilla ones to the same prompts."""
-    speculation_steps = [reply.speculation_steps for reply in drafted]
+    """The figures of responses with drafts, and of vanilla ones to the same prompts. `groups` are
+    the prompts' conversations (default: each is its own), each of which is one observation."""
+    groups = groups or range(len(drafted))
+
+    def summed(values: Sequence[float]) -> list[float]:
+        return summed_by(groups, values)
+
+    def speed(replies: Sequence[TimedResponse]) -> tuple[list[float], list[float]]:
+        return summed([len(r.ids) for r in replies]), summed([r.seconds for r in replies])
+
+    speculation_steps = summed([reply.speculation_steps for reply in drafted])
     by_position = [*zip_longest(*(reply.accepted for reply in drafted), fillvalue=0)]
-    tokens = [max(0, len(reply.ids) - 1) for reply in drafted]  # prefill emits the first
-
-    def speed(replies: Sequence[TimedResponse]) -> Interval:
-        return ratio_interval([len(r.ids) for r in replies], [r.seconds for r in replies])
-
+    tokens = summed([max(0, len(reply.ids) - 1) for reply in drafted])  # prefill emits the first
     at = ServedAt(
         temperature=temperature,
-        speculation_steps=sum(speculation_steps),
+        speculation_steps=int(sum(speculation_steps)),
         tau=ratio_interval(tokens, speculation_steps),
-        accepted=[share_interval(counts, speculation_steps) for counts in by_position],
-        tokens_per_second=speed(drafted),
+        accepted=[share_interval(summed(counts), speculation_steps) for counts in by_position],
+        tokens_per_second=ratio_interval(*speed(drafted)),
     )
     if plain is None:
         return at
-    lengths, plain_lengths = ([len(r.ids) for r in x] for x in (drafted, plain))
-    seconds, plain_seconds = ([r.seconds for r in x] for x in (drafted, plain))
+    plain_lengths, plain_seconds = speed(plain)
     same = sum(a.ids == b.ids for a, b in zip(drafted, plain, strict=True))
-    beside = {"plain_tokens_per_second": speed(plain), "identical": same}
-    # the one speed over the other: each prompt has both
-    beside["speedup"] = product_interval([(lengths, seconds), (plain_seconds, plain_lengths)])
+    beside = {
+        "plain_tokens_per_second": ratio_interval(plain_lengths, plain_seconds),
+        "identical": same,
+        # the one speed over the other: each prompt has both
+        "speedup": product_interval([speed(drafted), (plain_seconds, plain_lengths)]),
+    }
     return ServedAt(**{**vars(at), **beside})

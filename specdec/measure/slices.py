@@ -1,11 +1,11 @@
-"""Figures of the prompts of one kind (a category, a language, a turn, …), and whether drafting pays
-for them.
+"""Figures of slices (the prompts of one category, language, turn, …), and whether drafting pays in
+each.
 
 τ comes from all prompts of a slice. The costs come from the timed prompts, since the seconds of a
-step hardly depend on what a prompt says. With s seconds per plain step and r seconds per
-speculation step, drafting pays where τ is above the break-even r / s, and the speedup is
-τ / (r / s): Theorem 3.8 of Leviathan et al. 2023 with measured costs. Where prompts of a slice were
-timed, their own clock says whether that holds (`timed_speedup`).
+step hardly depend on the prompt. With s seconds per vanilla step and r per speculation step,
+drafting pays where τ is above the break-even r / s, and the speedup is τ / (r / s): Theorem 3.8 of
+Leviathan et al. 2023 with measured costs. `timed_speedup` is by the clock of the slice's own timed
+prompts, to compare it with.
 
 Intervals are over conversations. With many slices some verdicts are wrong by chance, so each says
 whether it also holds at the level 1 - (1 - LEVEL) / m for m slices (Bonferroni).
@@ -34,8 +34,8 @@ from specdec.theory.intervals import (
     summed_by,
 )
 
-ENOUGH = 6  # conversations behind a verdict
-MOST = 12  # values of one property with figures of their own
+ENOUGH = 6  # minimum number of conversations for a verdict
+MOST = 12  # maximum number of slices of one property
 OTHERS = "others"  # the rarest values beyond `MOST`
 PROMPT_TOKENS, RESPONSE_TOKENS = "prompt tokens", "response tokens"
 EDGES = (32, 128, 512, 2048, 8192)  # of the ranges of lengths, the same in every report
@@ -43,8 +43,8 @@ EDGES = (32, 128, 512, 2048, 8192)  # of the ranges of lengths, the same in ever
 
 @dataclass(frozen=True)
 class PromptTraits:
-    """What a prompt is: the name of its `conversation` (empty: it is its only prompt) and, by
-    property, the value that it has, such as {"category": "coding", "turn": "2"}."""
+    """The name of a prompt's `conversation` (empty: it is the only prompt of its own), and the
+    values of its properties by name, such as {"category": "coding", "turn": "2"}."""
 
     conversation: str = ""
     values: dict[str, str] = field(default_factory=dict)
@@ -75,16 +75,16 @@ def slices(
     times: Sequence[BatchTimes],
     same: Sequence[bool] | None = None,
 ) -> dict[str, Slice]:
-    """The slices, by name, of prompts with these traits, lengths (of prompt and plain response, in
-    tokens) and counts; none for a property that has one value. `times` are those of the first
-    prompts, in batches. `same` says of which prompts the response equals the plain one."""
+    """The slices, by name, of prompts with these traits, lengths (in tokens, of the prompt and of
+    the vanilla response) and counts; none for a property that has one value. `times` are those of
+    the first prompts, in batches. `same` tells, if known, which responses equal the vanilla ones."""
     groups = conversations_of(traits, len(counts))
     values = [
         {**(traits[i].values if i < len(traits) else {}), **_lengths(*lengths[i])}
         for i in range(len(counts))
     ]
     parts = [part for name in _properties(values) for part in _parts(name, values)]
-    costs = _Costs(times)
+    costs = _Costs(times, groups)
     every = (
         _slice(by, value, places, groups, counts, costs, same, len(parts))
         for by, value, places in parts
@@ -101,7 +101,7 @@ def _properties(values: Sequence[dict[str, str]]) -> list[str]:
 
 
 def _parts(name: str, values: Sequence[dict[str, str]]) -> Iterable[tuple[str, str, list[int]]]:
-    """The values of a property, each with the places of its prompts. The rarest are one."""
+    """The values of a property, each with the places of its prompts. The rarest are merged."""
     counted = Counter(of[name] for of in values if name in of)
     if len(counted) < 2:
         return
@@ -122,40 +122,47 @@ def _in_order(value: str) -> tuple[bool, int, str]:
 
 
 class _Costs:
-    """The timed batches: seconds per plain step and per speculation step, and which prompts each
-    batch had."""
+    """The timed batches, the prompts and the conversation of each, and the seconds per vanilla step
+    and per speculation step, by conversation."""
 
-    def __init__(self, times: Sequence[BatchTimes]) -> None:
+    def __init__(self, times: Sequence[BatchTimes], groups: Sequence[int]) -> None:
         self.times, self.prompts, start = times, list[range](), 0
         for batch in times:
             self.prompts.append(range(start, start + batch.prompts))
             start += batch.prompts
+        self.groups = [groups[prompts.start] for prompts in self.prompts]  # of the first prompt
+        self.known = len({*self.groups}) >= FEWEST
 
     @property
-    def plain(self) -> Counts:
-        return [t.plain_seconds for t in self.times], [t.tokens for t in self.times]
+    def vanilla(self) -> Counts:
+        seconds, tokens = [t.plain_seconds for t in self.times], [t.tokens for t in self.times]
+        return summed_by(self.groups, seconds), summed_by(self.groups, tokens)
 
     @property
     def speculative(self) -> Counts:
-        return [t.speculation_seconds for t in self.times], [t.row_steps for t in self.times]
+        seconds, steps = (
+            [t.speculation_seconds for t in self.times],
+            [x.row_steps for x in self.times],
+        )
+        return summed_by(self.groups, seconds), summed_by(self.groups, steps)
 
     def break_even(self) -> Interval:
         """The τ at which a token costs as much with the draft as without."""
-        (seconds, tokens), known = self.plain, len(self.times) >= FEWEST
+        seconds, tokens = self.vanilla
         figure = product_interval([self.speculative, (tokens, seconds)])
-        return figure if known else figure.without_interval()
+        return figure if self.known else figure.without_interval()
 
     def speedup(self, kept: Counts, level: float = LEVEL) -> Interval:
-        """That of prompts whose speculation steps `kept` so many tokens."""
+        """The speedup of prompts whose speculation steps `kept` so many tokens."""
         seconds, steps = self.speculative
-        figure = product_interval([kept], [self.plain, (steps, seconds)], level=level)
-        return figure if len(self.times) >= FEWEST else figure.without_interval()
+        figure = product_interval([kept], [self.vanilla, (steps, seconds)], level=level)
+        return figure if self.known else figure.without_interval()
 
-    def timed(self, places: Sequence[int], groups: Sequence[int]) -> Interval | None:
+    def timed(self, places: Sequence[int]) -> Interval | None:
         """The speedup by the clock of the batches with prompts of these places alone; None if they
         are of fewer than `FEWEST` conversations."""
         own = [n for n, prompts in enumerate(self.prompts) if {*prompts} <= {*places}]
-        of = [groups[self.prompts[n].start] for n in own]
+        of = [self.groups[n] for n in own]
         if len({*of}) < FEWEST:
             return None
         plain = summed_by(of, [self.times[n].plain_seconds for n in own])
@@ -193,7 +200,7 @@ def _slice(
         speedup=speedup,
         verdict=verdict,
         corrected=verdict in (DRAFT, NO_DRAFT) and verdict_on(strict) == verdict,
-        timed_speedup=costs.timed(places, groups),
+        timed_speedup=costs.timed(places),
         identical=None if same is None else sum(same[i] for i in places),
         sampled=share_interval(summed(c.sampled[0] for c in own), positions) if forced else None,
         greedy=share_interval(summed(c.greedy[0] for c in own), positions) if forced else None,

@@ -212,7 +212,7 @@ def _acceptance(results: Results) -> list[str]:
 
 
 def _slices(results: Results) -> list[str]:
-    """τ, break-even and verdict of each slice, in the way that is served at each temperature."""
+    """τ, break-even and verdict of each slice, in the configuration served at each temperature."""
     columns = ["prompts", "τ", "break-even τ", "speedup", "by the clock", "verdict"]
     if results.conversations:
         columns.insert(1, "conversations")
@@ -246,11 +246,11 @@ def _slices_read(slices: Sequence[Slice], results: Results) -> str:
         "clock overlaps that of the speedup."
     )
     return (
-        "Drafting pays where τ is above the break-even, which is the seconds of a speculation step "
-        f"over those of a plain step, from {results.timed_prompts} timed prompts; the speedup is τ "
-        f"over the break-even. Slices of fewer than {ENOUGH} conversations are not judged. "
-        f"{len(slices)} slices are looked at, so about one verdict in twenty may be chance, but "
-        "those in bold, which also hold after Bonferroni's correction."
+        "Drafting pays where τ is above the break-even: the seconds of a speculation step over "
+        f"those of a vanilla step, from {results.timed_prompts} timed prompts at batch "
+        f"{results.batch}. The speedup is τ over the break-even. Slices of fewer than {ENOUGH} "
+        f"conversations have no verdict. Of the verdicts on {len(slices)} slices, about one in "
+        "twenty is wrong by chance; those in bold also hold after Bonferroni's correction."
         f"{clock if timed else ''}"
     )
 

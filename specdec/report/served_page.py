@@ -36,6 +36,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
             rows[f"T = {at.temperature:g}, the run's report"] = own
             told.append(_compared(at, ours))
     beside = f", in turn with {served.plain}, which serves without drafts" if served.plain else ""
+    over = f"{served.conversations} conversations" if served.conversations else "prompts"
     blocks = [
         f"# {served.draft}, served",
         f"These are the figures of {served.engine}{beside}, not of Draftsmith's decoder. "
@@ -43,7 +44,7 @@ def served_page_text(served: Served, promised: Results | None) -> str:
         f"{served.max_new_tokens} tokens each. Seconds include the prefill and HTTP. The figure "
         "of a position is the share of speculation steps that accepted it and all before it, also "
         "beyond the end of a response; τ counts the tokens of the responses. Brackets "
-        "are 95 % intervals over prompts. An engine does not say which draft it loaded.",
+        f"are 95 % intervals over {over}. An engine does not say which draft it loaded.",
         table("", columns, rows),
     ]
     if promised is not None and told:

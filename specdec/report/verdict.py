@@ -64,15 +64,14 @@ def _choice(results: Results, temperature: float) -> ServingChoice:
 
 
 def shown_ways(results: Results) -> list[Measured]:
-    """The way that is served at each temperature or, where none gains, the one that was asked
-    for."""
+    """The configuration served at each temperature or, where none gains, the requested one."""
     both = zip(choices(results), results.asked, strict=True)
     return [choice.served or asked for choice, asked in both]
 
 
 def exceptions(results: Results) -> str:
-    """For which prompts drafting does not pay, though it is served for the others, in a sentence;
-    empty if there are none."""
+    """A sentence with the slices in which drafting does not pay although it is recommended; empty
+    if there are none."""
     said = []
     for one in [choice.served for choice in choices(results) if choice.served]:
         slow = [

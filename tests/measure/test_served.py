@@ -5,12 +5,14 @@ Run alone: python -m pytest tests/measure/test_served.py (under 30 s)
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.progress import Progress
 
+from specdec.decoding.config import DecodeConfig
 from specdec.decoding.decode import generate
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
@@ -19,7 +21,13 @@ from specdec.engines.client import Server
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint
 from specdec.measure import served
-from specdec.measure.served import MeasuredServer, TimedResponse, figures, measure_served
+from specdec.measure.served import (
+    MeasuredServer,
+    TimedResponse,
+    figures,
+    greedy_replies,
+    measure_served,
+)
 from specdec.report.markdown import text
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
@@ -30,6 +38,9 @@ from tests.engine import FakeEngine
 from tests.processes import process
 from tests.tiny import Tiny, lm
 from tests.told import require_one_line
+from train.data.sources import read_prompts_file
+from train.data.turns import prompts_of_all_turns
+from train.measurement import greedy_responses
 
 PROMPTS = [[5, 6, 7], [8, 9, 20, 30], [40, 41]]
 NEW = 12
@@ -160,6 +171,45 @@ def test_figures_by_hand() -> None:
     assert at.speedup.value == pytest.approx((9 / 3) / (9 / 7))
     assert at.identical == 1
     assert figures(0.0, drafted, None).speedup is None
+
+
+def test_turns_of_one_conversation_are_one_observation() -> None:
+    """Each conversation is there twice, as two turns that say the same: nothing is known twice."""
+    steps = 3, 5, 8, 6
+    drafted = [TimedResponse([1] * 13, 2.0 + n, n, (n - 1,)) for n in steps]
+    plain = [TimedResponse([1] * 13, 7.0 + n % 3) for n in steps]
+    once = figures(0.0, drafted, plain)
+    groups = [0, 1, 2, 3] * 2
+    twice = figures(0.0, drafted * 2, plain * 2, groups)
+    assert once.speedup is not None and twice.speedup is not None
+    for a, b in (
+        (once.tau, twice.tau),
+        (once.tokens_per_second, twice.tokens_per_second),
+        (once.speedup, twice.speedup),
+        *zip(once.accepted, twice.accepted, strict=True),
+    ):
+        assert (a.low, a.value, a.high) == pytest.approx((b.low, b.value, b.high))
+    assert figures(0.0, drafted * 2, plain * 2).tau.high < once.tau.high
+
+
+def test_an_engine_responds_before_later_turns(
+    target: Target, drafter: Drafter, serve: Serve, tmp_path: Path
+) -> None:
+    """The prompts are those of our own decoder, and figures are over conversations."""
+    (tmp_path / "q.jsonl").write_text(
+        "".join(json.dumps({"turns": [f"a {x}", "and it", "more"]}) + "\n" for x in ("cat", "dog"))
+    )
+    given = read_prompts_file(tmp_path / "q.jsonl")
+    one = serve(drafts=Way(drafter, Chain(2)))
+    engine = MeasuredServer(Server.at_address("--engine", one.url), target, speculates=True)
+    cfg = DecodeConfig(max_new_tokens=NEW)
+    how = target.tokenizer, None
+    own, _ = prompts_of_all_turns(given, partial(greedy_responses, target, cfg=cfg), *how)
+    served_turns, skipped = prompts_of_all_turns(
+        given, partial(greedy_replies, engine, limit=NEW), *how
+    )
+    assert not skipped and [p.turn for p in served_turns] == [1, 2, 3] * 2
+    assert [p.ids.tolist() for p in served_turns] == [p.ids.tolist() for p in own]
 
 
 def test_what_an_engine_lacks_is_told(target: Target, drafter: Drafter, serve: Serve) -> None:

@@ -65,6 +65,25 @@ def test_two_drafts_are_measured_on_the_held_out_prompts_of_their_runs(
 
 
 @pytest.mark.slow
+def test_all_turns_of_a_file_are_compared(runs: Path, tmp_path: Path) -> None:
+    """Five conversations of two turns each: ten prompts, and intervals over five conversations."""
+    suite = tmp_path / "suite.jsonl"
+    turns = ({"turns": [f"a {word}", "and then"]} for word in ["cat", "dog", "sun", "sky", "tree"])
+    suite.write_text("".join(json.dumps(record) + "\n" for record in turns))
+    drafts, out = [runs / "a" / "best", runs / "b" / "best"], tmp_path / "out"
+    said = compared_by_script(*drafts, "--prompts", suite, "--timed", "4", *SMALL, "--out", out)
+    assert "measures on 10 turns of 5 conversations" in " ".join(said.split())
+    found = json.loads((out / "compare.json").read_text())
+    assert found["prompts"] == 10
+    last = compared_by_script(
+        *drafts, "--prompts", suite, "--turns", "last", "--timed", "3", *SMALL
+    )
+    assert "measures on 5 prompts of" in " ".join(last.split())
+    refused([*drafts, "--turns", "all"], "--turns all is for conversations of your own")
+    refused([*drafts, "--suite", "mt_bench", "--prompts", suite], "give one of them")
+
+
+@pytest.mark.slow
 def test_equal_drafts_show_no_difference_and_prompts_that_one_knows_are_left_out(
     runs: Path, tmp_path: Path
 ) -> None:

