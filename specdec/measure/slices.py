@@ -77,7 +77,7 @@ def slices(
 ) -> dict[str, Slice]:
     """The slices, by name, of prompts with these traits, lengths (in tokens, of the prompt and of
     the vanilla response) and counts; none for a property that has one value. `times` are those of
-    the first prompts, in batches. `same` tells, if known, which responses equal the vanilla ones."""
+    the first prompts, in batches. `same` tells which responses equal the vanilla ones."""
     groups = conversations_of(traits, len(counts))
     values = [
         {**(traits[i].values if i < len(traits) else {}), **_lengths(*lengths[i])}
