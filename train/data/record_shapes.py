@@ -258,7 +258,7 @@ def responses_api_as_messages(record: Any) -> Any:
         return record
     asked, said = record.get("input"), record.get("output")
     items = [x for part in (asked, said) if isinstance(part, list) for x in part]
-    kinds = {x.get("type") for x in items if isinstance(x, dict)}
+    kinds = {str(x.get("type")) for x in items if isinstance(x, dict)}
     if asked is None or not (kinds & ITEMS or isinstance(record.get("instructions"), str)):
         return record
     turns = list[Any]()

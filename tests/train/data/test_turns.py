@@ -73,7 +73,7 @@ def test_a_conversation_ends_where_it_cannot_go_on(tmp_path: Path) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     chat = [
         {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "of the file"},
+        {"role": "assistant", "content": "all box"},
         {"role": "user", "content": "b"},
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4"},
@@ -85,13 +85,13 @@ def test_a_conversation_ends_where_it_cannot_go_on(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
 
     def respond(prompts: Sequence[Sequence[int]]) -> list[str]:
-        return ["" if "sun" in tokenizer.decode(ids) else "an own response" for ids in prompts]
+        return ["" if "sun" in tokenizer.decode(ids) else "a blue boat" for ids in prompts]
 
     prompts, skipped = prompts_of_all_turns(given, respond, tokenizer, 60)
     assert [p.turn for p in prompts] == [1, 2, 1, 1]
     assert skipped == {TOO_LONG: 2, "an empty response before it": 1}
     text = tokenizer.decode(prompts[1].ids)
-    assert "an own response" in text and "of the file" not in text
+    assert "a blue boat" in text and "all box" not in text
     with pytest.raises(UserError, match="room for only 3"):
         prompts_of_all_turns(given, respond, tokenizer, 3)
 
