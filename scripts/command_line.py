@@ -36,7 +36,7 @@ from train.data.run_data import chosen_prompts, measured_prompts
 from train.data.sequences import Prompt
 from train.data.sources import read_prompts_file
 from train.data.suites import SUITES, find_suite
-from train.data.turns import Respond, prompts_of_all_turns, spread_over_categories
+from train.data.user_turns import Respond, prompts_of_all_turns, spread_over_categories
 from train.folder import noted_prompts, shape_of_run
 
 SHAPE = ("gamma", "tree", "nodes", "branches", "paths", "draft_length", "draft_length_settings")

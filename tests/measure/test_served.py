@@ -39,7 +39,7 @@ from tests.processes import process
 from tests.tiny import Tiny, lm
 from tests.told import require_one_line
 from train.data.sources import read_prompts_file
-from train.data.turns import prompts_of_all_turns
+from train.data.user_turns import prompts_of_all_turns
 from train.measurement import greedy_responses
 
 PROMPTS = [[5, 6, 7], [8, 9, 20, 30], [40, 41]]

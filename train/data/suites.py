@@ -33,8 +33,8 @@ def find_suite(name: str) -> Path:
     """The file of a suite. Raises UserError if its package is not installed or lacks the file."""
     suite = SUITES[name]
     module, _, inside = suite.file.partition("/")
-    found = importlib.util.find_spec(module)
-    folders = [Path(folder) for folder in (found and found.submodule_search_locations) or ()]
+    spec = importlib.util.find_spec(module)
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
     if not folders:
         raise UserError(
             f"--suite {name} is in the package {suite.package} ({suite.license}), which is not "

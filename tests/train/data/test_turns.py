@@ -24,7 +24,7 @@ from tests.train.data.test_conversations import write_lines
 from train.data.conversations import Tally
 from train.data.sources import PLACEHOLDER, read_prompts_file
 from train.data.suites import SUITES, find_suite
-from train.data.turns import TOO_LONG, prompts_of_all_turns, spread_over_categories
+from train.data.user_turns import TOO_LONG, prompts_of_all_turns, spread_over_categories
 from train.measurement import greedy_responses
 
 SUITE = [
