@@ -4,7 +4,8 @@ The drafts learn a dozen conversations by heart and are asked those, so that on 
 it rounds, they draft tokens that are accepted. How well a draft does on other text is not asked.
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
-With the serving engine: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env)
+With serving engines: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env and
+scripts/llama-cpp-env; -k llama_cpp only the latter)
 In scripts/test one worker begins with this file, and others help at the end (see conftest.py).
 """
 
@@ -34,6 +35,7 @@ from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.engines.client import Server
+from specdec.engines.known_engines import ENGINES
 from specdec.engines.vllm import FOLDER_MARK
 from specdec.forcing.teacher import TeacherForcing
 from specdec.formats import draft_checkpoint, draft_export
@@ -47,12 +49,14 @@ from specdec.targets.loading import TargetLoader, load_target
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from specdec.theory.alpha import visits
+from specdec.theory.intervals import ratio_interval
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
 from train.data.records import conversation_of_record
 from train.data.split import split_prompts
 from train.data.template import Chat
+from train.engine_measurement import gain_in_engine
 from train.folder import data_of_run
 
 pytestmark = pytest.mark.slow
@@ -78,6 +82,10 @@ OVERRIDES = {
     "peagle": FROM_NOTHING,
     "dflash": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
     "lm": ["optim.lr=3e-4", "loop.epochs=10", "drafter.layers=[0,1,2,3,26,27,28,29]"],
+}
+SERVED_BY_LLAMA_CPP = {  # methods whose drafts only the tests of llama.cpp train
+    "dflash2": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
+    "dspark": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
 }
 TRAINING = [  # one step an epoch, over the same three rows or all but one or two of them
     "data.limit=12",
@@ -130,7 +138,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
             f"name={name}",
             f"drafter={name.split('-')[0]}",
             *TRAINING,
-            *OVERRIDES.get(name, []),
+            *(OVERRIDES | SERVED_BY_LLAMA_CPP).get(name, []),
             f"responses.root={folder / 'responses'}",
             f"hidden_states.root={folder / 'hidden_states'}",
             f"target.cache={ROOT / 'cache/targets'}",
@@ -285,14 +293,20 @@ def test_alpha_rises_on_texts_that_are_read_again(runs: Runs, name: str) -> None
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Any]:
-    """vLLM, which is imported once by a worker, and ends with the tests of this file."""
+def benches() -> Iterator[None]:
+    """scripts/benches can be imported."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
-        from benches.engine import VllmWorker
+        yield
 
-        with VllmWorker() as engine:
-            yield engine
+
+@pytest.fixture(scope="module")
+def engine(benches: None) -> Iterator[Any]:
+    """vLLM, which is imported once by a worker, and ends with the tests of this file."""
+    from benches.engine import VllmWorker
+
+    with VllmWorker() as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -357,16 +371,93 @@ def test_vllm_accepts_what_our_decoder_accepts(
 @contextmanager
 def vllm(folder: Path, *arguments: str) -> Iterator[str]:
     """The address of vLLM, started by scripts/serve with float32 and these arguments."""
+    arguments = ("target.dtype=float32", *arguments)
+    with engine_served(folder, *arguments, theirs=("--max-model-len", "1024")) as url:
+        yield url
+
+
+@contextmanager
+def engine_served(folder: Path, *arguments: str, theirs: Sequence[str] = ()) -> Iterator[str]:
+    """The address of an engine, started by scripts/serve with these arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "scripts"))
         from benches.serving import ServedEngine
-    usual = "target.dtype=float32", f"target.cache={ROOT / 'cache/targets'}"
-    server = ServedEngine(folder, *usual, *arguments, theirs=("--max-model-len", "1024"))
+    cache = f"target.cache={ROOT / 'cache/targets'}"
+    server = ServedEngine(folder, cache, *arguments, theirs=theirs)
     try:
         server.launch()
         yield server.url
     finally:
         server.kill()
+
+
+@contextmanager
+def llama_cpp(draft: Path, *arguments: str) -> Iterator[MeasuredServer]:
+    """llama.cpp with a draft of three tokens, which needs scripts/llama-cpp-env alone."""
+    how = ["--engine", "llama.cpp", *arguments, "--draft", str(draft), "--gamma", "3"]
+    with engine_served(draft.parent, *how) as url:
+        parts = TargetLoader(TargetConfig(SMOLLM2, cache=str(ROOT / "cache/targets")), alone=True)
+        yield MeasuredServer(Server.at_address("--engine", url), parts.parts, speculates=True)
+
+
+@pytest.mark.serving
+@pytest.mark.parametrize("name", ["eagle3", "dflash", *SERVED_BY_LLAMA_CPP])
+@pytest.mark.usefixtures("benches")
+def test_llama_cpp_accepts_what_our_decoder_accepts(
+    target: Target, served: Served, name: str
+) -> None:
+    """float32: the same ids, steps, and accepted counts at each position, for each prompt."""
+    from benches.engines import accepted_by_position, positions, served_draft
+
+    drafter, results = served(name)
+    with served_draft(ENGINES["llama.cpp"], target, drafter, 3) as server:
+        theirs = [server.reply(g.prompt, NEW, Sampler(0.0), 0) for g in results]
+    assert [reply.ids for reply in theirs] == [g.ids for g in results]
+    assert [reply.speculation_steps for reply in theirs] == [len(g.steps) for g in results]
+    accepted = [accepted_by_position(g, 3, NEW) for g in results]
+    assert [positions(reply, 3) for reply in theirs] == accepted
+    assert sum(map(sum, accepted)) > 0
+
+
+@pytest.mark.serving
+def test_llama_cpp_serves_the_quantised_target_as_it_is(
+    target: Target, served: Served, tmp_path: Path
+) -> None:
+    """The demo's own file in Q4_1. llama.cpp rounds activations to 8 bits there, so near-ties flip
+    and the texts part: the intervals of τ over the prompts overlap. Its responses are the target's,
+    by the comparison with the target's logits before a run keeps any."""
+    drafter, results = served("eagle3")
+    draft_export.write_export(tmp_path / "head.gguf", drafter, target, "gguf")
+    with llama_cpp(tmp_path / "head.gguf") as engine:
+        theirs = [engine.reply(g.prompt, NEW, Sampler(0.0), 0) for g in results]
+        options = [*TRAINING, "drafter=ngram", "decode.prompts=0", "track=none", "name=llama-cpp"]
+        options += [f"responses.root={tmp_path / 'responses'}", "responses.batch=4"]
+        options += [f"target.cache={ROOT / 'cache/targets'}", f"responses.from={engine.server.url}"]
+        train.run(compose(options), tmp_path / "run")
+    tokens, steps = zip(*((len(r.ids) - 1, r.speculation_steps) for r in theirs), strict=True)
+    their_tau = ratio_interval(tokens, steps)
+    our_tau = ratio_interval([len(g.ids) - 1 for g in results], [len(g.steps) for g in results])
+    assert their_tau.value > 1.2 and our_tau.claims and their_tau.claims
+    assert their_tau.low <= our_tau.high and our_tau.low <= their_tau.high
+    lines = [x for f in (tmp_path / "responses").rglob("*.jsonl") for x in f.read_text().split()]
+    assert len(lines) > 0
+
+
+@pytest.mark.serving
+def test_the_gain_in_llama_cpp_is_measured(
+    runs: Runs, target: Target, served: Served, asked: list[list[int]]
+) -> None:
+    """Both servers, the costs and the figures, as at the end of the quickstart."""
+    drafter, _ = served("eagle3")
+    cfg = TargetConfig(SMOLLM2, cache=str(ROOT / "cache/targets"))
+    folder = runs("eagle3")
+    gain = gain_in_engine("llama.cpp", folder, drafter, target, cfg, asked, 2, 24, None)
+    assert gain is not None and gain.engine.startswith("llama.cpp xllamacpp 20")
+    assert (gain.weights, gain.prompts) == ("Q4_1", PROMPTS)
+    assert gain.tau.value > 1.2 and gain.v > 0.5 and gain.identical > 0
+    # the speedup is τ over what a step costs, but for c < 0, which is 0
+    assert gain.speedup.value >= gain.tau.value / gain.step_cost * 0.99
+    assert str(folder / "export.gguf") in gain.commands[0]
 
 
 @pytest.mark.serving
