@@ -466,9 +466,9 @@ def _candidates(cfg: Config, facts: Facts, name: str) -> Iterator[list[Settings]
         divides = cfg.target.tensor_parallel or "target.tensor_parallel" in way
         counts = [m for m in (n, *larger) if m > 1 and (target.divides(m) or not divides)]
         yield [{**way, **s} for m in counts if m == n for s in smaller]
-        fewer = target.most_processes(n) if divides else n
-        if fewer is not None and fewer != n:
-            yield [{"planning.devices": fewer, **way, **s} for s in smaller]
+        part = target.most_processes(n) if divides else n  # of the devices
+        if part is not None and part != n:
+            yield [{"planning.devices": part, **way, **s} for s in smaller]
         yield [{"planning.devices": m, **way, **s} for m in counts if m > n for s in smaller]
     if name in ("responses", "hidden states"):
         if name == "responses":
@@ -588,16 +588,16 @@ class RunPlan:
                     plan = self._with(settings)
                     yield f"  {as_overrides(settings)}  # {plan.cost}"
         if self.fits:
-            if (settings := self._faster()) is not None:
-                yield f"faster, as larger batches fit: {self._with(settings).cost}"
-                yield f"  {as_overrides(settings)}"
+            if (faster := self._faster()) is not None:
+                yield f"faster, as larger batches fit: {self._with(faster).cost}"
+                yield f"  {as_overrides(faster)}"
             return
         for more in (False, True):
-            if (settings := fitting_settings(self.cfg, self.facts, more)) is not None:
-                engine = any(key.endswith(".from") for key in settings)
+            if (fitting := fitting_settings(self.cfg, self.facts, more)) is not None:
+                engine = any(key.endswith(".from") for key in fitting)
                 beside = ", beside an engine on other devices" * engine
-                yield f"all stages fit with these settings{beside}: {self._with(settings).cost}"
-                yield f"  {as_overrides(settings)}"
+                yield f"all stages fit with these settings{beside}: {self._with(fitting).cost}"
+                yield f"  {as_overrides(fitting)}"
                 return
         yield "no settings were found with which all stages fit"
 

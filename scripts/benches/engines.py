@@ -15,7 +15,7 @@ from specdec.decoding.generation import Generation
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
 from specdec.engines.engine_interface import DraftToServe, Engine, TargetToServe
-from specdec.engines.known_engines import ENGINES
+from specdec.engines.known_engines import CORE, ENGINES
 from specdec.engines.local_server import local_server, require_installed
 from specdec.errors import UserError, require
 from specdec.formats import draft_export
@@ -40,7 +40,7 @@ def engines(
     prompts: int = 8,
     new: Annotated[int, "new tokens per response"] = 48,
     gamma: Annotated[int, "drafted tokens per speculation step"] = 2,
-    engines: Annotated[Sequence[str], "installed ones"] = ("vllm", "llama.cpp"),
+    engines: Annotated[Sequence[str], "installed ones"] = tuple(CORE),
 ) -> None:
     """Compares each draft in each engine with our decoder: token ids and accepted counts.
 
