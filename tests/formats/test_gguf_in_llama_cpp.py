@@ -1,11 +1,12 @@
 """Exported GGUF files in llama.cpp itself: the target's greedy tokens, and the accepted counts of
-random drafts, are those of our decoder. Skipped where the wheel of llama.cpp's server is missing.
+random drafts, are those of our decoder. Skipped where scripts/llama-cpp-env has not run.
 
-Run alone: pip install --no-deps xllamacpp && pytest tests/formats/test_gguf_in_llama_cpp.py
+Run alone: python -m pytest -m serving tests/formats/test_gguf_in_llama_cpp.py
 """
 
 import json
 import random
+import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +19,19 @@ from transformers import LlamaConfig
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters.eagle3 import Eagle3Config
+from specdec.engines.known_engines import ENGINES
 from specdec.formats import draft_export
 from specdec.formats.gguf_target import write_target_gguf
 from specdec.formats.layout import FileChoices
 from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS
 from tests.formats.test_gguf import SMOLLM, byte_level
-from tests.tiny import random_drafter, random_target
+from tests.tiny import REPOSITORY, random_drafter, random_target
 
+pytestmark = pytest.mark.serving
+# the wheel alone, which needs no other package
+environment = ENGINES["llama.cpp"].python(REPOSITORY).parent.parent
+sys.path += map(str, environment.glob("lib/python*/site-packages"))
 xllamacpp = pytest.importorskip("xllamacpp")
 
 V, NEW = 20, 48  # so few tokens that random drafts are accepted at times
