@@ -11,6 +11,7 @@ Intervals are over conversations. With many slices some verdicts are wrong by ch
 whether it also holds at the level 1 - (1 - LEVEL) / m for m slices (Bonferroni).
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -195,7 +196,7 @@ def _slice(
         value=value,
         prompts=len(own),
         conversations=len({*of}),
-        tau=ratio_interval(*kept),
+        tau=ratio_interval(*kept).within(1, math.inf),
         break_even=costs.break_even(),
         speedup=speedup,
         verdict=verdict,

@@ -16,9 +16,9 @@ from specdec.theory.intervals import FEWEST, Interval
 COMPARISON_PAGE = "compare.md"
 COLUMNS = ("A", "B", "B − A", "B / A", "prompts", "positions")
 COUNTED = (
-    "Brackets are paired 95 % intervals over prompts (of speedups: over timed batches). Positions "
-    "are those of the target's plain responses for α, speculation steps for τ, and timed tokens "
-    "for a speedup; where A's and B's differ, both are given."
+    "Brackets are paired 95 % intervals over conversations (of speedups: over timed batches). "
+    "Positions are those of the target's plain responses for α, speculation steps for τ, and timed "
+    "tokens for a speedup; where A's and B's differ, both are given."
 )
 
 

@@ -245,13 +245,16 @@ def _slices_read(slices: Sequence[Slice], results: Results) -> str:
         f" In {agree} of the {len(timed)} slices with timed prompts, the interval by their own "
         "clock overlaps that of the speedup."
     )
+    judged = sum(bool(x.verdict) for x in slices)
+    chance = (
+        f" Of the verdicts on {judged} slices, about one in twenty is wrong by chance; those in "
+        "bold also hold after Bonferroni's correction."
+    )
     return (
         "Drafting pays where τ is above the break-even: the seconds of a speculation step over "
         f"those of a vanilla step, from {results.timed_prompts} timed prompts at batch "
         f"{results.batch}. The speedup is τ over the break-even. Slices of fewer than {ENOUGH} "
-        f"conversations have no verdict. Of the verdicts on {len(slices)} slices, about one in "
-        "twenty is wrong by chance; those in bold also hold after Bonferroni's correction."
-        f"{clock if timed else ''}"
+        f"conversations have no verdict.{chance if judged else ''}{clock if timed else ''}"
     )
 
 
