@@ -62,8 +62,8 @@ class Unreadable(UserError):
 
 
 class ReportedByAnotherProcess(UserError):
-    """An error that another process of this run reports. This process ends silently, with exit code
-    2, after giving the other one time for its report."""
+    """An error that another process of this run reports. This process waits for that report, then
+    ends silently with exit code 2."""
 
 
 def nearest(name: str, options: Iterable[str]) -> str:

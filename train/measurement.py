@@ -220,8 +220,8 @@ def measure_draft(
 ) -> Results:
     """Calibrate the confidence of the draft in this folder on the prompts `calibrating`, then
     measure it on `cfg.prompts` prompts of `asked`. Choices are made on `others`. `build_combined`
-    makes the second draft of the subject, from the calibrated one. `left` is as in `evaluate`.
-    Raises UserError as `calibrate` and `evaluate` do."""
+    makes the second draft of the subject, from the calibrated one. `left` returns the remaining
+    time, as in `evaluate`. Raises UserError as `calibrate` and `evaluate` do."""
     if calibrating:
         console.print(f"calibrating confidence on {len(calibrating)} prompts that are not measured")
         prompts = [p.ids.tolist() for p in calibrating]

@@ -230,7 +230,7 @@ class GrowingResponses:
         return [self._done[i] for i in range(self._count)]
 
     def _end(self, opening: Sequence[int], ids: list[int], before: int) -> int | None:
-        """The number of tokens that the response keeps if it ends after its first `before`; else
+        """The length at which the response ends, if that is beyond its first `before` tokens; else
         None."""
         for n in range(before + 1, min(len(ids), self.limit) + 1):
             if ids[n - 1] in self.eos or (self.stops and self.stops.ends(opening, ids[:n])):

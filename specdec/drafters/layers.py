@@ -274,7 +274,7 @@ class Attend(Protocol):
     output of the last layer may be requested at a few places only."""
 
     def __call__(self, i: int, attention: Attention, read: Tensor) -> Tensor:
-        """The term that layer i adds to the residual stream, [B, T, D] at the requested places. Its
+        """What layer i adds to the residual stream at the requested positions: [B, T, D]. Its
         attention reads `read` [B, T, …]."""
 
     def asked(self, i: int, x: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ FC, ATTENTION = "fc.weight", "layers.0.self_attn.q_proj.weight"
 
 
 def recognises(config: ForeignConfig, names: Collection[str]) -> bool:
-    """A Llama with the map of pairs, but without EAGLE-3's norm of the hidden state."""
+    """Whether this is EAGLE-1: a Llama layer with `fc`, which joins embedding and hidden
+    state, and without EAGLE-3's norm of the hidden state."""
     pairs = FC in names and ATTENTION in names and "layers.0.hidden_norm.weight" not in names
     return pairs and architecture(config) in ARCHITECTURES and kind_of_speculators(config) is None
 

@@ -61,7 +61,7 @@ def length_range(tokens: int) -> str:
 
 
 def conversations_of(traits: Sequence[PromptTraits], prompts: int) -> list[int]:
-    """The number of the conversation of each prompt, from 0. A prompt without traits is a
+    """For each prompt, the index of its conversation. A prompt without traits is a
     conversation by itself."""
     numbers: dict[str | int, int] = {}
     named = [t.conversation or i for i, t in enumerate(traits[:prompts])]

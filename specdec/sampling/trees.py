@@ -182,8 +182,8 @@ class Static(Shape):
 @dataclass
 class Dynamic(Shape):
     """EAGLE-2 (Li et al. 2024): a node's score is the product of the confidences along its path. At
-    each depth, the `top_k` best nodes get `top_k` children each. The `nodes` best of all nodes are
-    proposed."""
+    each depth, the `top_k` best nodes get `top_k` children each. The `nodes` nodes with the highest
+    scores are proposed."""
 
     depth: int = 5
     nodes: int = 24

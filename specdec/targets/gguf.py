@@ -107,7 +107,8 @@ def _convert(gguf: Path, folder: Path) -> None:
 
 def _damage(folder: Path, source: str) -> str | None:
     """A description of the damage to a folder that was converted from a file with this hash; None
-    if it is intact. Raises Unreadable for a file that cannot be read, whose content is unknown."""
+    if it is intact. Raises Unreadable if a file cannot be read, since its content is then
+    unknown."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         if sums["source"]["sha256"] != source:

@@ -130,7 +130,7 @@ def _id(record: Mapping[str, Any], name: str) -> str:
 
 
 def _pair(record: Any, name: str, cfg: DataConfig, tally: Tally) -> Conversation:
-    """A pair as a prompt and, if there is one, its response."""
+    """The conversation of a pair: a prompt and, if the pair has one, a response."""
     source, answer = (_within(record, key) for key in cfg.pair)
     if source is None:
         raise Unusable(f"no {cfg.pair[0]!r} in it")
