@@ -309,7 +309,7 @@ def test_settings_in_the_text_compose(word: str) -> None:
     given += [[f"drafter={d}", f"drafter.{override(word)}"] for d in having if "." not in word]
     for overrides in given:
         with contextlib.suppress(UserError, HydraException):
-            compose([*NEEDED.get(word, []), *overrides])
+            compose(in_full([*NEEDED.get(word, []), *overrides]))
             return
     raise AssertionError(f"{word!r} is a setting that no configuration takes")
 
