@@ -7,6 +7,7 @@ scripts/serve --engine llama.cpp starts it; `llama-server` itself takes the same
 import argparse
 import json
 import os
+import sys
 import threading
 from importlib.metadata import version
 from pathlib import Path
@@ -87,4 +88,7 @@ def _kv(name: str) -> xlc.ggml_type:
 if __name__ == "__main__":
     server = xlc.Server(parameters(options()))
     print(f"llama.cpp: listening on {server.listening_address}", flush=True)
-    threading.Event().wait()  # until a signal ends the process
+    if os.environ.get("DRAFTSMITH_ENDS_WITH_STDIN"):  # of the process that started this one
+        sys.stdin.read()
+    else:
+        threading.Event().wait()  # until a signal ends the process

@@ -8,7 +8,7 @@ from shlex import quote
 from specdec.drafters.base import Drafter
 from specdec.engines.engine_interface import DraftToServe, Engine, TargetToServe
 from specdec.engines.known_engines import ENGINES
-from specdec.engines.local_server import local_server, require_installed
+from specdec.engines.local_server import STARTS, local_server, require_installed
 from specdec.errors import UserError, require
 from specdec.formats.draft_export import export_path, write_export
 from specdec.formats.gguf_file import FILE_TYPE, file_type_name, read_keys
@@ -35,29 +35,43 @@ def gain_in_engine(
     at most `limit` tokens; None, and a line that says why, where it cannot be served there."""
     engine = ENGINES.named(name)
     try:
-        gguf = _file_of(cfg, engine)
-        layout = engine.layouts.get(drafter.config.name)
-        if layout is None:
-            raise UserError(f"it has no method for a draft of {drafter.config.name}")
-        require_installed(engine)
-        if left is not None and left() <= 0:
-            raise UserError("no time is left; give more budget.minutes")
+        layout, gguf = _servable(engine, drafter.config.name, cfg)
+        _require_time(left)
         draft = export_path(folder, drafter.config.name, layout)
         write_export(draft, drafter, target, layout, folder / "best")
         console.print(f"exported to {draft} ({layout}); measuring in {engine.title}")
         return _measured_gain(
             engine, folder, draft, drafter.config.name, target, gguf, prompts, gamma, limit, left
         )
-    except UserError as error:
+    except (UserError, OSError) as error:
         tell(f"not measured in {engine.title}: {error}")
         return None
 
 
-def _file_of(cfg: TargetConfig, engine: Engine) -> Path:
-    gguf = gguf_of(cfg.path)
+def is_servable(name: str, family: str, cfg: TargetConfig) -> bool:
+    """Whether `gain_in_engine` can serve a draft of this family here."""
+    try:
+        _servable(ENGINES.named(name), family, cfg)
+    except UserError:
+        return False
+    return True
+
+
+def _servable(engine: Engine, family: str, cfg: TargetConfig) -> tuple[str, Path]:
+    """The layout of the draft's export and the target's file for the engine. Raises UserError if it
+    cannot serve them, or is not installed."""
+    gguf, layout = gguf_of(cfg.path), engine.layouts.get(family)
     if gguf is None or cfg.adapter is not None:
         raise UserError(f"{cfg.path} is no GGUF file, as {engine.title} reads them")
-    return gguf
+    if layout is None:
+        raise UserError(f"it has no method for a draft of {family}")
+    require_installed(engine)
+    return layout, gguf
+
+
+def _require_time(left: Callable[[], float] | None) -> None:
+    if left is not None and left() <= 0:
+        raise UserError("no time is left; give more budget.minutes")
 
 
 def _measured_gain(
@@ -77,10 +91,12 @@ def _measured_gain(
     layout = engine.layouts[family]
     options = engine.draft_options(DraftToServe(draft.resolve(), family, layout, gamma))
     several = engine.parallel_options(gamma + 1)  # to time a verification
+    starts = STARTS if left is None else min(STARTS, max(1.0, left()))
     with (
-        local_server(engine, served, options, folder / "engine.log") as drafting,
-        local_server(engine, served, several, folder / "engine-plain.log") as plain,
+        local_server(engine, served, options, folder / "engine.log", starts) as drafting,
+        local_server(engine, served, several, folder / "engine-plain.log", starts) as plain,
     ):
+        _require_time(left)
         with_draft = MeasuredServer(drafting, target, speculates=True)
         alone = MeasuredServer(plain, target, speculates=False)
         v = cost_of_verifying(alone, prompts[0], gamma)

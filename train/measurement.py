@@ -17,7 +17,7 @@ from specdec.decoding.way import Way
 from specdec.drafters import with_copying
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError, memory_for
-from specdec.files import read_json, write_json
+from specdec.files import make_folder, read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.integrity import of_code, of_file, of_value
 from specdec.measure.calibration import CALIBRATING, calibrate
@@ -36,7 +36,7 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.budget import Budget
 from train.data.sequences import Prompt
-from train.engine_measurement import gain_in_engine
+from train.engine_measurement import gain_in_engine, is_servable
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
@@ -107,7 +107,13 @@ def finished(
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
     if results is None:
-        results = _measured(cfg, folder, texts, drafter, target, original, ranks, progress, budget)
+        asked, family = cfg.serve_in, drafter.config.name
+        in_engine = asked is not None and ranks.first(
+            partial(is_servable, asked, family, on_demand.cfg)
+        )
+        results = _measured(
+            cfg, folder, texts, drafter, target, original, ranks, progress, budget, in_engine
+        )
         budget.end_measuring(results.prompts, results.timed)
         stage = budget.stage("measuring")
     else:
@@ -119,6 +125,9 @@ def finished(
     if cfg.serve_in is None:
         results.in_engine = None
     elif results.in_engine is None:
+        # an interruption in the engine loses nothing that was measured before
+        ranks.first(lambda: results.write(make_folder(folder / "report")))
+        ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
         rest = AFTER / (AFTER + IN_ENGINE)  # fraction of the remaining time
         left = None if stage is None else partial(stage.left, rest)
         results.in_engine = ranks.first(
@@ -167,8 +176,10 @@ def _measured(
     ranks: Ranks,
     progress: Progress,
     budget: Budget,
+    in_engine: bool,
 ) -> Results:
-    """Measure the best draft of a run and, if there is one, its hybrid with retrieval."""
+    """Measure the best draft of a run and, if there is one, its hybrid with retrieval. Of a budget,
+    time is left for an engine if the draft will be measured in one as well (`in_engine`)."""
     best, hybrid = folder / "best", folder / f"with-{cfg.combine_with}"
 
     def with_retrieval() -> Drafter:
@@ -188,7 +199,7 @@ def _measured(
     if known is not None and known.prompts is not None and known.timed is not None:
         decode = replace(decode, prompts=min(known.prompts, texts.measured), timed=known.timed)
     elif (stage := budget.stage("measuring")) is not None:
-        left = partial(stage.left, AFTER + IN_ENGINE * (cfg.serve_in is not None))
+        left = partial(stage.left, AFTER + IN_ENGINE * in_engine)
     calibrating = [] if drafter.copies else others[:CALIBRATING]
     return measure_draft(
         Subject(cfg.name, target, drafter, cfg.data, original=original),

@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any
@@ -441,11 +442,14 @@ class Arguments:
 def in_full(arguments: Sequence[str]) -> list[str]:
     """Arguments of the command line with `data=FILE` and `target=PATH` in full: data=conversations
     data.path=FILE, and target=model target.path=PATH. A path has a dot or a slash, or exists, and
-    is not one of the groups in conf."""
-    full = list[str]()
+    is not a name of the group, in conf or in the folder of `--config-dir`."""
+    beside = [b for a, b in pairwise(arguments) if a in ("--config-dir", "-cd")]
+    beside += [x.partition("=")[2] for x in arguments if x.startswith("--config-dir=")]
+    folders, full = [CONF, *map(Path, beside)], list[str]()
     for argument in arguments:
         group, _, value = argument.partition("=")
-        known = group not in OWN or (CONF / group / f"{value}.yaml").exists()
+        named = any((folder / group / f"{value}.yaml").exists() for folder in folders)
+        known = group not in OWN or named
         is_path = any(mark in value for mark in "./") or (value and Path(value).exists())
         if known or not is_path or "," in value:
             full.append(argument)

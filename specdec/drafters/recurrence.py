@@ -293,7 +293,11 @@ class Recurrent(Trainable):
     def initialise(self, target: TargetParts) -> None:
         """EAGLE's own initialisation, with all linear weights from a normal distribution of
         standard deviation 0.02; or the target's last layer around a pass-through of the hidden
-        state."""
+        state. An embedding of the draft's own is a copy of the target's, if it has its width."""
+        if self.embed_tokens is not None:
+            table = target.embedding.weight
+            if table.shape == self.embed_tokens.weight.shape:
+                self.embed_tokens.weight.copy_(table)
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)

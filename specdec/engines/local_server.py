@@ -10,9 +10,10 @@ from pathlib import Path
 
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.engines.engine_interface import Engine, TargetToServe
-from specdec.errors import require
+from specdec.errors import UserError, require
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+WATCHES = "DRAFTSMITH_ENDS_WITH_STDIN"  # variable by which scripts/llama_server.py watches it
 STARTS, ENDS = 120.0, 10.0  # seconds that a server may take to start, and to end
 
 
@@ -31,26 +32,36 @@ def local_server(
     log: Path,
     starts: float = STARTS,
 ) -> Iterator[Server]:
-    """A server of the engine in its own environment, which writes its log to a file. Raises
-    UserError if the engine is not installed, or does not answer in `starts` seconds."""
+    """A server of the engine in its own environment, which writes its log to a file. A server that
+    reads its standard input (`WATCHES`) also ends if this process is killed. Raises UserError if
+    the engine is not installed or cannot be started, or does not answer in `starts` seconds."""
     python = require_installed(engine)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     line = engine.serve_command(python, target, "127.0.0.1", port, options)
-    variables = {**os.environ, **engine.environment(REPOSITORY / "scripts")}
-    with log.open("wb") as out:
-        process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=variables)
+    variables = {**os.environ, **engine.environment(REPOSITORY / "scripts"), WATCHES: "1"}
+    try:
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                line, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=variables
+            )
+    except OSError as error:
+        raise UserError(f"{engine.title} cannot be started ({error}): {engine.install}") from error
     try:
         server = Server(f"http://127.0.0.1:{port}/v1")
         _wait_for(server, process, engine, log, starts)
         yield server
     finally:
         process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDS)
-        process.kill()
-        process.wait()
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDS)
+        finally:
+            process.kill()
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def _wait_for(

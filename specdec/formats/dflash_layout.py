@@ -299,6 +299,7 @@ def layout_of_speculators(network: BlockNetwork) -> ImportLayout:
         network.renames,
         over_vocab=network.over_vocab,
         copies=COPIES,
+        fits=require_same_head,
         depths=True,
     )
 

@@ -19,7 +19,7 @@ from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import new_file, read_json, replaced, require_elsewhere
+from specdec.files import make_folder, new_file, read_json, replaced, require_elsewhere
 from specdec.formats import (
     dflash_layout,
     draft_import,
@@ -186,6 +186,7 @@ def write_export(
         kind = weight_type_of(choices.weight_type, dtype)
         keys = draft_tokenizer(target, choices.tokenizer_from) | chosen.config(drafter, target)
         keys[MARK_KEY] = json.dumps(mark_of(drafter, layout, target))
+        make_folder(path.parent)
         with new_file(path) as partial:  # compared without rounding, and then rounded
             chosen.save(partial, named, keys | {FILE_TYPE: int(WEIGHT_TYPES["f32"].file_type)})
             said = _compared(path, partial, drafter, target, layout)

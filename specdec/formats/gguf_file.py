@@ -31,6 +31,8 @@ SUFFIX = ".gguf"
 ARCHITECTURE, FILE_TYPE = "general.architecture", "general.file_type"
 MARK_KEY = "draftsmith.mark"  # JSON: what draftsmith.json says in the folder of another layout
 TOKENIZER = "tokenizer."
+# keys on the layout of a file itself, which another file does not share
+OF_FILES = ("GGUF.", "general.alignment", "split.")
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
 
 Keys = dict[str, Any]  # texts, numbers and lists of them; or a `GGUFValue`, written as it is
@@ -143,7 +145,7 @@ def typed_keys(path: Path) -> Keys:
     """All keys of a file with their types, without those that say how the file itself is laid out.
     Raises UserError as `opened_gguf` does."""
     with opened_gguf(path) as reader:
-        own = [field for field in reader.fields.values() if not field.name.startswith("GGUF.")]
+        own = [field for field in reader.fields.values() if not field.name.startswith(OF_FILES)]
         return {field.name: _typed(field) for field in own}
 
 

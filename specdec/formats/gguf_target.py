@@ -14,7 +14,7 @@ from gguf import MODEL_ARCH, get_tensor_name_map
 from torch import Tensor
 
 from specdec.errors import require
-from specdec.files import new_file
+from specdec.files import make_folder, new_file
 from specdec.formats.draft_export import mark_of, require_free
 from specdec.formats.gguf_file import (
     ARCHITECTURE,
@@ -70,6 +70,7 @@ def write_target_gguf(path: Path, target: Target, choices: FileChoices) -> str:
         FILE_TYPE: int(kind.file_type),
         MARK_KEY: json.dumps(mark_of(None, LAYOUT, target)),
     }
+    make_folder(path.parent)
     with new_file(path) as partial:
         write_gguf(partial, tensors, keys)
         require_rounded(tensors, partial, kind, f"{path}: not written")

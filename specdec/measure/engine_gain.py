@@ -75,9 +75,12 @@ def cost_of_verifying(plain: MeasuredServer, prompt: Sequence[int], gamma: int) 
     that many at once."""
 
     def step(at_once: int) -> float:
-        with ThreadPoolExecutor(at_once) as pool:
+        pool = ThreadPoolExecutor(at_once)
+        try:
             timed = [pool.submit(_seconds_of_a_step, plain, prompt) for _ in range(at_once)]
             return statistics.median(each.result() for each in timed)
+        finally:  # an interruption does not wait for the requests
+            pool.shutdown(wait=False, cancel_futures=True)
 
     one, several = list[float](), list[float]()
     for _ in range(COST_REPEATS):  # in turn
@@ -105,10 +108,12 @@ def gain_of(
     commands: Sequence[str],
 ) -> EngineGain:
     """The figures of responses to the same prompts. c is what a speculation step takes beyond
-    verification, for each drafted token."""
+    verification, for each drafted token. Raises UserError for responses without steps."""
     later, plain_later = ([len(r.ids) - 1 for r in x] for x in (drafted, plain))
     seconds, plain_seconds = ([_decoding(r.decoding) for r in x] for x in (drafted, plain))
     steps = [r.speculation_steps for r in drafted]
+    if min(sum(steps), sum(plain_later), sum(plain_seconds)) <= 0:
+        raise UserError("its responses are of one token, and have no steps to time")
     step = sum(seconds) / max(1, sum(steps))
     plain_step = sum(plain_seconds) / max(1, sum(plain_later))
     return EngineGain(

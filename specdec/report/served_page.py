@@ -15,8 +15,8 @@ def write_served_page(folder: Path, served: Served, report: Path) -> str:
     """Write served.json, served.md and served.html into a folder; returns the page as text for a
     terminal. `report` is the folder of the report of the draft's run, which need not exist. Raises
     UserError if that report is damaged."""
-    promised = Results.load(report) if (report / FILE).exists() else None
     served.write(folder)
+    promised = Results.load(report) if (report / FILE).exists() else None
     markdown.write(folder / PAGE, served_page_text(escaped(served), escaped(promised)))
     return served_page_text(served, promised)
 

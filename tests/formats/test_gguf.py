@@ -37,6 +37,7 @@ from specdec.formats.gguf_file import (
     read_keys,
     read_tensors,
     tokenizer_keys,
+    typed_keys,
     write_gguf,
 )
 from specdec.formats.gguf_target import write_target_gguf
@@ -241,6 +242,18 @@ def test_only_an_earlier_export_is_replaced(llama: Target, tmp_path: Path) -> No
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(UserError, match="is a folder"):
         written(tmp_path / "folder.gguf", "eagle3", llama)
+
+
+def test_a_folder_is_made_for_the_file(llama: Target, tmp_path: Path) -> None:
+    written(tmp_path / "new" / "head.gguf", "eagle3", llama)
+    assert [x.name for x in (tmp_path / "new").iterdir()] == ["head.gguf"]
+
+
+def test_keys_on_the_layout_of_a_file_stay_with_it(tmp_path: Path) -> None:
+    """A copy is aligned as usual, so it must not claim another alignment."""
+    kept = {"general.architecture": "llama", "general.file_type": 0, "llama.block_count": 2}
+    write_gguf(tmp_path / "a.gguf", {}, {**kept, "general.alignment": 64, "split.count": 1})
+    assert {*typed_keys(tmp_path / "a.gguf")} == {*kept}
 
 
 # Tokenizers

@@ -174,6 +174,7 @@ def changed(target: Target, name: str, **keys: Any) -> Files:
         ("z-lab, DFlash", {"layer_types": ["sliding_attention"] * 2}, "layer_types is"),
         ("z-lab, DFlash", {"block_size": 1}, "block_size is 1: expected more than 1"),
         ("z-lab, DFlash", {"logit_scale": 3.0}, "logit_scale is 3.0: expected that of"),
+        ("speculators, DFlash", {"logit_scale": 3.0}, "logit_scale is 3.0: expected that of"),
         ("z-lab, DFlash 2", {"is_causal": True}, "is_causal is true"),
         ("DeepSpec, DSpark", {"markov_head_type": "gated"}, 'markov_head_type is "gated"'),
         ("DeepSpec, DSpark", {"mask_token_id": 10**6}, "mask_token_id is 1000000"),

@@ -278,6 +278,10 @@ def test_a_path_of_ones_own_may_stand_for_a_group(tmp_path: Path) -> None:
     ]
     assert in_full(["data=mine", "data=a.yaml,b.yaml"]) == ["data=mine", "data=a.yaml,b.yaml"]
     assert in_full([f"data={tmp_path}"]) == ["data=conversations", f"data.path={tmp_path}"]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "v1.5.yaml").touch()
+    for folder in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"]):
+        assert in_full([*folder, "data=v1.5"]) == [*folder, "data=v1.5"]
 
 
 @pytest.mark.parametrize("verification", ["lenience:factor=0.8", "typical:epsilon=0.2,delta=0.05"])

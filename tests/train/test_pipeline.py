@@ -38,7 +38,7 @@ from specdec.targets.target import Target
 from tests.lab.targets.test_seq2seq import make_target as make_seq2seq
 from tests.runs import as_before
 from tests.tiny import Tiny, compose, conversations, losses, records, responding, write_jsonl
-from train import held_out, loop, pipeline
+from train import held_out, loop, measurement, pipeline
 from train.data import responses
 from train.data.responses import documents_with_responses
 from train.data.sequences import Prompt, Row
@@ -105,6 +105,25 @@ def test_what_cannot_be_decoded_is_told_before_training(
         tiny.job(tmp_path / "run", drafter, *more)
     made = [p for p in tmp_path.rglob("*") if p.suffix in (".safetensors", ".json", ".jsonl")]
     assert not made, "and leaves the folder to the corrected command"
+
+
+def test_an_interruption_in_the_engine_loses_no_measurement(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder, settings = tmp_path / "run", ["export=null", "serve_in=llama.cpp"]
+    monkeypatch.setattr(measurement, "gain_in_engine", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tiny.job(folder, "eagle3", *settings)
+    before = Results.load(folder / "report")
+    monkeypatch.setattr(measurement, "gain_in_engine", lambda *_: None)
+    capsys.readouterr()
+    tiny.job(folder, "eagle3", *settings)
+    assert "was measured with these settings before" in " ".join(capsys.readouterr().out.split())
+    assert Results.load(folder / "report").asked == before.asked
+    assert (folder / "report" / "report.md").exists()
 
 
 def test_debug_tiny_goes_through_all_stages_with_24_chats_of_ones_own(
