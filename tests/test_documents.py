@@ -314,10 +314,9 @@ def test_settings_in_the_text_compose(word: str) -> None:
     raise AssertionError(f"{word!r} is a setting that no configuration takes")
 
 
-NEEDED = {
-    "initialisation.new_tokens=500": [
-        "drafter.from=runs/quickstart/best"
-    ],  # what a setting wants beside it
+NEEDED = {  # what a setting wants beside it
+    "initialisation.new_tokens=500": ["drafter.from=runs/quickstart/best"],
+    "drafter.sink_tokens=4": ["drafter.window=1024"],
     "initialisation.other_target=true": ["drafter.from=runs/quickstart/best"],
     "data=pairs": ["data.path=pairs.tsv"],
     "data=text": ["data.path=articles.txt"],
