@@ -112,7 +112,7 @@ CARDS: list[tuple[str, Change, str]] = [
     ),
     ("eagle3", lambda c: c["shape"]["llama"].update(hidden_size=-32), "no eagle3 can be built"),
     ("eagle3", lambda c: c["shape"]["llama"].update(head_dim=10**9), "has shape"),
-    ("eagle3", lambda c: c.update(family="medusa"), "config: unknown key 'initialisation'"),
+    ("eagle3", lambda c: c.update(family="medusa"), "config: unknown key '"),
     ("eagle3", lambda c: c.update(family="medus"), "did you mean 'medusa'"),
     ("eagle3", lambda c: c["config"].update(name="medusa"), "'medusa', not 'eagle3'"),
     (
