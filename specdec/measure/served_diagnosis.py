@@ -7,14 +7,16 @@ summed up. The rule:
 
 1. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
    it was exported, and at most `SHARE` of that misfit or of the accepted tokens.
-2. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
-3. Else none of the hypotheses explains it.
+2. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
+   the dtype if the draft as it was exported misfits by at most `SHARE_16`.
+3. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
+4. Else none of the hypotheses explains it.
 
 Hypotheses with the same misfit cannot be told apart by these prompts, and all of them are named.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -23,6 +25,7 @@ from specdec.measure.reference import ROUNDING
 from specdec.targets.target import Target
 
 SHARE = 0.05  # of the accepted tokens: the misfit that rounding explains
+SHARE_16 = 0.2  # the same where the server computes in bfloat16 and the draft in float32
 ROUNDED, NONE = "rounding", "none"
 ANOTHER_TARGET = "another target"
 
@@ -69,7 +72,14 @@ def diagnosed(
         tried.append(Explanation(changed.culprit, changed.change, here.misfit(changed)))
     tried.sort(key=lambda one: one.misfit)  # stable: the order of the table
     accepted = sum(response.accepted_in_all for response in here.responses)
-    return named(tried, unchanged, accepted)
+    diagnosis = named(tried, unchanged, accepted)
+    if diagnosis.culprits == [NONE] and _in_16_bits(here) and unchanged <= SHARE_16 * accepted:
+        why = (
+            "the server's tokens are those of a target in bfloat16; the draft as exported gives "
+            f"its {accepted} accepted tokens but for {unchanged}"
+        )
+        return replace(diagnosis, culprits=["dtype"], why=why)
+    return diagnosis
 
 
 def named(tried: list[Explanation], unchanged: int, accepted: int) -> Diagnosis:
@@ -112,6 +122,13 @@ def _other_target(here: Experiment) -> Diagnosis | None:
     if max(gaps, default=0.0) <= ROUNDING["bfloat16"]:
         return None
     return Diagnosis([ANOTHER_TARGET], said)
+
+
+def _in_16_bits(here: Experiment) -> bool:
+    """Whether the server's tokens are off from a float32 target's by what bfloat16 explains."""
+    if here.target.dtype != torch.float32:
+        return False
+    return ROUNDING["float32"] < max(here.gaps(here.target), default=0.0) <= ROUNDING["bfloat16"]
 
 
 def _tolerance(target: Target) -> float:

@@ -251,7 +251,7 @@ def test_an_export_without_or_with_a_damaged_reference_is_told(case: Case, tmp_p
     with pytest.raises(UserError, match=r"carries no reference \(reference/reference.json is"):
         Reference.load(copied)
     path.with_name("a.gguf").write_text("no such file")
-    with pytest.raises(UserError, match="a.gguf.*GGUF"):
+    with pytest.raises(UserError, match=r"a\.gguf.*GGUF"):
         Reference.load(path.with_name("a.gguf"))
 
 
@@ -302,9 +302,9 @@ def rounded_to_4_bits(x: Tensor) -> Tensor:
 
 
 def quantised(there: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All but the embedding, which is the target's."""
+    """All but the embedding, which is the target's, and rows that are no whole blocks."""
     own = {n: x for n, x in there.items() if x.dim() == 2 and "embed" not in n}
-    return {n: rounded_to_4_bits(x) for n, x in own.items()}
+    return {n: rounded_to_4_bits(x) for n, x in own.items() if x.shape[1] % 32 == 0}
 
 
 IN_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -388,7 +388,9 @@ def test_a_stale_head_is_named(case: Case, serve: Served, check: Any, tmp_path: 
     earlier, theirs = case.draft, shutil.copytree(case.export, tmp_path / "theirs")
     head: Tensor = earlier.get_parameter("lm_head.weight")
     with torch.no_grad():
-        head += 0.5 * head.std() * torch.randn(head.shape, generator=torch.manual_seed(3))
+        for weight in (head, earlier.get_parameter("fc.weight")):
+            noise = torch.randn(weight.shape, generator=torch.manual_seed(3))
+            weight += 0.5 * weight.std() * noise
     draft_checkpoint.write_draft(tmp_path / "earlier", earlier, case.target)
     tensors(theirs, lambda x: {"lm_head.weight": head.detach()})
     engine = serve(theirs)
