@@ -385,7 +385,7 @@ def stale_head(here: Experiment) -> Iterator[ChangedDraft]:
 
 
 def _is_head(drafter: Drafter, module: nn.Linear) -> bool:
-    return int(module.out_features) == (drafter.sizes.draft_vocab or drafter.sizes.target_vocab)
+    return bool(module.out_features == (drafter.sizes.draft_vocab or drafter.sizes.target_vocab))
 
 
 def stale_embedding(here: Experiment) -> Iterator[ChangedDraft]:

@@ -27,8 +27,8 @@ from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor, vocabulary
 from specdec.errors import require
 from specdec.files import read_record, record
-from specdec.formats.draft_checkpoint import untied
 from specdec.formats.gguf_file import REFERENCE_KEY, read_json_key
+from specdec.formats.stored_tensors import untied
 from specdec.integrity import of_value, sealed, unsealed
 from specdec.runtime.cpu.machine_probes import native_dtype
 from specdec.sampling.trees import DEEPEST, Chain
