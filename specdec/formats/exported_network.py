@@ -14,9 +14,9 @@ from torch import Tensor
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, require
-from specdec.formats.check_text import FINAL, CheckText
+from specdec.formats.check_text import FINAL, CheckText, ExportFolder
 from specdec.formats.export_check import network_of_export
-from specdec.formats.reference_networks import ExportFolder, ReferenceNetwork
+from specdec.formats.reference_networks import ReferenceNetwork
 from specdec.targets.parts import TargetParts
 
 
