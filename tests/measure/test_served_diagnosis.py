@@ -423,7 +423,7 @@ def test_bfloat16_is_named_and_passes(case: Case, serve: Served, check: Any) -> 
     target = load_target(TargetConfig(name, "bfloat16", "cpu", packed=False))
     draft = draft_checkpoint.load_draft(case.folder / "best", target)
     out, code = check(case.export, serve(draft, target))
-    assert (named_in(out), code) == ("dtype", 0), out
+    assert code == 0 and "; dtype: " in out, out
 
 
 class Forgetful(ExportedNetwork):
