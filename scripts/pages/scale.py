@@ -6,16 +6,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from train.planning import (
-    PlannedStage,
-    RunPlan,
-    as_overrides,
-    fitting_settings,
-    gibibytes,
-    hours,
-    plan_of_run,
-    with_settings,
-)
+from train.plan_remedies import as_overrides, fitting_settings, with_settings
+from train.planned_stages import PlannedStage
+from train.planning import RunPlan, gibibytes, hours, plan_of_run
 from train.run_config import CONF, composed, register
 
 PATH = CONF.parent / "docs" / "gpus.md"

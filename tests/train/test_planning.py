@@ -26,29 +26,23 @@ from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import TargetConfig
 from specdec.theory.leviathan import walltime_factor
 from tests.tiny import Tiny, architectures, compose, random_target
-from train import optim, planning
+from train import optim
 from train.budget import BudgetConfig
 from train.hidden_states.filling import needs_of
 from train.hidden_states.store import HiddenStateOrigin
-from train.planning import (
+from train.plan_remedies import as_overrides, fitting_settings, remedies, with_settings
+from train.planned_stages import (
+    CONTEXT,
     DataAmount,
     Facts,
     PlannedStage,
-    RunPlan,
-    as_overrides,
     devices_for,
-    fitting_settings,
     forward_seconds,
     gain,
-    gibibytes,
-    hours,
-    plan_of_run,
-    remedies,
     speculation_costs,
     stages_of,
-    table,
-    with_settings,
 )
+from train.planning import BATCHES, RunPlan, gibibytes, hours, plan_of_run, table
 from train.run_config import Config
 from train.sizes import (
     DEVICES,
@@ -278,8 +272,8 @@ def test_a_window_bounds_what_a_draft_keeps_and_reads(tiny: Tiny) -> None:
         for of in (facts, bounded)
         if of.draft is not None
     )
-    step = forward_seconds(facts.target, ROUND, 1, 1, planning.CONTEXT)
-    expected = 4 * 32 * (planning.CONTEXT - 16) / 100 / step
+    step = forward_seconds(facts.target, ROUND, 1, 1, CONTEXT)
+    expected = 4 * 32 * (CONTEXT - 16) / 100 / step
     assert whole - part == pytest.approx(expected, rel=1e-5)  # `step` is without kernel launches
 
 
@@ -389,8 +383,8 @@ def test_a_batch_shrinks_to_the_memory_and_parallel_drafts_take_one_step(tiny: T
     facts = facts_of(cfg)
     assert facts.draft is not None and facts.draft.parallel
     c, v = speculation_costs(facts.target, facts.draft, ROUND, 1)
-    base = forward_seconds(facts.target, ROUND, 1, 1, planning.CONTEXT)
-    checked = forward_seconds(facts.target, ROUND, 1, 3, planning.CONTEXT)
+    base = forward_seconds(facts.target, ROUND, 1, 1, CONTEXT)
+    checked = forward_seconds(facts.target, ROUND, 1, 3, CONTEXT)
     drafted = facts.draft.read * (4 / 100 + 2 * facts.draft.depth / 1000)
     assert c == 0 and v(2) == pytest.approx((checked + drafted) / base, rel=0.2)
 
@@ -585,7 +579,7 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     more = ["planning.device=h100", "planning.devices=2", "planning.tokens=100000", "data.path=x"]
     plan = plan_of_run(compose([*EAGLE, f"target.path={folder}", *more]))
     assert not plan.facts.measured and plan.facts.data.tokens == 100_000
-    assert len(plan.gains) == len(planning.BATCHES)
+    assert len(plan.gains) == len(BATCHES)
     assert plan.facts.device is DEVICES["h100"] and math.isinf(plan.facts.free)
     assert "as planning.tokens says" in str(plan)
 
