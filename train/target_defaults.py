@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils.hub import cached_file
 
+from specdec.errors import UserError, first_line
 from specdec.targets.adapter import tokenizer_source
 from specdec.targets.gguf import model_path
 from specdec.targets.target_config import TargetConfig
@@ -143,13 +146,23 @@ def lengths_of_target(target: TargetConfig, data: DataConfig) -> TargetLengths:
 
 def served_sampling(target: TargetConfig) -> ServedSampling:
     """The default sampling of the target's servers. Engines treat top-p and top-k as off if the
-    file does not have them. Without a file, or with do_sample=false, decoding is greedy."""
+    file does not have them. Without a file, or with do_sample=false, decoding is greedy. Raises
+    UserError if there may be a file that cannot be read, such as on a hub that does not answer."""
     path = model_path(target.path, Path(target.cache))
     name = "the target's generation_config.json"
     options: dict[str, Any] = {"revision": target.revision} if target.revision else {}
     try:
-        config = GenerationConfig.from_pretrained(path, **options)
-    except Exception:  # transformers raises errors of many classes
+        file = cached_file(
+            path, GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False, **options
+        )
+        config = None if file is None else GenerationConfig.from_pretrained(path, **options)
+    except Exception as error:  # transformers raises errors of many classes
+        raise UserError(
+            f"target.path={target.path!r}: its generation_config.json cannot be read "
+            f"({first_line(error)}): connect to the hub, or give responses.temperature, "
+            "responses.top_p and responses.top_k"
+        ) from error
+    if config is None:
         return ServedSampling(0.0, 1.0, 0, "as the target has no generation_config.json")
     named: dict[str, Any] = {n: getattr(config, n, None) for n in SAMPLING}
     sampled = config.do_sample

@@ -15,6 +15,7 @@ from specdec.errors import UserError
 from specdec.measure.results import Results
 from specdec.targets.loading import TargetLoader
 from tests.tiny import Tiny, compose, make_tokenizer
+from train import target_defaults
 from train.data.response_files import responses_key
 from train.folder import config_of
 from train.planning import plan_of_run
@@ -129,6 +130,28 @@ def test_sampling_is_said_with_what_is_not_applied(tmp_path: Path) -> None:
         "generation_config.json says (not applied: repetition_penalty=1.05), but responses.top_k "
         "as given"
     )
+
+
+def test_a_file_that_cannot_be_read_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged one, and a hub that does not answer: greedy responses would be other data."""
+    place = folder(tmp_path / "target", sampling=SAMPLED)
+    (place / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read .*: connect"):
+        decided(place)
+    given = [f"responses.{key}={SAMPLED[key]}" for key in ("temperature", "top_p", "top_k")]
+    decided(place, *given)
+    (place / "generation_config.json").unlink()
+    _, said = decided(place)
+    assert "as the target has no generation_config.json" in " ".join(said)
+
+    def unanswered(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect")
+
+    monkeypatch.setattr(target_defaults, "cached_file", unanswered)
+    with pytest.raises(UserError, match=r"\(We couldn't connect\)"):
+        decided(place)
 
 
 def test_a_template_of_the_user_says_whether_there_is_reasoning(tmp_path: Path) -> None:
