@@ -15,7 +15,7 @@ from specdec.formats.gguf_file import FILE_TYPE, file_type_name, read_keys
 from specdec.measure.engine_gain import EngineGain, cost_of_verifying, gain_of, responses_in_turn
 from specdec.measure.served import MeasuredServer
 from specdec.progress import console, tell
-from specdec.targets.gguf import gguf_of
+from specdec.targets.gguf import require_gguf
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 
@@ -60,9 +60,7 @@ def is_servable(name: str, family: str, cfg: TargetConfig) -> bool:
 def _servable(engine: Engine, family: str, cfg: TargetConfig) -> tuple[str, Path]:
     """The layout of the draft's export and the target's file for the engine. Raises UserError if it
     cannot serve them, or is not installed."""
-    gguf, layout = gguf_of(cfg.path), engine.layouts.get(family)
-    if gguf is None or cfg.adapter is not None:
-        raise UserError(f"{cfg.path} is no GGUF file, as {engine.title} reads them")
+    gguf, layout = require_gguf(cfg.path, cfg.adapter, engine.title), engine.layouts.get(family)
     if layout is None:
         raise UserError(f"it has no method for a draft of {family}")
     require_installed(engine)

@@ -24,13 +24,11 @@ from specdec.measure.served import MeasuredServer, TimedResponse
 from specdec.progress import console
 from specdec.sampling.sampler import Sampler
 from specdec.sampling.trees import Chain
-from specdec.targets.gguf import gguf_of
+from specdec.targets.gguf import require_gguf
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 
 STARTS = 600.0  # seconds that an engine may take to start
-# engines whose last draft of a response ends before the token limit
-WITHIN_LIMIT = ("llama.cpp",)
 NONE = "—"
 
 
@@ -77,7 +75,7 @@ def _row(
     except UserError as error:
         console.print(f"{engine.title}, {drafter.config.name}: {error}")
         return [NONE]
-    limit = new if engine.name in WITHIN_LIMIT else None
+    limit = new if engine.drafts_within_limit else None
     ours = [accepted_by_position(g, gamma, limit) for g in made]
     counts = [positions(reply, gamma) for reply in theirs]
     return [
@@ -121,9 +119,7 @@ def served_draft(
         draft = root / f"draft{draft_export.layout_of(family, layout).suffix}"
         draft_export.write_export(draft, drafter, target, layout)
         if engine.reads_gguf:
-            gguf = gguf_of(target.name)
-            if gguf is None:
-                raise UserError(f"{target.name} is no GGUF file, as {engine.title} reads them")
+            gguf = require_gguf(target.name, None, engine.title)
             model = float32_gguf(gguf, Path(TargetConfig().cache))
         else:
             target.save(model := root / "target")

@@ -8,6 +8,7 @@ Two capabilities are optional. An engine without hidden states does not override
 `states_options`, and both raise UserError. An engine that loads no draft has empty `layouts`.
 """
 
+import json
 import os
 import re
 from collections import Counter
@@ -108,6 +109,10 @@ class Engine:
     install: ClassVar[str] = "install the engine"  # remedy if it is missing
     reads_gguf: ClassVar[bool] = False  # loads target and draft from GGUF files
     length_option: ClassVar[str] = "--max-model-len"  # sets the longest text, in tokens
+    # set the arguments of the chat template, as JSON, and the template's file; None: it has neither
+    template_options: ClassVar[tuple[str, str] | None] = None
+    # the last draft of a response ends before the token limit, where ours goes on to γ
+    drafts_within_limit: ClassVar[bool] = False
 
     @property
     def has_hidden_states(self) -> bool:
@@ -157,9 +162,13 @@ class Engine:
         self, template_args: Mapping[str, Any], chat_template: str | None
     ) -> list[str]:
         """The options with which a server renders chats by default: with these arguments of the
-        chat template, and with the template in this file. Empty if the engine has none: then
-        requests carry the arguments."""
-        return []
+        chat template, and with the template in this file. Empty if the engine has none (see
+        `template_options`): then requests carry the arguments."""
+        if self.template_options is None:
+            return []
+        of_arguments, of_file = self.template_options
+        options = [of_arguments, json.dumps(dict(template_args))] if template_args else []
+        return options + ([] if chat_template is None else [of_file, chat_template])
 
     def remove_unread_states(self, folder: Path) -> None:
         """Remove the files of hidden states that an earlier server left in a folder."""

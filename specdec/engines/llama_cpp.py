@@ -11,7 +11,6 @@ speculation steps it took, and what it accepted at each position, stands only in
 marks as ends, and takes no others.
 """
 
-import json
 import os
 import shlex
 from collections.abc import Mapping, Sequence
@@ -56,6 +55,8 @@ class LlamaCpp(Engine):
     install = "run scripts/llama-cpp-env"
     reads_gguf = True
     length_option = "--ctx-size"
+    template_options = "--chat-template-kwargs", "--chat-template-file"
+    drafts_within_limit = True
 
     # Serving
 
@@ -103,16 +104,6 @@ class LlamaCpp(Engine):
     def parallel_options(self, at_once: int) -> list[str]:
         """--ctx-size is divided among them."""
         return ["--parallel", str(at_once), "--ctx-size", str(at_once * CONTEXT)]
-
-    def chat_options(
-        self, template_args: Mapping[str, Any], chat_template: str | None
-    ) -> list[str]:
-        options = []
-        if template_args:
-            options += ["--chat-template-kwargs", json.dumps(dict(template_args))]
-        if chat_template is not None:
-            options += ["--chat-template-file", chat_template]
-        return options
 
     def shown_commands(
         self,

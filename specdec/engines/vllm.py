@@ -61,6 +61,7 @@ class Vllm(Engine):
     name, title, owners = "vllm", "vLLM", ("vllm",)
     layouts = dict.fromkeys(METHODS, "hf")
     install = "run scripts/serving-env"
+    template_options = "--default-chat-template-kwargs", "--chat-template"
 
     # Serving
 
@@ -117,16 +118,6 @@ class Vllm(Engine):
             "--kv-transfer-config",
             json.dumps(connector),
         ]
-
-    def chat_options(
-        self, template_args: Mapping[str, Any], chat_template: str | None
-    ) -> list[str]:
-        options = []
-        if template_args:
-            options += ["--default-chat-template-kwargs", json.dumps(dict(template_args))]
-        if chat_template is not None:
-            options += ["--chat-template", chat_template]
-        return options
 
     def remove_unread_states(self, folder: Path) -> None:
         remove_states(folder)

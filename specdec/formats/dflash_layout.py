@@ -267,16 +267,7 @@ def flat_layout(network: BlockNetwork, written_by: str) -> ImportLayout:
     def recognises(config: ForeignConfig, names: Collection[str]) -> bool:
         return network.named_by(config)
 
-    return ImportLayout(
-        written_by,
-        recognises,
-        settings,
-        network.renames,
-        over_vocab=network.over_vocab,
-        copies=COPIES,
-        fits=require_same_head,
-        depths=True,
-    )
+    return _import_layout(network, written_by, recognises, settings)
 
 
 def layout_of_speculators(network: BlockNetwork) -> ImportLayout:
@@ -292,8 +283,17 @@ def layout_of_speculators(network: BlockNetwork) -> ImportLayout:
     def recognises(config: ForeignConfig, names: Collection[str]) -> bool:
         return kind_of_speculators(config) == network.name
 
+    return _import_layout(network, "speculators", recognises, settings)
+
+
+def _import_layout(
+    network: BlockNetwork,
+    written_by: str,
+    recognises: Callable[[ForeignConfig, Collection[str]], bool],
+    settings: Callable[[ForeignConfig, Shapes], dict[str, Any]],
+) -> ImportLayout:
     return ImportLayout(
-        "speculators",
+        written_by,
         recognises,
         settings,
         network.renames,

@@ -34,6 +34,20 @@ def gguf_of(path: str) -> Path | None:
     return Path(path) if path.endswith(".gguf") else None
 
 
+def require_gguf(path: str, adapter: str | None, reader: str) -> Path:
+    """The GGUF file of a target, for a reader that takes no other format. Raises UserError for a
+    target in another format or with an adapter, and for a missing file."""
+    gguf = gguf_of(path)
+    if gguf is None or adapter is not None:
+        raise UserError(
+            f"target.path={path}: {reader} reads GGUF files, and no adapters: give "
+            "target.path=FILE.gguf (scripts/export D --to head.gguf --with-target FILE.gguf writes "
+            "one)"
+        )
+    require(gguf.is_file(), f"target.path={gguf}: there is no such file")
+    return gguf
+
+
 def dense_folder(gguf: Path, cache: Path) -> Path:
     """The folder under `cache` with this model's bfloat16 weights, tokenizer and chat template. Its
     name ends in a hash of the GGUF file; see `made_once`. Raises UserError if the file is missing,
