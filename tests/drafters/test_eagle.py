@@ -3,12 +3,15 @@
 Run alone: python -m pytest tests/drafters/test_eagle.py
 """
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from specdec.context import Context, TrainingMoment
+from specdec.drafters import DRAFTERS
 from specdec.drafters.eagle import Eagle, EagleConfig
 from specdec.drafters.eagle3 import Eagle3, Eagle3Config
 from specdec.drafters.layers import UPDATE
@@ -78,6 +81,14 @@ def test_a_layer_of_another_size_is_not_copied(target: Target) -> None:
     drafter = eagle(target, intermediate_size=16)
     assert torch.equal(drafter.fc.weight[:, D:], torch.eye(D))
     assert 0.01 < float(drafter.layer.self_attn.q_proj.weight.detach().std()) < 0.03
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_an_embedding_of_its_own_begins_as_the_targets(target: Target, name: str) -> None:
+    kind = DRAFTERS[name]
+    drafter: Any = kind.build(kind.Config(own_embedding=True), target)  # type: ignore[call-arg]
+    assert torch.equal(drafter.embed_tokens.weight, target.embedding.weight)
+    assert not drafter.embed_tokens.weight.requires_grad
 
 
 def packed(target: Target) -> Batch:

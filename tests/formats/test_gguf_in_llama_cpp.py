@@ -5,11 +5,14 @@ Run alone: python -m pytest -m serving tests/formats/test_gguf_in_llama_cpp.py
 """
 
 import json
+import os
 import random
+import subprocess
 import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -20,6 +23,7 @@ from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.engines.known_engines import ENGINES
+from specdec.engines.local_server import WATCHES
 from specdec.formats import draft_export
 from specdec.formats.gguf_target import write_target_gguf
 from specdec.formats.layout import FileChoices
@@ -119,6 +123,23 @@ def exported(folder: Path, name: str, full: bool, stored: str) -> tuple[Any, Any
     choices = FileChoices(stored)
     draft_export.write_export(folder / "head.gguf", drafter, target, "gguf", choices=choices)
     return target, drafter, config.name
+
+
+def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """As a run does that is killed: its end of the pipe closes."""
+    write_target_gguf(tmp_path / "target.gguf", target_without_end(), FileChoices("f32"))
+    python, scripts = ENGINES["llama.cpp"].python(REPOSITORY), REPOSITORY / "scripts"
+    line = [python, "-m", "llama_server", "--model", tmp_path / "target.gguf", "--port", "0"]
+    variables = {**os.environ, "PYTHONPATH": str(scripts), WATCHES: "1"}
+    with subprocess.Popen(line, stdin=PIPE, stdout=PIPE, env=variables) as server:
+        assert server.stdin is not None and server.stdout is not None
+        assert any(b"listening" in said for said in server.stdout)
+        assert server.poll() is None
+        server.stdin.close()
+        try:
+            assert server.wait(60) is not None
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize("full", [False, True])
