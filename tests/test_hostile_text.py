@@ -143,6 +143,7 @@ def test_nothing_is_printed_past_these_places() -> None:
         ("specdec/progress.py", "Console"),  # Terminal
         ("scripts/benches/memory_bench.py", "print"),  # numbers, to the process that started it
         ("scripts/benches/recipe.py", "print"),  # plain
+        ("scripts/llama_server.py", "print"),  # the address, to the process that started it
         ("scripts/pages/pictures.py", "Console"),  # into a picture, of text that stands beside it
         ("scripts/vllm_worker.py", "print"),  # JSON, to the process that started it
     }
@@ -169,7 +170,7 @@ PICTURES = {"alpha": Path("alpha.png")}
 
 
 def samples_of(text: str) -> list[Sample]:
-    pieces = [(kind, text.strip()) for kind in ("plain", *markdown.TAGS, text)]
+    pieces = [(kind, text.strip()) for kind in ("plain", *markdown.TAGS, f"no tag: {text}")]
     return [Sample(text, text, 1.5, [("user", text), ("assistant", text)], pieces)] * 3
 
 

@@ -534,19 +534,22 @@ def read_prompts_file(path: str | Path, tally: Tally | None = None) -> list[Conv
 
 def _prompt_records(path: Path, tally: Tally) -> Iterator[tuple[str, Any]]:
     """The place of each record, and the record: a line of text or a JSON value."""
-    if path.is_file() and (_suffix(path) in TABLES or path.suffix.lower() in PACKED):
-        yield from records(DataConfig(str(path), responses="target"), tally)
-        return
+    table = _suffix(path) in TABLES or path.suffix.lower() in PACKED
+    text = ""
     try:
         require(path.exists(), f"{path}: no such file")
         require(path.is_file(), f"{path}: is not a regular file")
-        size = path.stat().st_size
-        require(size <= LARGEST, f"{path}: more than {LARGEST >> 20} MB, too large for prompts")
-        text = path.read_text(encoding="utf-8-sig")
+        if not table:
+            size = path.stat().st_size
+            require(size <= LARGEST, f"{path}: more than {LARGEST >> 20} MB, too large for prompts")
+            text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from error
+    if table:
+        yield from records(DataConfig(str(path), responses="target"), tally)
+        return
     require("\0" not in text, f"{path}: cannot be read as UTF-8 text (it holds null bytes)")
     lines = [(n, line.strip()) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     # this may be a single record that spans several lines

@@ -371,6 +371,8 @@ def test_prompts_file_missing_or_empty(tmp_path: Path) -> None:
         read_prompts_file(tmp_path / "q.txt")
     with pytest.raises(UserError, match=r"cannot be read \(File name too long\)"):
         read_prompts_file(tmp_path / ("q" * 5000))
+    with pytest.raises(UserError, match=r"cannot be read \(File name too long\)"):
+        read_prompts_file(tmp_path / ("q" * 5000 + ".parquet"))
     with pytest.raises(UserError, match="is not a regular file"):
         read_prompts_file(tmp_path)
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe\x00")
