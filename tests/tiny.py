@@ -151,6 +151,7 @@ DRAFTER_OVERRIDES = {
     "peagle": ["drafter.layers=[1,2,3]", "drafter.draft_vocab=48", "drafter.depth=2"],
     "dflash": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "dflash2": ["drafter.draft_vocab=48", "drafter.depth=3", "drafter.group=8"],
+    "lilicorr": ["drafter.draft_vocab=48", "drafter.depth=3", "drafter.correction_width=16"],
     "dspark": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "jetspec": ["drafter.draft_vocab=48", "drafter.depth=3"],
     "spire": ["drafter.draft_vocab=48", "drafter.depth=2", "drafter.window=6"],

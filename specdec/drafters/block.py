@@ -213,8 +213,10 @@ class Block(Trainable):
     def unembed(self, hidden: Tensor, k: int) -> Tensor:
         return self.head(hidden)
 
-    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
-        """The growth after these anchors, from the logits and states of all depths."""
+    def growth(
+        self, ctx: Context, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor
+    ) -> Growth:
+        """The growth after the anchors of a context, from the logits and states of all depths."""
         return reading_no_draft(lambda k: logits_BKS[:, k])
 
     def new_cache(self, capacity: int | None = None) -> SlotCache:
@@ -233,7 +235,7 @@ class Block(Trainable):
             logits_BKS = self.head(states_BKD)
         else:
             logits_BKS, states_BKD = self._cached(ctx, anchor_B, cache)
-        return self.growth(logits_BKS, states_BKD, anchor_B)
+        return self.growth(ctx, logits_BKS, states_BKD, anchor_B)
 
     def _cached(self, ctx: Context, anchor_B: Tensor, cache: SlotCache) -> tuple[Tensor, Tensor]:
         for new in reading(cache, [n - 1 for n in ctx.counts()]):

@@ -138,7 +138,9 @@ class DFlash2(Block):
         kept = torch.zeros_like(unary, dtype=torch.bool).scatter(-1, unary.topk(most).indices, True)
         return logits.masked_fill(~kept.expand_as(logits), -torch.inf)
 
-    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
+    def growth(
+        self, ctx: Context, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor
+    ) -> Growth:
         chosen = self.candidate_selector
         states_BKN = chosen.hidden_projection(states_BKD)
 

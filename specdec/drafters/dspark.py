@@ -53,7 +53,9 @@ class DSpark(Block):
         logits: Tensor = self.head(hidden[..., :D]) + self.markov_w2(hidden[..., D:])
         return logits
 
-    def growth(self, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor) -> Growth:
+    def growth(
+        self, ctx: Context, logits_BKS: Tensor, states_BKD: Tensor, anchor_B: Tensor
+    ) -> Growth:
         """The growth with each depth's logits given the token before it, and with the estimated
         acceptance."""
 

@@ -28,6 +28,7 @@ from specdec.lab.drafters.copy import CopyConfig
 from specdec.lab.drafters.counts import BigramConfig, UnigramConfig
 from specdec.lab.drafters.early_exit import EarlyExitConfig
 from specdec.lab.drafters.falcon import FalconConfig
+from specdec.lab.drafters.lilicorr import LiLiCorrConfig
 from specdec.lab.drafters.lookahead import LookaheadConfig
 from specdec.lab.drafters.mtp_heads import MTPHeadsConfig
 from specdec.lab.drafters.sparse import SparseConfig
@@ -64,6 +65,9 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "dflash2": DFlash2Config(depth=3, num_layers=2, draft_vocab=40, group=4, rank=4),
     "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
     "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
+    "lilicorr": LiLiCorrConfig(
+        depth=3, num_layers=2, draft_vocab=40, candidates=5, correction_width=8, rank=4
+    ),
     "eagle3 with a window": Eagle3Config(
         depth=3, draft_vocab=40, num_layers=2, window=4, sink_tokens=1
     ),

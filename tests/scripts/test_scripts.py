@@ -7,6 +7,8 @@ import json
 import shlex
 from collections import Counter
 from functools import partial
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.processes import process
 from tests.report.test_verdict import GAIN, at, of, tree
-from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
+from tests.tiny import REPOSITORY, architectures, make_tokenizer, random_drafter, random_target
 from tests.told import require_one_line
 
 
@@ -451,3 +453,16 @@ def test_a_pass_without_modules_is_timed_beside_one_with_them() -> None:
     assert calls == [False] * len(calls) and calls and target.lean_allowed
     assert first.ids == generate(target, [5, 9, 7], max_new_tokens=3).ids
     assert beside.rivals == ["ours, plain"]
+
+
+def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also if its first line has a per cent sign, which argparse formats."""
+    loader = SourceFileLoader("script_bench", str(REPOSITORY / "scripts/bench"))
+    bench = module_from_spec(spec_from_loader("script_bench", loader) or ModuleSpec("", None))
+    loader.exec_module(bench)
+    for arguments in ([], *([run.__name__] for run in bench.BENCHES)):
+        with pytest.raises(SystemExit) as ended:
+            bench.parser().parse_args([*arguments, "--help"])
+        assert not ended.value.code
+    said = capsys.readouterr().out
+    assert said.count("95 % intervals") > 1 and "%%" not in said
