@@ -2,20 +2,23 @@
 target alone in the same engine, on the prompts that were timed."""
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
+from tempfile import TemporaryDirectory
 
 from specdec.drafters.base import Drafter
 from specdec.engines.engine_interface import DraftToServe, Engine, TargetToServe
 from specdec.engines.known_engines import ENGINES
 from specdec.engines.local_server import STARTS, local_server, require_installed
 from specdec.errors import UserError, require
-from specdec.formats.draft_export import export_path, write_export
+from specdec.formats.draft_export import export_path, rejected_layouts, write_export
 from specdec.formats.gguf_file import FILE_TYPE, file_type_name, read_keys
 from specdec.measure.engine_gain import EngineGain, cost_of_verifying, gain_of, responses_in_turn
 from specdec.measure.served import MeasuredServer
 from specdec.progress import console, tell
 from specdec.targets.gguf import require_gguf
+from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 
@@ -30,39 +33,65 @@ def gain_in_engine(
     gamma: int,
     limit: int,
     left: Callable[[], float] | None,
+    keeps_export: bool = True,
 ) -> EngineGain | None:
     """What the best draft of the run in `folder` gains in the engine of this name, in responses of
-    at most `limit` tokens; None, and a line that says why, where it cannot be served there."""
+    at most `limit` tokens; None, and a line that says why, where it cannot be served there.
+    `keeps_export`: the run has an export, and that for the engine lies beside it; else it is
+    deleted after the measurement."""
     engine = ENGINES.named(name)
     try:
-        layout, gguf = _servable(engine, drafter.config.name, cfg)
+        layout, gguf = _servable(engine, drafter, target, cfg)
         _require_time(left)
         draft = export_path(folder, drafter.config.name, layout)
-        write_export(draft, drafter, target, layout, folder / "best")
-        console.print(f"exported to {draft} ({layout}); measuring in {engine.title}")
-        return _measured_gain(
-            engine, folder, draft, drafter.config.name, target, gguf, prompts, gamma, limit, left
-        )
+        commands = [_serve(engine, draft, gamma, target)]
+        with ExitStack() as stack:
+            if not keeps_export:
+                commands.insert(0, f"scripts/export {quote(str(folder / 'best'))} --to {draft}")
+                temporary = stack.enter_context(TemporaryDirectory(prefix=".engine-", dir=folder))
+                draft = Path(temporary) / draft.name
+            write_export(draft, drafter, target, layout, folder / "best")
+            said = f"exported to {draft} ({layout}); " if keeps_export else ""
+            console.print(f"{said}measuring in {engine.title}")
+            return _measured_gain(
+                engine,
+                folder,
+                draft,
+                layout,
+                drafter,
+                target,
+                gguf,
+                prompts,
+                gamma,
+                limit,
+                left,
+                commands,
+            )
     except (UserError, OSError) as error:
         tell(f"not measured in {engine.title}: {error}")
         return None
 
 
-def is_servable(name: str, family: str, cfg: TargetConfig) -> bool:
-    """Whether `gain_in_engine` can serve a draft of this family here."""
+def is_servable(name: str, drafter: Drafter, target: TargetParts, cfg: TargetConfig) -> bool:
+    """Whether `gain_in_engine` can serve this draft here."""
     try:
-        _servable(ENGINES.named(name), family, cfg)
+        _servable(ENGINES.named(name), drafter, target, cfg)
     except UserError:
         return False
     return True
 
 
-def _servable(engine: Engine, family: str, cfg: TargetConfig) -> tuple[str, Path]:
+def _servable(
+    engine: Engine, drafter: Drafter, target: TargetParts, cfg: TargetConfig
+) -> tuple[str, Path]:
     """The layout of the draft's export and the target's file for the engine. Raises UserError if it
     cannot serve them, or is not installed."""
+    family = drafter.config.name
     gguf, layout = require_gguf(cfg.path, cfg.adapter, engine.title), engine.layouts.get(family)
     if layout is None:
         raise UserError(f"it has no method for a draft of {family}")
+    if reason := rejected_layouts(drafter, target).get(layout):
+        raise UserError(reason)
     require_installed(engine)
     return layout, gguf
 
@@ -76,19 +105,23 @@ def _measured_gain(
     engine: Engine,
     folder: Path,
     draft: Path,
-    family: str,
+    layout: str,
+    drafter: Drafter,
     target: Target,
     gguf: Path,
     prompts: Sequence[Sequence[int]],
     gamma: int,
     limit: int,
     left: Callable[[], float] | None,
+    commands: Sequence[str],
 ) -> EngineGain:
     """Both servers run at once, and answer in turn: one that waits takes no time of the other."""
     served = TargetToServe(model=str(gguf.resolve()), name=target.name, dtype="auto")
-    layout = engine.layouts[family]
-    options = engine.draft_options(DraftToServe(draft.resolve(), family, layout, gamma))
-    several = engine.parallel_options(gamma + 1)  # to time a verification
+    exported = DraftToServe(draft.resolve(), drafter.config.name, layout, gamma)
+    # a speculation step reads γ + 1 tokens at once, also beyond the end
+    longest = max(map(len, prompts)) + limit + gamma + 1
+    options = engine.draft_options(exported) + engine.room_options(longest)
+    several = engine.room_options(longest, at_once=gamma + 1)  # to time a verification
     starts = STARTS if left is None else min(STARTS, max(1.0, left()))
     with (
         local_server(engine, served, options, folder / "engine.log", starts) as drafting,
@@ -107,7 +140,7 @@ def _measured_gain(
             gamma=gamma,
             limit=limit,
             v=v,
-            commands=[_serve(engine, draft, gamma, target)],
+            commands=commands,
         )
 
 

@@ -107,9 +107,9 @@ def finished(
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
     results = ranks.first(lambda: results_of(cfg, folder, texts, original, ranks.world))
     if results is None:
-        asked, family = cfg.serve_in, drafter.config.name
+        asked = cfg.serve_in
         in_engine = asked is not None and ranks.first(
-            partial(is_servable, asked, family, on_demand.cfg)
+            partial(is_servable, asked, drafter, target, on_demand.cfg)
         )
         results = _measured(
             cfg, folder, texts, drafter, target, original, ranks, progress, budget, in_engine
@@ -278,6 +278,7 @@ def _in_engine(
         cfg.decode.gamma or drafter.depth,
         cfg.decode.max_new_tokens,
         left,
+        cfg.export is not None,
     )
 
 

@@ -153,10 +153,10 @@ class Engine:
         in a folder. Raises UserError if the engine cannot."""
         raise self.no_states()
 
-    def parallel_options(self, at_once: int) -> list[str]:
-        """The options of `serve_command` that serve so many responses at once, each as long as one
-        alone. Empty if the engine does that anyway."""
-        return []
+    def room_options(self, longest: int, at_once: int = 1) -> list[str]:
+        """The options of `serve_command` with which so many texts of up to `longest` tokens, prompt
+        and response together, fit at once."""
+        return [self.length_option, str(longest)]
 
     def chat_options(
         self, template_args: Mapping[str, Any], chat_template: str | None

@@ -82,7 +82,7 @@ class LlamaCpp(Engine):
             line += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
             if "--model-draft" in options:
                 line += ["--cache-type-k-draft", "f32", "--cache-type-v-draft", "f32"]
-        line += ["--ctx-size", str(CONTEXT), "--parallel", "1", "--cache-ram", "0"]
+        line += [*self.room_options(CONTEXT), "--cache-ram", "0"]
         threads = str(torch.get_num_threads())
         line += ["--threads", threads, "--threads-batch", threads]
         line += ["--metrics", "--slots"]
@@ -101,9 +101,9 @@ class LlamaCpp(Engine):
         threads = str(torch.get_num_threads())
         return [*_options(how), "--threads-draft", threads, "--threads-batch-draft", threads]
 
-    def parallel_options(self, at_once: int) -> list[str]:
-        """--ctx-size is divided among them."""
-        return ["--parallel", str(at_once), "--ctx-size", str(at_once * CONTEXT)]
+    def room_options(self, longest: int, at_once: int = 1) -> list[str]:
+        """--ctx-size is divided among the texts."""
+        return ["--parallel", str(at_once), self.length_option, str(at_once * longest)]
 
     def shown_commands(
         self,

@@ -68,6 +68,7 @@ from specdec.targets.prompt_rendering import CHAT_TEMPLATE
 from specdec.targets.saved import save_tokenizer, with_older_rope_keys
 from specdec.targets.target import Target
 
+OWN_TEMPLATE = "chat_template"  # in the mark of a file: see `_own_template`
 FAMILIES = {
     "eagle": eagle_layout,
     "eagle3": eagle3_layout,
@@ -118,16 +119,36 @@ def layout_of(family: str, name: str) -> ExportLayout:
 def require_exportable(config: Any, target: TargetParts, layout: str) -> None:
     """Raise UserError if no draft with this config could be exported for this target, whatever its
     weights. Nothing is computed, so this can be called before training."""
-    chosen = layout_of(config.name, layout)
-    _require_one_text(target)
     kind = family(config.name)
     with torch.device("meta"):
         drafter = kind(config, kind.plan(config, target))
+    _require_readable(drafter, target, layout)
+
+
+def _require_readable(drafter: Drafter, target: TargetParts, layout: str) -> ExportLayout:
+    """The layout of this name, in which an engine would read a draft with this config as it was
+    trained. Raises UserError otherwise."""
+    chosen = layout_of(drafter.config.name, layout)
+    _require_one_text(target)
     if chosen.refuse is not None:
         chosen.refuse(drafter, target)
     chosen.config(drafter, target)
     if chosen.overrides is not None:
         chosen.overrides(drafter, target)
+    return chosen
+
+
+def rejected_layouts(drafter: Drafter, target: TargetParts) -> dict[str, str]:
+    """For each layout of this method in which this draft cannot be exported, the reason."""
+    reasons = {}
+    for layout in layout_names(drafter.config.name):
+        if drafter.origin is not None and layout == drafter.origin.layout:
+            continue  # written as it came
+        try:
+            _require_readable(drafter, target, layout)
+        except UserError as error:
+            reasons[layout] = str(error)
+    return reasons
 
 
 def _require_one_text(target: TargetParts) -> None:
@@ -185,7 +206,7 @@ def write_export(
     if chosen.suffix:
         kind = weight_type_of(choices.weight_type, dtype)
         keys = draft_tokenizer(target, choices.tokenizer_from) | chosen.config(drafter, target)
-        keys[MARK_KEY] = json.dumps(mark_of(drafter, layout, target))
+        keys[MARK_KEY] = json.dumps(mark_of(drafter, layout, target) | _own_template(target))
         make_folder(path.parent)
         with new_file(path) as partial:  # compared without rounding, and then rounded
             chosen.save(partial, named, keys | {FILE_TYPE: int(WEIGHT_TYPES["f32"].file_type)})
@@ -352,6 +373,13 @@ def mark_of(drafter: Drafter | None, layout: str, target: TargetParts) -> dict[s
         named = {"drafter": drafter.config.name, "depth": drafter.depth}
     arguments = target.rendering.arguments
     return {**named, "layout": layout, "target": target.name, "template_args": arguments}
+
+
+def _own_template(target: TargetParts) -> dict[str, str]:
+    """The entry of a file's mark for a chat template that replaces the target's own. In a folder,
+    the template is a file beside the mark."""
+    template = target.rendering.chat_template
+    return {} if template is None else {OWN_TEMPLATE: template}
 
 
 def _write_mark(folder: Path, mark: dict[str, Any]) -> None:

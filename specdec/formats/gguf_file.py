@@ -3,6 +3,7 @@
 
     write_gguf(path, tensors, keys)    keys include general.architecture and general.file_type
     read_tensors(path)                 in float32, whatever type they are stored in
+    tensor_names(path)                 without their numbers
     read_keys(path)                    the keys without the tokenizer's lists
     tokenizer_keys(path)               those of the tokenizer, to be copied as they are
     typed_keys(path)                   all of them, likewise
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType as Stored
-from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, ReaderField
+from gguf import GGUFReader, GGUFValueType, GGUFWriter, LlamaFileType, ReaderField, ReaderTensor
 from gguf.gguf_writer import GGUFValue
 from gguf.quants import dequantize, quantize
 from torch import Tensor
@@ -34,6 +35,7 @@ TOKENIZER = "tokenizer."
 # keys on the layout of a file itself, which another file does not share
 OF_FILES = ("GGUF.", "general.alignment", "split.")
 BLOCK = 32  # numbers that share a scale in q8_0 and q4_0
+INTEGERS = (Stored.I8, Stored.I16, Stored.I32, Stored.I64)
 
 Keys = dict[str, Any]  # texts, numbers and lists of them; or a `GGUFValue`, written as it is
 
@@ -113,14 +115,31 @@ def _kind_of(value: Any) -> GGUFValueType:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, floats as float32. Raises UserError as `opened_gguf` does."""
+    """The tensors of a file, floats as float32 and integers as int64. Raises UserError as
+    `opened_gguf` does, and for a type that the package `gguf` cannot read."""
     with opened_gguf(path) as reader:
-        tensors = {}
-        for stored in reader.tensors:
-            ids = stored.tensor_type == Stored.I64
-            data = stored.data if ids else dequantize(stored.data, stored.tensor_type)
-            tensors[stored.name] = torch.from_numpy(data.copy())
-        return tensors
+        return {stored.name: _values(path, stored) for stored in reader.tensors}
+
+
+def _values(path: Path, stored: ReaderTensor) -> Tensor:
+    kind = stored.tensor_type
+    if kind in INTEGERS:
+        return torch.from_numpy(stored.data.astype("int64"))
+    if kind == Stored.F64:
+        return torch.from_numpy(stored.data.astype("float32"))
+    try:
+        return torch.from_numpy(dequantize(stored.data, kind).copy())
+    except NotImplementedError as error:
+        raise UserError(
+            f"{path}: tensor {stored.name!r} is stored as {kind.name}, which cannot be read here: "
+            "convert the file with another type, such as Q8_0"
+        ) from error
+
+
+def tensor_names(path: Path) -> set[str]:
+    """The names of a file's tensors. Raises UserError as `opened_gguf` does."""
+    with opened_gguf(path) as reader:
+        return {stored.name for stored in reader.tensors}
 
 
 def read_keys(path: Path) -> Keys:

@@ -12,6 +12,7 @@ as many tokens as `depth` says.
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +24,15 @@ from specdec.drafters.dspark import DSpark
 from specdec.drafters.eagle3 import Eagle3
 from specdec.drafters.layers import Rope
 from specdec.errors import require
-from specdec.formats.gguf_file import ARCHITECTURE, SUFFIX, Keys, read_tensors, write_gguf
+from specdec.formats.gguf_file import (
+    ARCHITECTURE,
+    SUFFIX,
+    Keys,
+    read_keys,
+    read_tensors,
+    tensor_names,
+    write_gguf,
+)
 from specdec.formats.gguf_tokenizer import MASK
 from specdec.formats.layout import (
     OTHER,
@@ -362,6 +371,22 @@ def refuse_dspark(drafter: DSpark, target: TargetParts) -> None:
         f"{target.name} scales or caps its logits, which llama.cpp leaves out before it adds the "
         f"biases of a dspark draft: {OTHER}",
     )
+
+
+# Files of other projects
+
+
+def method_of_file(path: Path) -> Any:
+    """The drafting method of a draft's GGUF file, by its architecture and, for the relatives of
+    DFlash, by what llama.cpp (src/models/dflash.cpp) tells them apart by. Raises UserError as
+    `read_keys` does."""
+    keys = read_keys(path)
+    architecture = keys.get(ARCHITECTURE)
+    if architecture != DFLASH:
+        return architecture
+    if f"{DFLASH}.selector_rank" in keys:
+        return "dflash2"
+    return "dspark" if "markov_w1.weight" in tensor_names(path) else DFLASH
 
 
 def in_one_file(**how: Any) -> ExportLayout:

@@ -91,7 +91,8 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     keys[ARCHITECTURE] = keys[ARCHITECTURE].value
     keys[FILE_TYPE] = int(WEIGHT_TYPES["f32"].file_type)
     tensors = {
-        name: x if name.startswith("rope") else x.bfloat16().float()  # factors are no weights
+        # factors are no weights
+        name: x.bfloat16().float() if not name.startswith("rope") and x.is_floating_point() else x
         for name, x in read_tensors(gguf).items()
     }
     write_gguf(folder / gguf.name, tensors, keys)

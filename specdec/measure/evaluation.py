@@ -31,6 +31,7 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.forcing.teacher import TeacherForcing
+from specdec.formats.draft_export import rejected_layouts
 from specdec.integrity import of_value
 from specdec.measure.calibration import believed, joined, reliability
 from specdec.measure.choosing import LEARNING, Learned, chosen, paths_of
@@ -212,6 +213,7 @@ def evaluate(
         max_new_tokens=cfg.max_new_tokens,
         machine=machine_of(target),
         rendering=target.rendering,
+        rejected_layouts=rejected_layouts(drafter, target),
         measured=[one for of_way in measured.values() for one in of_way],
         learned_on=f"{len(others)} other prompts" if others else "the measured prompts",
         calibrated_on=drafter.calibrations.prompts,

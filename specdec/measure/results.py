@@ -404,6 +404,8 @@ class Results:
     cut: CutResponses | None = None  # None: the target wrote no responses to train on
     shift: Shift | None = None  # shift of the target, if it was trained too
     in_engine: EngineGain | None = None  # if the draft was also measured in an engine
+    # for each layout in which this draft cannot be exported although its method can, the reason
+    rejected_layouts: dict[str, str] = field(default_factory=dict)
     # how the prompts were rendered, beyond the target's own files
     rendering: PromptRendering = DEFAULT_RENDERING
 

@@ -10,6 +10,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from specdec.engines.engine_interface import Engine
 from specdec.engines.known_engines import ENGINES
@@ -236,14 +237,17 @@ def _by_engine(engine: Engine, results: Results) -> Command | None:
     """The command with which an engine serves the draft, or None. An engine drafts chains, even if
     a tree is fastest here."""
     name, chains = engine.layouts.get(results.drafter), as_engines_draft(results)
-    if name is None or not chains:
+    if name is None or name in results.rejected_layouts or not chains:
         return None
     layout = layout_of(results.drafter, name)
     draft, served = f"{EXPORT}{layout.suffix}", f"{TARGET}{layout.suffix}"
     gamma = max(chains, key=lambda one: one.speedup.value).way.gamma
     overrides = f"{EXPORT}/{OVERRIDES}" if layout.overrides else None
-    template = f"{EXPORT}/{CHAT_TEMPLATE}" if results.rendering.chat_template is not None else None
-    options = engine.chat_options(results.rendering.arguments, None if layout.suffix else template)
+    template = None
+    if results.rendering.chat_template is not None:  # of an export that is one file, the run's
+        run = Path(shlex.split(results.draft)[0]).parent
+        template = str((run if layout.suffix else Path(EXPORT)) / CHAT_TEMPLATE)
+    options = engine.chat_options(results.rendering.arguments, template)
     serving = engine.shown_commands(results.drafter, draft, served, gamma, overrides, options)
     alike: dict[float, Measured] = {}
     for one in chains:

@@ -53,6 +53,7 @@ from train.data.engine_responses import (
 
 PROMPTS = [[5, 6, 7], [8, 9, 20, 30], [40, 41]]
 NEW = 12
+TEMPLATE = "{{ messages }}, and 'more'\n"
 Serve = Callable[..., "FakeLlamaCpp"]
 
 
@@ -261,6 +262,7 @@ def gguf(path: Path, **keys: Any) -> Path:
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, str]:
     mark = {"drafter": "dspark", "layout": "gguf", "template_args": {"enable_thinking": False}}
+    mark["chat_template"] = TEMPLATE
     return {
         "target": str(gguf(tmp_path / "target.gguf", **{ARCHITECTURE: "llama"})),
         "foreign": str(gguf(tmp_path / "foreign.gguf", **{ARCHITECTURE: "eagle3"})),
@@ -271,7 +273,9 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 
 def command_of(files: dict[str, str], *arguments: str) -> list[str]:
-    settings = ["target=model", f"target.path={files['target']}", "data.path=x"]
+    target = Path(files["target"])
+    settings = ["target=model", f"target.path={target}", "data.path=x"]
+    settings.append(f"target.cache={target.parent / 'cache'}")
     line = ["scripts/serve", "--print", "--engine", "llama.cpp", *settings, *arguments]
     ended = process(line)
     assert ended.returncode == 0, ended.stderr
@@ -301,13 +305,14 @@ def test_drafts_of_ours_and_of_others(files: dict[str, str]) -> None:
     )
     assert after(words, "--threads-draft") == after(words, "--threads-batch-draft") == "1"
     assert json.loads(after(words, "--chat-template-kwargs")) == {"enable_thinking": False}
+    assert Path(after(words, "--chat-template-file")).read_text() == TEMPLATE
     words = command_of(files, "--draft", files["foreign"], "--python", "python3")
     assert after(words, "--spec-type") == "draft-eagle3"
+    assert "--chat-template-file" not in words
 
 
 def test_float32_is_served_from_a_dequantised_file(files: dict[str, str], tmp_path: Path) -> None:
-    float32 = ["target.dtype=float32", f"target.cache={tmp_path / 'cache'}"]
-    words = command_of(files, *float32, "--plain", "--python", "python3")
+    words = command_of(files, "target.dtype=float32", "--plain", "--python", "python3")
     model = Path(after(words, "--model"))
     assert model.is_relative_to(tmp_path / "cache") and model.name == "target.gguf"
     assert {after(words, name) for name in ("--cache-type-k", "--cache-type-v")} == {"f32"}

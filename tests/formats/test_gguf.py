@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from gguf import GGUFReader
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
@@ -28,7 +29,7 @@ from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.dspark import DSparkConfig
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.errors import UserError
-from specdec.formats import draft_export, export_check
+from specdec.formats import draft_export, export_check, gguf_layout
 from specdec.formats.gguf_file import (
     MARK_KEY,
     WEIGHT_TYPES,
@@ -43,6 +44,7 @@ from specdec.formats.gguf_file import (
 from specdec.formats.gguf_target import write_target_gguf
 from specdec.formats.gguf_tokenizer import REGEX
 from specdec.formats.layout import FileChoices
+from specdec.targets.prompt_rendering import PromptRendering
 from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS
 from tests.formats.test_export_check import BASE, KEPT, TARGETS, V, draft, target_of
@@ -76,10 +78,20 @@ def test_a_draft_is_one_file_that_says_what_it_is(llama: Target, tmp_path: Path,
     keys, tensors = read_keys(tmp_path / "head.gguf"), read_tensors(tmp_path / "head.gguf")
     of = "eagle3" if name == "eagle3" else "dflash"
     assert keys["general.architecture"] == of
+    assert gguf_layout.method_of_file(tmp_path / "head.gguf") == name  # as of another project
     assert keys[f"{of}.target_layers"] == list(drafter.needs.layers)
     assert keys[f"{of}.vocab_size"] == V and keys[f"{of}.rope.dimension_count"] == 8
     assert tensors["d2t"].tolist() == KEPT.tolist()  # absolute ids
     assert ("token_embd.weight" in tensors) is False
+
+
+def test_an_own_chat_template_stands_in_the_mark(
+    llama: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama, "rendering", PromptRendering({}, "{{ messages }}"))
+    written(tmp_path / "head.gguf", "eagle3", llama)
+    mark = draft_export.read_mark(tmp_path / "head.gguf")
+    assert mark[draft_export.OWN_TEMPLATE] == "{{ messages }}"
 
 
 @pytest.mark.parametrize("name", SERVED)
@@ -136,9 +148,12 @@ def test_what_llama_cpp_would_compute_differently(
     target = target_of(kind)
     with pytest.raises(UserError, match=said):
         draft_export.require_exportable(config, target, "gguf")
-    with pytest.raises(UserError, match=said):
-        draft_export.write_export(tmp_path / "a.gguf", draft(config, target), target, "gguf")
+    drafter = draft(config, target)
+    with pytest.raises(UserError, match=said) as refused:
+        draft_export.write_export(tmp_path / "a.gguf", drafter, target, "gguf")
     assert not list(tmp_path.iterdir())
+    # which is what the report goes by
+    assert draft_export.rejected_layouts(drafter, target)["gguf"] == str(refused.value)
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], Any]
@@ -242,6 +257,30 @@ def test_only_an_earlier_export_is_replaced(llama: Target, tmp_path: Path) -> No
     (tmp_path / "folder.gguf").mkdir()
     with pytest.raises(UserError, match="is a folder"):
         written(tmp_path / "folder.gguf", "eagle3", llama)
+
+
+def test_tensors_of_any_type_are_read_or_named(tmp_path: Path) -> None:
+    """Files of others hold integers of 32 bits and floats of 64; ggml's Q8_K is of no file, and 256
+    numbers take 292 bytes."""
+    path = tmp_path / "a.gguf"
+    numbers = {"ids": np.array([3, -4], "int32"), "x.weight": np.array([[0.1, 2.0]], "float64")}
+    rows = np.zeros((1, 292), "uint8")
+    for more in ({}, {"y.weight": rows}):
+        writer = GGUFWriter(path, "llama")
+        for name, x in numbers.items():
+            writer.add_tensor(name, x)
+        for name, x in more.items():
+            writer.add_tensor(name, x, raw_dtype=GGMLQuantizationType.Q8_K)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if not more:
+            tensors = read_tensors(path)
+            assert torch.equal(tensors["ids"], torch.tensor([3, -4]))
+            assert torch.equal(tensors["x.weight"], torch.tensor([[0.1, 2.0]]))
+    with pytest.raises(UserError, match=r"tensor 'y.weight' is stored as Q8_K, which cannot"):
+        read_tensors(path)
 
 
 def test_a_folder_is_made_for_the_file(llama: Target, tmp_path: Path) -> None:

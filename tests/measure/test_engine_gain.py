@@ -4,7 +4,8 @@ llama.cpp itself is measured in tests/test_end_to_end.py.
 Run alone: python -m pytest tests/measure/test_engine_gain.py (under 15 s)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from specdec.decoding.way import Way
 from specdec.drafters import Drafter
+from specdec.drafters.eagle3 import Eagle3Config
 from specdec.engines.client import Server
 from specdec.errors import UserError
 from specdec.measure.engine_gain import (
@@ -31,10 +33,12 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from specdec.theory.intervals import Interval
 from tests.engines.test_llama_cpp import PROMPTS, FakeLlamaCpp
+from tests.formats.test_export_check import draft, target_of
 from tests.measure.test_results import results, terminal
 from tests.tiny import Tiny, lm
 from tests.told import told
-from train.engine_measurement import gain_in_engine
+from train import engine_measurement
+from train.engine_measurement import gain_in_engine, is_servable
 
 STEP = 0.02  # seconds of a plain step of the fake server
 NEW = 12
@@ -181,6 +185,49 @@ def test_a_target_that_is_no_gguf_file_is_skipped_in_one_line(
     assert gain_in_engine("llama.cpp", *how) is None
     said = capsys.readouterr()
     assert "not measured in llama.cpp:" in said.out + said.err and not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_servers_have_room_for_the_texts_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """As long as the longest prompt, a response, and the last speculation step; as often as the
+    server for verifications answers at once. With export=null, the export is deleted."""
+    target, asked = target_of("llama"), list[Sequence[str]]()
+    config = Eagle3Config(depth=3, draft_vocab=40, layers=[2, 3, 5])
+
+    @contextmanager
+    def noted(_engine: Any, _served: Any, options: Sequence[str], *_: Any) -> Iterator[None]:
+        asked.append(options)
+        if len(asked) == 2:
+            raise UserError("no server")
+        assert len([*tmp_path.rglob("export.gguf")]) == 1
+        yield
+
+    monkeypatch.setattr(engine_measurement, "local_server", noted)
+    monkeypatch.setattr(engine_measurement, "require_installed", lambda _: None)
+    (tmp_path / "target.gguf").touch()
+    cfg, folder = TargetConfig(str(tmp_path / "target.gguf")), tmp_path / "run"
+    folder.mkdir()
+    how: Any = (folder, draft(config, target), target, cfg, [[1] * 5000, [1]], 2, NEW, None, keeps)
+    assert gain_in_engine("llama.cpp", *how) is None
+    rooms = [int(line[line.index("--ctx-size") + 1]) for line in asked]
+    assert rooms == [5000 + NEW + 3, 3 * (5000 + NEW + 3)]
+    assert [path.name for path in folder.iterdir()] == ["export.gguf"] * keeps
+
+
+def test_a_draft_that_the_engine_would_run_differently_is_not_servable(tmp_path: Path) -> None:
+    """By the check of the export, before any time is set aside for the engine."""
+    target, cfg = target_of("llama"), TargetConfig(str(tmp_path / "target.gguf"))
+    (tmp_path / "target.gguf").touch()
+    config = Eagle3Config(depth=3, draft_vocab=40, layers=[2, 3, 5])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_measurement, "require_installed", lambda _: None)
+        servable = [
+            is_servable("llama.cpp", draft(replace(config, window=window), target), target, cfg)
+            for window in (None, 8)
+        ]
+    assert servable == [True, False]
 
 
 def test_engines_that_a_run_does_not_start_are_told(capsys: pytest.CaptureFixture[str]) -> None:

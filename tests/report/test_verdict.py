@@ -12,6 +12,7 @@ from specdec.drafters import DRAFTERS
 from specdec.formats.draft_export import LAYOUTS
 from specdec.measure.results import Measured, Results, Shift
 from specdec.report import verdict
+from specdec.targets.prompt_rendering import PromptRendering
 from specdec.theory.intervals import Interval
 from tests.measure.test_results import results as measured
 
@@ -181,6 +182,19 @@ def test_commands_decode_as_was_measured() -> None:
     assert lines(of(options))[0].endswith(
         "--gamma 2 --temperature 0.7 --top-k 5 --top-p 0.9 --greedy-draft --compile"
     )
+
+
+def test_an_engine_that_would_not_load_the_export_is_not_recommended() -> None:
+    rejected = of(at(GAIN), rejected_layouts={"gguf": "train with drafter.fc_norm=false"})
+    assert not any("llama" in line for line in lines(rejected))
+    assert any("vllm serve" in line for line in lines(rejected))
+
+
+def test_an_own_chat_template_goes_with_every_engine() -> None:
+    """The export for vLLM has the file; a GGUF file has none beside it, but the run has."""
+    own = of(at(GAIN), rendering=PromptRendering({}, "{{ messages }}"))
+    assert any("--chat-template my-head/chat_template.jinja" in line for line in lines(own))
+    assert any("--chat-template-file runs/run/chat_template.jinja" in x for x in lines(own))
 
 
 def test_an_engine_drafts_the_chains_that_were_fastest() -> None:
