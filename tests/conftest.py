@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.tiny import Tiny
 
 HERE = Path(__file__).parent
+ROW_OF_ENGINES = "a row of the table of engines"  # the property of a test that made one
 if os.environ.get("DRAFTSMITH_TEST_DEVICE", "cpu") != "cpu":
     from tests.device import DEVICE, Placed
 
@@ -102,6 +103,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return (1 if item.path in slow else 2 if item.path in long else 3, "")
 
     items.sort(key=place)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the table of engines and methods, in Markdown, if tests with engines ran."""
+    reports = [r for of in terminalreporter.stats.values() for r in of if hasattr(r, "when")]
+    properties = [pair for r in reports if r.when == "call" for pair in r.user_properties]
+    rows = [value for name, value in properties if name == ROW_OF_ENGINES]
+    if not rows:
+        return
+    terminalreporter.section("drafts in engines, in float32, compared with our decoder")
+    columns, cells = [*rows[0]], sorted([*row.values()] for row in rows)
+    for row in (columns, ["---"] * len(columns), *cells):
+        terminalreporter.write_line(f"| {' | '.join(row)} |")
 
 
 def _drafter(item: pytest.Item) -> str:

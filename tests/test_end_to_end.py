@@ -5,7 +5,8 @@ it rounds, they draft tokens that are accepted. How well a draft does on other t
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
 With serving engines: python -m pytest tests/test_end_to_end.py -m "" (needs scripts/serving-env and
-scripts/llama-cpp-env; -k llama_cpp only the latter)
+scripts/llama-cpp-env; -k llama_cpp only the latter). At its end, pytest prints the table of engines
+and methods.
 In scripts/test one worker begins with this file, and others help at the end (see conftest.py).
 """
 
@@ -50,6 +51,7 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from specdec.theory.alpha import visits
 from specdec.theory.intervals import ratio_interval
+from tests.conftest import ROW_OF_ENGINES
 from tests.tiny import compose, losses
 from train import loop, pipeline
 from train.data.conversations import DataConfig, Tally
@@ -301,71 +303,68 @@ def benches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def engine(benches: None) -> Iterator[Any]:
-    """vLLM, which is imported once by a worker, and ends with the tests of this file."""
-    from benches.engine import VllmWorker
+def servers(benches: None, target: Target) -> Iterator[Any]:
+    """Engines with drafts of the target. vLLM is imported once by a worker, and ends with the tests
+    of this file."""
+    from benches.engines import DraftServers
 
-    with VllmWorker() as engine:
-        yield engine
+    with DraftServers(target) as servers:
+        yield servers
 
 
-@pytest.fixture(scope="module")
-def whole_target(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target's folder, for vLLM."""
-    target.save(folder := tmp_path_factory.mktemp("target"))
-    return folder
+@pytest.fixture
+def require_equal_to(
+    served: Served, servers: Any, record_property: Callable[[str, object], None]
+) -> Callable[[str, str], None]:
+    """Compares the draft of this name in this engine with our decoder, as `scripts/bench engines`
+    does, in a row of the table that pytest prints at its end (tests/conftest.py)."""
+
+    def require_equal(engine: str, name: str) -> None:
+        drafter, results = served(name)
+        compared = servers.comparison(ENGINES[engine], drafter, results, 3, NEW)
+        record_property(ROW_OF_ENGINES, compared.cells)
+        assert compared.is_equal, compared
+        assert compared.steps == compared.own_steps and compared.accepted == compared.own_accepted
+        assert sum(compared.accepted) > 0
+
+    return require_equal
 
 
 @pytest.mark.serving
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, "float32") for name in DRAFTERS if name != "ngram"), ("eagle3", "bfloat16")],
-)
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "ngram"])
 def test_vllm_accepts_what_our_decoder_accepts(
-    runs: Runs,
-    target: Target,
-    served: Served,
-    asked: list[list[int]],
-    engine: Any,
-    whole_target: Path,
-    tmp_path: Path,
-    name: str,
-    dtype: str,
+    require_equal_to: Callable[[str, str], None], name: str
 ) -> None:
-    """float32: the same ids, and accepted counts per position within 0.5 % of the drafted ones.
-    bfloat16: near-ties flip and the texts part, so τ is compared over what both wrote. A near-tie
-    of the draft moves τ, too, by up to γ tokens in one of some 60 speculation steps: within 10 %. A
-    draft that reads a wrong state or position loses most of its acceptance."""
+    """float32: the same ids, steps, and accepted counts at each position, for each prompt."""
+    require_equal_to("vllm", name)
+
+
+@pytest.mark.serving
+def test_vllm_accepts_as_much_in_bfloat16(
+    runs: Runs, asked: list[list[int]], servers: Any, tmp_path: Path
+) -> None:
+    """Near-ties flip and the texts part, so τ is compared over what both wrote. A near-tie of the
+    draft moves τ, too, by up to γ tokens in one of some 60 speculation steps: within 10 %. A draft
+    that reads a wrong state or position loses most of its acceptance."""
     from benches.engine import on_shared_text
     from benches.turns import tau
 
-    if dtype == "float32":
-        drafter, results = served(name)
-    else:
-        target = loaded(dtype)
-        drafter = draft_checkpoint.load_draft(runs(name) / "best", target)
-        way = Way(drafter, Chain(min(3, drafter.depth)))  # one by one: batches flip near-ties
-        results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
+    target = loaded("bfloat16")
+    drafter = draft_checkpoint.load_draft(runs("eagle3") / "best", target)
+    way = Way(drafter, Chain(3))  # one by one: batches flip near-ties
+    results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
     draft_export.write_export(tmp_path / "draft", drafter, target)
-    engine.serve(whole_target, tmp_path / "draft", drafter.config.name, 3, dtype)
-    if dtype == "float32":
-        theirs = [engine.answer(g.prompt, NEW) for g in results]
-        assert [s.ids for s in theirs] == [g.ids for g in results]
-        steps = [r for g in results for r in g.steps]
-        assert abs(sum(s.speculation_steps for s in theirs) - len(steps)) <= 0.005 * len(steps)
-        for k, ours in enumerate(accepted_by_depth(steps)):
-            accepted = sum(s.accepted[k] for s in theirs)
-            assert abs(ours - accepted) <= 0.005 * len(steps)
-    else:
-        shared = [
-            pair
-            for g in results
-            for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
-        ]
-        ours, theirs = zip(*shared, strict=True)
-        assert sum(len(a.ids) for a in ours) > NEW  # of the five responses
-        assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.1)
-        assert float(tau(ours)) > 1.2  # or 10 % would be all of it
+    engine = servers.worker("vllm")
+    engine.serve(servers.target_folder, tmp_path / "draft", "eagle3", 3, "bfloat16")
+    shared = [
+        pair
+        for g in results
+        for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
+    ]
+    ours, theirs = zip(*shared, strict=True)
+    assert sum(len(a.ids) for a in ours) > NEW  # of the five responses
+    assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.1)
+    assert float(tau(ours)) > 1.2  # or 10 % would be all of it
 
 
 @contextmanager
@@ -402,21 +401,12 @@ def llama_cpp(draft: Path, *arguments: str) -> Iterator[MeasuredServer]:
 
 @pytest.mark.serving
 @pytest.mark.parametrize("name", ["eagle3", "dflash", *SERVED_BY_LLAMA_CPP])
-@pytest.mark.usefixtures("benches")
 def test_llama_cpp_accepts_what_our_decoder_accepts(
-    target: Target, served: Served, name: str
+    require_equal_to: Callable[[str, str], None], name: str
 ) -> None:
-    """float32: the same ids, steps, and accepted counts at each position, for each prompt."""
-    from benches.engines import accepted_by_position, positions, served_draft
-
-    drafter, results = served(name)
-    with served_draft(ENGINES["llama.cpp"], target, drafter, 3) as server:
-        theirs = [server.reply(g.prompt, NEW, Sampler(0.0), 0) for g in results]
-    assert [reply.ids for reply in theirs] == [g.ids for g in results]
-    assert [reply.speculation_steps for reply in theirs] == [len(g.steps) for g in results]
-    accepted = [accepted_by_position(g, 3, NEW) for g in results]
-    assert [positions(reply, 3) for reply in theirs] == accepted
-    assert sum(map(sum, accepted)) > 0
+    """As in vLLM. llama.cpp drafts no further than the end of a response; such tokens of ours are
+    not counted."""
+    require_equal_to("llama.cpp", name)
 
 
 @pytest.mark.serving
@@ -577,11 +567,11 @@ class Tools(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def tools(whole_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
+def tools(servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tools]:
     """Starting vLLM takes half a minute, so two tests share it."""
     folder = tmp_path_factory.mktemp("tools")
-    shutil.copytree(whole_target, folder / "target")
-    tokenizer = AutoTokenizer.from_pretrained(whole_target)
+    shutil.copytree(servers.target_folder, folder / "target")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.chat_template = TOOLS_AND_THINKING
     tokenizer.save_pretrained(folder / "target")
     chats = [chat_of(n) for n in range(12)]

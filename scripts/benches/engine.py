@@ -100,6 +100,10 @@ class VllmWorker:
         raise UserError(f"vLLM ended with {self.process.wait()}: {end}")
 
 
+# By name, the engines that a process keeps imported, so that the next draft starts in seconds
+WORKERS = {"vllm": VllmWorker}
+
+
 @dataclass
 class Serving(Timing):
     prompts: int = 40
