@@ -58,6 +58,8 @@ class FakeEngine:
             self.models = [{"id": "tiny", "owned_by": "toy", "meta": {"room": room}}]
         self.toy = toy
         self.asked: list[dict[str, Any]] = []
+        # what /tokenize makes ids with
+        self.tokenizer, self.template_args = target.tokenizer, dict[str, Any]()
         self._one, self.seen = threading.Lock(), 0
         engine = self
 
@@ -106,6 +108,8 @@ class FakeEngine:
         return responses.get(path, 404)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/tokenize":
+            return self.tokenized(body)
         if path != ("/completion" if self.toy else "/v1/completions"):
             return 404
         with self._one:  # the decoder takes one batch at a time
@@ -113,6 +117,15 @@ class FakeEngine:
             self.asked.append(body)
             reply = self.toy_completion(body) if self.toy else self.completion(body)
         return reply if self.fault is None else self.fault(number, reply)
+
+    def tokenized(self, body: dict[str, Any]) -> dict[str, Any]:
+        words = body.get("prompt")
+        if words is None:
+            how = {"tokenize": False, "add_generation_prompt": body["add_generation_prompt"]}
+            words = self.tokenizer.apply_chat_template(
+                body["messages"], **how, **self.template_args
+            )
+        return {"tokens": self.tokenizer(words, add_special_tokens=False)["input_ids"]}
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, limit = body["prompt"], body["max_tokens"]

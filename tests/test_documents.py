@@ -53,6 +53,7 @@ FEW = ["--max-new-tokens", "6"]
 SHORTER = {"generate": FEW, "evaluate": [*FEW, "--limit", "2"], "export": []}
 SHORTER["compare"] = SHORTER["evaluate"]
 ELSEWHERE = {  # the beginning of a command that does not run here, and why
+    "scripts/check": "needs a server: tests/measure/test_served_diagnosis.py",
     "scripts/doctor": "tests/scripts/test_doctor.py",
     "scripts/quickstart": "takes 15 minutes: run before each release",
     "scripts/test": "would run itself",

@@ -259,9 +259,11 @@ def responding(temperature: float = 0.0, **settings: Any) -> ResponsesConfig:
     return ResponsesConfig(**(decided | settings))
 
 
-def make_tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+def make_tokenizer(
+    template: str | None = TEMPLATE, words: Sequence[str] = WORDS
+) -> PreTrainedTokenizerFast:
     """Words, spaces and marks, one token each, so that every offset is exact."""
-    vocab = [*SPECIAL, *ROLES, *MARKS, *WORDS]
+    vocab = [*SPECIAL, *ROLES, *MARKS, *words]
     tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(vocab)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"\w+|\s|[^\w\s]"), "isolated")
     tokenizer.decoder = decoders.Fuse()

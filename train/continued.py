@@ -87,6 +87,7 @@ CHANGES: dict[str, Change] = {
     **{f"decode.{name}": Change.ALLOWED for name in _DECODE},
     "combine_with": Change.ALLOWED,
     "export": Change.ALLOWED,
+    "export_reference": Change.ALLOWED,
     "serve_in": Change.ALLOWED,
     "track.tracker": Change.ALLOWED,
     "track.mode": Change.ALLOWED,

@@ -37,6 +37,7 @@ from specdec.targets.target import Target
 from train.budget import Budget
 from train.data.sequences import Prompt
 from train.engine_measurement import gain_in_engine, is_servable
+from train.export_reference import OF_RUN, add_reference, ids_of_prompts
 from train.run_documents import RunDocuments
 from train.tracking import Tracker, curve
 
@@ -63,6 +64,7 @@ class FinalSettings:
     needs_layers: bool  # whether the draft runs the target's layers
     packed: bool  # `target.packed`
     serve_in: str | None = None  # the engine in which the draft is measured as well
+    export_reference: bool = True
 
 
 @memory_for(
@@ -101,7 +103,7 @@ def finished(
         console.print(
             f"not measured, as decode.prompts=0 says: scripts/evaluate {folder / 'best'} does that"
         )
-        ranks.first(lambda: _export_unmeasured_draft(cfg, folder, on_demand))
+        ranks.first(lambda: _export_unmeasured_draft(cfg, folder, on_demand, texts))
         return None
     original, stage = on_demand.whole(), None
     drafter, target = draft_checkpoint.load_draft_with_target(folder / "best", original)
@@ -143,25 +145,32 @@ def finished(
     results.cut = texts.cut
     results.draft = quote(str(folder / "best"))
     results.combined = quote(str(folder / f"with-{cfg.combine_with}")) if cfg.combine_with else ""
-    ranks.first(lambda: _write(cfg, folder, results, drafter, target, original, tracker))
+    rest_of_stage = None if stage is None else stage.left
+    ranks.first(
+        lambda: _write(
+            cfg, folder, texts, results, drafter, target, original, tracker, rest_of_stage
+        )
+    )
     ranks.first(lambda: note(cfg, folder, texts, original, ranks.world))
     return results
 
 
-def _export_unmeasured_draft(cfg: FinalSettings, folder: Path, on_demand: TargetLoader) -> None:
+def _export_unmeasured_draft(
+    cfg: FinalSettings, folder: Path, on_demand: TargetLoader, texts: RunDocuments
+) -> None:
     """Export the best draft of a run without measuring it. The target's parts suffice, unless the
-    draft runs the target's layers."""
+    draft runs the target's layers; without its layers, the export has no reference."""
     if not cfg.needs_layers:
         target = on_demand.parts
         drafter = draft_checkpoint.read_draft(folder / "best", target).to(
             target.device, target.dtype
         )
         drafter.attach(target)
-        _export(cfg, folder, drafter.eval(), target)
+        _export(cfg, folder, drafter.eval(), target, texts)
         return
     original = on_demand.whole()
     drafter, adapted = draft_checkpoint.load_draft_with_target(folder / "best", original)
-    _export(cfg, folder, drafter, adapted)
+    _export(cfg, folder, drafter, adapted, texts)
     if adapted is not original:
         draft_export.write_target(folder / "export-target", adapted)
 
@@ -304,29 +313,44 @@ def others_of(texts: RunDocuments) -> list[Prompt]:
 def _write(
     cfg: FinalSettings,
     folder: Path,
+    texts: RunDocuments,
     results: Results,
     drafter: Drafter,
     target: Target,
     original: Target,
     tracker: Tracker,
+    left: Callable[[], float] | None,
 ) -> None:
     """Write and log the report, and export the draft."""
     pictures = report.write(folder / "report", results)
     tracker.log_results(results, pictures, folder / "best")
     report.show(results, console)
     console.print(f"report: {folder / 'report' / 'report.md'}")
-    _export(cfg, folder, drafter, target)
+    _export(cfg, folder, drafter, target, texts, left)
     if target is not original and cfg.export is not None:
         draft_export.write_target(folder / "export-target", target)
         console.print(f"exported the adapted target to {folder / 'export-target'}")
 
 
-def _export(cfg: FinalSettings, folder: Path, drafter: Drafter, target: TargetParts) -> None:
+def _export(
+    cfg: FinalSettings,
+    folder: Path,
+    drafter: Drafter,
+    target: TargetParts,
+    texts: RunDocuments,
+    left: Callable[[], float] | None = None,
+) -> None:
+    """Export a draft, and add a reference on the first of the decoder's prompts in the seconds that
+    are `left`. The export is complete before the reference is computed."""
     name = drafter.config.name
     if cfg.export is not None and draft_export.can_be_exported(drafter, cfg.export):
         path = draft_export.export_path(folder, name, cfg.export)
         checked = draft_export.write_export(path, drafter, target, cfg.export, folder / "best")
         console.print(f"exported to {path} ({cfg.export}); {checked}")
+        if isinstance(target, Target) and cfg.export_reference:
+            asked, limit = ids_of_prompts(texts.prompts), cfg.decode.max_new_tokens
+            said = add_reference(path, drafter, target, cfg.export, asked, OF_RUN, limit, left=left)
+            console.print(f"{path}: {said}")
 
 
 def note(

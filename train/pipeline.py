@@ -209,6 +209,7 @@ def run(
             needs_layers=cfg.needs_layers,
             packed=cfg.target.packed,
             serve_in=cfg.serve_in,
+            export_reference=cfg.export_reference,
         )
         results = finished(
             settings, folder, texts, training, target, ranks, tracker, progress, budget

@@ -101,6 +101,9 @@ class Config:
     # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; null: no
     # export
     export: str | None = LAYOUT
+    # whether the export carries a dozen prompts with the expected responses and accepted counts,
+    # which scripts/check replays on a server; with budget.minutes, only if time is left
+    export_reference: bool = True
     # engine in which the run measures its draft at the end, beside the target alone, on the prompts
     # that are timed: llama.cpp, once scripts/llama-cpp-env has installed it; null: none
     serve_in: str | None = None

@@ -40,6 +40,7 @@ class CompletionRequest:
     eos: Sequence[int] | None = None
     states: str | None = None  # "prompt" or "response"
     text_needed: bool = False
+    fresh: bool = False  # read the whole prompt, even if the engine has kept parts of it
 
 
 @dataclass(frozen=True)
@@ -230,6 +231,19 @@ class Engine:
         """The engine, its version if it reports one, and its address."""
         return f"{self.title} at {server.url}"
 
+    # What a server makes of words
+
+    def tokens_of_text(self, server: Server, model: str, words: str) -> list[int] | None:
+        """The ids that a server makes of words, without special tokens; None if the engine does not
+        tell. Raises RequestRejected and ServerUnavailable as `Server.ask` does."""
+        return None
+
+    def tokens_of_chat(self, server: Server, model: str, words: str) -> list[int] | None:
+        """The ids of a chat that holds these words of a user, with the generation prompt, as a
+        server renders it by default; None if the engine does not tell. Raises as `tokens_of_text`
+        does."""
+        return None
+
     # Hidden states
 
     def hidden_states(
@@ -297,6 +311,13 @@ def choice_of(reply: Any) -> dict[str, Any]:
     if not isinstance(choice, dict):
         raise ServerUnavailable("a response that is not of OpenAI's form")
     return choice
+
+
+def ids_of_reply(reply: Any, key: str = "tokens") -> list[int] | None:
+    """The ids in a reply of an address that makes tokens; None if it has none."""
+    ids = reply.get(key) if isinstance(reply, dict) else None
+    sound = isinstance(ids, list) and all(type(i) is int for i in ids)
+    return ids if sound else None
 
 
 def version_at(server: Server, path: str, key: str) -> str | None:

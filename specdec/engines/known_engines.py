@@ -11,6 +11,7 @@ from typing import Any
 from specdec.engines.client import RequestRejected, Server, ServerUnavailable
 from specdec.engines.engine_interface import Engine
 from specdec.engines.llama_cpp import LlamaCpp
+from specdec.engines.sglang import SGLang
 from specdec.engines.vllm import Vllm
 from specdec.errors import UserError, require
 from specdec.plugins import Plugins
@@ -22,7 +23,7 @@ def require_engine(name: str, value: Any) -> None:
     require(fits, f"it is no instance of an Engine whose name is {name!r}")
 
 
-CORE = {"vllm": Vllm(), "llama.cpp": LlamaCpp()}
+CORE = {"vllm": Vllm(), "llama.cpp": LlamaCpp(), "sglang": SGLang()}
 ENGINES = Plugins[Engine]("draftsmith.engines", "engine", CORE, require_engine)
 DEFAULT_ENGINE = "vllm"  # also for a server that no engine recognises
 

@@ -27,6 +27,7 @@ from specdec.engines.engine_interface import (
     Engine,
     SpeculationCounts,
     TargetToServe,
+    ids_of_reply,
     python_path_with,
     speculation_counters,
     version_at,
@@ -170,6 +171,20 @@ class LlamaCpp(Engine):
             version = _first_tag(server)
         return f"{f'llama.cpp {version}' if version else 'llama.cpp'} at {server.url}"
 
+    # What a server makes of words
+
+    def tokens_of_text(self, server: Server, model: str, words: str) -> list[int] | None:
+        return _tokens(server, {"content": words, "add_special": False, "parse_special": False})
+
+    def tokens_of_chat(self, server: Server, model: str, words: str) -> list[int] | None:
+        """Rendered by /apply-template, which adds the generation prompt."""
+        chat = {"messages": [{"role": "user", "content": words}]}
+        reply = server.ask("POST", f"{server.root}/apply-template", chat)
+        text = reply.get("prompt") if isinstance(reply, dict) else None
+        if not isinstance(text, str):
+            return None
+        return _tokens(server, {"content": text, "add_special": False, "parse_special": True})
+
     # Figures of speculation
 
     def require_drafting(self, server: Server) -> None:
@@ -224,6 +239,10 @@ class LlamaCpp(Engine):
             "start it again to measure",
         )
         return counts
+
+
+def _tokens(server: Server, body: dict[str, Any]) -> list[int] | None:
+    return ids_of_reply(server.ask("POST", f"{server.root}/tokenize", body))
 
 
 def _first_tag(server: Server) -> str | None:

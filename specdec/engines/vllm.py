@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from safetensors import SafetensorError
 from safetensors.torch import load
@@ -30,6 +31,7 @@ from specdec.engines.engine_interface import (
     Engine,
     SpeculationCounts,
     TargetToServe,
+    ids_of_reply,
     python_path_with,
     speculation_counters,
     version_at,
@@ -148,6 +150,8 @@ class Vllm(Engine):
         if request.text_needed:
             body["skip_special_tokens"] = False
         body |= self.sampling(request.sampler, request.seed)
+        if request.fresh:
+            body["cache_salt"] = uuid4().hex  # prefixes are shared under the same salt alone
         if request.states is not None:
             body["kv_transfer_params"] = RESPONSE_STATES if request.states == "response" else {}
         return body
@@ -155,6 +159,17 @@ class Vllm(Engine):
     def title_at(self, server: Server) -> str:
         version = version_at(server, "/version", "version")
         return f"{f'vLLM {version}' if version else 'the engine'} at {server.url}"
+
+    # What a server makes of words
+
+    def tokens_of_text(self, server: Server, model: str, words: str) -> list[int] | None:
+        body = {"model": model, "prompt": words, "add_special_tokens": False}
+        return ids_of_reply(server.ask("POST", f"{server.root}/tokenize", body))
+
+    def tokens_of_chat(self, server: Server, model: str, words: str) -> list[int] | None:
+        messages = [{"role": "user", "content": words}]
+        body = {"model": model, "messages": messages, "add_generation_prompt": True}
+        return ids_of_reply(server.ask("POST", f"{server.root}/tokenize", body))
 
     # Hidden states
 

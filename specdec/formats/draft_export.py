@@ -7,7 +7,7 @@ is to round them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from specdec.context import Context
 from specdec.drafters import family
 from specdec.drafters.base import Drafter, Predictor
 from specdec.errors import UserError, located, nearest, require
-from specdec.files import make_folder, new_file, read_json, replaced, require_elsewhere
+from specdec.files import make_folder, new_file, read_json, replaced, require_elsewhere, write_whole
 from specdec.formats import (
     dflash_layout,
     draft_import,
@@ -39,6 +39,7 @@ from specdec.formats.export_readme import README, export_readme
 from specdec.formats.gguf_file import (
     FILE_TYPE,
     MARK_KEY,
+    REFERENCE_KEY,
     WEIGHT_TYPES,
     WeightType,
     read_json_key,
@@ -207,6 +208,8 @@ def write_export(
         kind = weight_type_of(choices.weight_type, dtype)
         keys = draft_tokenizer(target, choices.tokenizer_from) | chosen.config(drafter, target)
         keys[MARK_KEY] = json.dumps(mark_of(drafter, layout, target) | _own_template(target))
+        if choices.reference is not None:
+            keys[REFERENCE_KEY] = choices.reference
         make_folder(path.parent)
         with new_file(path) as partial:  # compared without rounding, and then rounded
             chosen.save(partial, named, keys | {FILE_TYPE: int(WEIGHT_TYPES["f32"].file_type)})
@@ -334,6 +337,16 @@ def _write_as_it_came(
     return (
         f"{len(tensors)} tensors read back, identical, in the layout that they came in; {compared}"
     )
+
+
+def add_to_export(folder: Path, texts: Mapping[str, str]) -> None:
+    """Add text files to an export, by their paths in it. Its mark lists them first, so a later
+    export replaces them. Raises UserError as `read_mark` does."""
+    names = {*_written(folder), *(Path(place).parts[0] for place in texts)}
+    write_whole(folder / MARK, json.dumps(read_mark(folder) | {"files": sorted(names)}, indent=1))
+    for place, text in texts.items():
+        make_folder((folder / place).parent)
+        write_whole(folder / place, text)
 
 
 def _stops(target: TargetParts) -> str:

@@ -31,7 +31,7 @@ from specdec.errors import UserError
 from specdec.formats.check_text import FINAL, CheckText, ExportFolder
 from specdec.formats.gguf_file import MARK_KEY, read_json_key, read_keys, read_tensors
 from specdec.formats.layout import CONFIG, MARK, OVERRIDES, WEIGHTS
-from specdec.formats.reference_networks import REFERENCE_NETWORKS
+from specdec.formats.reference_networks import REFERENCE_NETWORKS, ReferenceNetwork
 from specdec.targets.parts import TargetParts
 
 
@@ -39,7 +39,14 @@ from specdec.targets.parts import TargetParts
 def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) -> Tensor:
     """The logits [N, V] of an exported draft, computed by the reference network. Raises UserError
     for a folder that an engine would not load."""
-    folder = Path(folder)
+    files, network = network_of_export(Path(folder), target)
+    rows = [network(files, trial, anchor) for anchor in trial.anchors]
+    return torch.stack(rows, 1).flatten(0, 1)
+
+
+def network_of_export(folder: Path, target: TargetParts) -> tuple[ExportFolder, ReferenceNetwork]:
+    """The files of an export, and the network that an engine builds from them. Raises UserError for
+    a layout without a reference network."""
     files, mark = _in_file(folder, target) if folder.is_file() else _in_folder(folder, target)
     network = REFERENCE_NETWORKS.get((mark["drafter"], mark["layout"]))
     if network is None:
@@ -47,8 +54,7 @@ def reference_logits(folder: Path | str, target: TargetParts, trial: CheckText) 
             f"{folder}: no second implementation of layout {mark['layout']!r} of "
             f"{mark['drafter']!r}: add one to specdec/formats/reference_networks.py"
         )
-    rows = [network(files, trial, anchor) for anchor in trial.anchors]
-    return torch.stack(rows, 1).flatten(0, 1)
+    return files, network
 
 
 def _in_folder(folder: Path, target: TargetParts) -> tuple[ExportFolder, dict[str, Any]]:

@@ -31,6 +31,7 @@ from specdec.errors import UserError, first_line, nearest, require, unreadable
 SUFFIX = ".gguf"
 ARCHITECTURE, FILE_TYPE = "general.architecture", "general.file_type"
 MARK_KEY = "draftsmith.mark"  # JSON: what draftsmith.json says in the folder of another layout
+REFERENCE_KEY = "draftsmith.reference"  # JSON: what a server should accept (measure/reference.py)
 TOKENIZER = "tokenizer."
 # keys on the layout of a file itself, which another file does not share
 OF_FILES = ("GGUF.", "general.alignment", "split.")

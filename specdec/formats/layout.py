@@ -49,10 +49,12 @@ def load_safetensors(folder: Path) -> Tensors:
 @dataclass(frozen=True)
 class FileChoices:
     """What a user may choose of an export in one file: the type of its weights (None: the one they
-    were trained in), and a GGUF file whose tokenizer it copies (None: the target's own)."""
+    were trained in), and a GGUF file whose tokenizer it copies (None: the target's own).
+    `reference` is the text of the draft's reference for its key, if it has one."""
 
     weight_type: str | None = None
     tokenizer_from: Path | None = None
+    reference: str | None = None
 
 
 AS_TRAINED = FileChoices()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from rich.progress import Progress
 
@@ -22,7 +22,6 @@ from specdec.engines.known_engines import model_of
 from specdec.errors import UserError, require
 from specdec.files import write_json
 from specdec.sampling.sampler import Sampler
-from specdec.targets.parts import TargetParts
 from specdec.theory.intervals import (
     Interval,
     product_interval,
@@ -39,13 +38,15 @@ SETTLING = 5.0  # seconds within which an engine counts what it has answered
 @dataclass(frozen=True)
 class TimedResponse:
     """A response, its seconds with prefill, the number of its speculation steps, and how many of
-    these accepted each position, also beyond the end of the response."""
+    these accepted each position, also beyond the end of the response. `accepted` is empty if the
+    engine does not count by position."""
 
     ids: list[int]
     seconds: float
     speculation_steps: int = 0
     accepted: tuple[int, ...] = ()
     decoding: float | None = None  # seconds after the first token, if the engine says so
+    accepted_in_all: int = 0  # an engine may say no more than that
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,20 @@ class Served:
         write_json(folder / FILE, asdict(self))
 
 
+class ServedTarget(Protocol):
+    """What is known of the target that a server serves."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def eos(self) -> Sequence[int]: ...
+
+
 class MeasuredServer:
     """A server that answers one prompt at a time. Raises UserError as `model_of` does."""
 
-    def __init__(self, server: Server, target: TargetParts, speculates: bool) -> None:
+    def __init__(self, server: Server, target: ServedTarget, speculates: bool) -> None:
         self.server, self.target, self.speculates = server, target, speculates
         self.model = model_of(server, [target.name, Path(target.name).name])
         self.engine = self.model.engine
@@ -95,11 +106,17 @@ class MeasuredServer:
         return self.engine.title_at(self.server)
 
     def reply(
-        self, prompt: Sequence[int], limit: int, sampler: Sampler, seed: int
+        self,
+        prompt: Sequence[int],
+        limit: int,
+        sampler: Sampler,
+        seed: int,
+        fresh: bool = False,
     ) -> TimedResponse:
-        """The engine's response. Raises UserError if it has no ids or no figures of speculation, or
-        if the engine's counters do not fit this response."""
-        request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos)
+        """The engine's response. `fresh` is as in `CompletionRequest`. Raises UserError if it has
+        no ids or no figures of speculation, or if the engine's counters do not fit this
+        response."""
+        request = CompletionRequest(prompt, limit, sampler, seed, self.target.eos, fresh=fresh)
         before = self._counters() if self.speculates else None
         started = time.perf_counter()
         reply = asked_of(self, request)
@@ -130,7 +147,9 @@ class MeasuredServer:
                 f"{self.server.url} says that its steps made {committed} tokens for a response of "
                 f"{len(ids)}: its figures do not fit its responses",
             )
-        return TimedResponse(ids, seconds, counted.steps, counted.by_position, decoding)
+        return TimedResponse(
+            ids, seconds, counted.steps, counted.by_position, decoding, counted.accepted
+        )
 
     def _counters(self) -> SpeculationCounts | None:
         return _measured(lambda: self.engine.speculation_so_far(self.server))
@@ -196,12 +215,11 @@ def _measured(ask: Callable[[], T]) -> T:
 
 
 def greedy_replies(
-    engine: MeasuredServer, prompts: Sequence[Sequence[int]], limit: int
+    engine: MeasuredServer, prompts: Sequence[Sequence[int]], limit: int, tokenizer: Any
 ) -> list[str]:
     """The engine's greedy responses of up to `limit` tokens as texts, for later turns of a
     conversation. Raises UserError as `MeasuredServer.reply` does."""
     replies = [engine.reply(prompt, limit, Sampler(0.0), 0) for prompt in prompts]
-    tokenizer = engine.target.tokenizer
     return [str(tokenizer.decode(reply.ids, skip_special_tokens=True)) for reply in replies]
 
 

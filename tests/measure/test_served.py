@@ -205,9 +205,8 @@ def test_an_engine_responds_before_later_turns(
     cfg = DecodeConfig(max_new_tokens=NEW)
     how = target.tokenizer, None
     own, _ = prompts_of_all_turns(given, partial(greedy_responses, target, cfg=cfg), *how)
-    served_turns, skipped = prompts_of_all_turns(
-        given, partial(greedy_replies, engine, limit=NEW), *how
-    )
+    respond = partial(greedy_replies, engine, limit=NEW, tokenizer=target.tokenizer)
+    served_turns, skipped = prompts_of_all_turns(given, respond, *how)
     assert not skipped and [p.turn for p in served_turns] == [1, 2, 3] * 2
     assert [p.ids.tolist() for p in served_turns] == [p.ids.tolist() for p in own]
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from specdec.errors import UserError
 from specdec.files import read_json
 from specdec.formats import draft_checkpoint, draft_export
+from specdec.measure.reference import Reference
 from specdec.measure.results import Results
 from tests.tiny import (
     REPOSITORY,
@@ -177,6 +178,8 @@ def test_a_template_of_ones_own(
     assert all(make_tokenizer().decode(p.ids).endswith("assistant\nnew cold ") for p in noted[0])
     assert (run / "chat_template.jinja").read_text() == OWN
     assert (run / "export" / "chat_template.jinja").read_text() == OWN
+    rendering = Reference.load(run / "export").rendering
+    assert rendering.own_template and rendering.arguments == {"effort": "low"}
     page = (run / "report" / "report.md").read_text()
     assert "--chat-template my-head/chat_template.jinja" in page
     assert "in place of the target's own" in (run / "export" / "README.md").read_text()

@@ -1,0 +1,137 @@
+"""Which hypothesis explains what a server accepted, where it is not what a reference promises.
+
+First the text: if the server's tokens are not those of the target, no draft can be judged by them.
+Then the draft: each `ChangedDraft` of hypotheses.py predicts how many tokens are accepted at each
+position of each response, and its *misfit* is by how many the server's counts differ from that,
+summed up. The rule:
+
+1. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
+   it was exported, and at most `SHARE` of that misfit or of the accepted tokens.
+2. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
+   the dtype if the draft as it was exported misfits by at most `SHARE_16`.
+3. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
+4. Else none of the hypotheses explains it.
+
+Hypotheses with the same misfit cannot be told apart by these prompts, and all of them are named.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from specdec.measure.hypotheses import HYPOTHESES, ChangedDraft, Experiment
+from specdec.measure.reference import ROUNDING
+from specdec.targets.target import Target
+
+SHARE = 0.05  # of the accepted tokens: the misfit that rounding explains
+SHARE_16 = 0.2  # the same where the server computes in bfloat16 and the draft in float32
+ROUNDED, NONE = "rounding", "none"
+ANOTHER_TARGET = "another target"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A change of the draft, and its misfit in accepted tokens."""
+
+    culprit: str
+    change: str
+    misfit: int
+
+
+@dataclass(frozen=True)
+class ServedDiagnosis:
+    """`culprits` are what is named: the hypotheses that explain the counts best, `ROUNDED` or
+    `NONE`. `why` says so in words. `unchanged` is the misfit of the draft as it was exported, and
+    `accepted` the number of tokens that the server accepted."""
+
+    culprits: list[str]
+    why: str
+    unchanged: int = 0
+    accepted: int = 0
+    explanations: list[Explanation] = field(default_factory=list)  # the best first
+
+
+def diagnosed(
+    here: Experiment,
+    more: Iterable[ChangedDraft] = (),
+    *,
+    known: bool = True,
+    unchanged: int = 0,
+) -> ServedDiagnosis:
+    """What explains the responses of an experiment. `more` are further changes, which are tried
+    first. If the draft as it was exported is not `known`, they alone are tried, and `unchanged` is
+    its misfit."""
+    if (other := _other_target(here)) is not None:
+        return other
+    changes, tried = list(more), list[Explanation]()
+    if known:
+        unchanged = here.misfit(here.unchanged)
+        changes += (change for hypothesis in HYPOTHESES.values() for change in hypothesis(here))
+    for changed in changes:
+        tried.append(Explanation(changed.culprit, changed.change, here.misfit(changed)))
+    tried.sort(key=lambda one: one.misfit)  # stable: the order of the table
+    accepted = sum(response.accepted_in_all for response in here.responses)
+    diagnosis = named(tried, unchanged, accepted)
+    if diagnosis.culprits == [NONE] and _in_16_bits(here) and unchanged <= SHARE_16 * accepted:
+        why = (
+            "the server's tokens are those of a target in bfloat16; the draft as exported gives "
+            f"its {accepted} accepted tokens but for {unchanged}"
+        )
+        return replace(diagnosis, culprits=["dtype"], why=why)
+    return diagnosis
+
+
+def named(tried: list[Explanation], unchanged: int, accepted: int) -> ServedDiagnosis:
+    """The diagnosis by the rule, from explanations in the order of their misfits."""
+    most = SHARE * max(accepted, unchanged, 1)
+    best = [one for one in tried if one.misfit == tried[0].misfit] if tried else []
+    beside = (unchanged, accepted, tried)
+    if best and best[0].misfit <= most and 2 * best[0].misfit <= unchanged:
+        culprits = list(dict.fromkeys(one.culprit for one in best))
+        ways = "; or ".join(one.change for one in best[:4])
+        fit = "exactly" if not best[0].misfit else f"but for {best[0].misfit} tokens"
+        return ServedDiagnosis(culprits, f"{ways}: this gives the server's counts {fit}", *beside)
+    if unchanged <= most:
+        why = f"the draft as exported gives the server's counts but for {unchanged} tokens"
+        return ServedDiagnosis([ROUNDED], why, *beside)
+    why = (
+        f"none of {len(tried)} changes of the draft gives the server's {accepted} accepted tokens; "
+        f"the draft as exported misses them by {unchanged}, the nearest change by "
+        f"{tried[0].misfit if tried else unchanged}"
+    )
+    return ServedDiagnosis([NONE], why, *beside)
+
+
+def _other_target(here: Experiment) -> ServedDiagnosis | None:
+    """The diagnosis where the server's tokens are not the target's; None where they are, in its own
+    dtype or in bfloat16."""
+    own = here.gaps(here.target)
+    if max(own, default=0.0) <= _tolerance(here.target):
+        return None
+    wrong = [gap for gap in own if gap > _tolerance(here.target)]
+    said = (
+        f"{len(wrong)} of the server's {len(own)} tokens are not those of {here.target.name}, "
+        f"whose best logit is up to {max(wrong):.2g} higher"
+    )
+    for name, target in here.suspects.targets.items():
+        if max(here.gaps(target), default=0.0) <= _tolerance(target):
+            return ServedDiagnosis(
+                [ANOTHER_TARGET], f"the server's tokens are those of {name}; {said}"
+            )
+    rounded = here.target_in(torch.bfloat16)
+    gaps = own if rounded is None else here.gaps(rounded)
+    if max(gaps, default=0.0) <= ROUNDING["bfloat16"]:
+        return None
+    return ServedDiagnosis([ANOTHER_TARGET], said)
+
+
+def _in_16_bits(here: Experiment) -> bool:
+    """Whether the server's tokens are off from a float32 target's by what bfloat16 explains."""
+    if here.target.dtype != torch.float32:
+        return False
+    return ROUNDING["float32"] < max(here.gaps(here.target), default=0.0) <= ROUNDING["bfloat16"]
+
+
+def _tolerance(target: Target) -> float:
+    return ROUNDING.get(str(target.dtype).removeprefix("torch."), ROUNDING["bfloat16"])

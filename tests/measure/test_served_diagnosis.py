@@ -1,0 +1,503 @@
+"""An export carries its reference; scripts/check names what is wrong with a server.
+
+Each fault is planted in the files that the server loads, or in the server. The server drafts by the
+second implementation of the network (specdec/formats/exported_network.py), from those files alone.
+
+Run alone: python -m pytest tests/measure/test_served_diagnosis.py (under 90 s)
+"""
+
+import json
+import re
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from specdec.context import Context
+from specdec.decoding.decode import decode
+from specdec.decoding.way import Way
+from specdec.drafters import Drafter
+from specdec.drafters.base import Predictor
+from specdec.drafters.dflash import DFlashConfig
+from specdec.drafters.eagle3 import Eagle3Config
+from specdec.drafters.layers import RMSNorm
+from specdec.drafters.medusa import MedusaConfig
+from specdec.engines import server_pool
+from specdec.errors import UserError
+from specdec.formats import draft_checkpoint, draft_export
+from specdec.formats.exported_network import ExportedNetwork
+from specdec.formats.layout import CONFIG, WEIGHTS
+from specdec.measure import served
+from specdec.measure.reference import FILE, Reference
+from specdec.sampling.trees import Chain
+from specdec.targets.loading import load_target
+from specdec.targets.prompt_rendering import PromptRendering
+from specdec.targets.target import Target
+from specdec.targets.target_config import TargetConfig
+from tests import engine as fake_engine
+from tests.engine import FakeEngine
+from tests.tiny import (
+    REPOSITORY,
+    TEMPLATE,
+    WORDS,
+    conversations,
+    make_tokenizer,
+    random_drafter,
+    save_target,
+)
+from train.export_reference import add_reference
+
+GAMMA, NEW, BLOCK, COUNT = 3, 24, 16, 6
+STEPS = 60  # of training: most tokens are then accepted
+LOUD = TEMPLATE.replace("<|im_start|>assistant", "<|im_start|>{% if loud %} {% endif %}assistant")
+ORIGIN = "made-up chats"
+EAGLE3 = Eagle3Config(depth=GAMMA, layers=[1, 2, 3], draft_vocab=40, norm_output=True)
+DFLASH = DFlashConfig(depth=GAMMA, draft_vocab=40)
+MEDUSA = MedusaConfig(depth=GAMMA, draft_vocab=40)
+Served = Callable[..., FakeEngine]
+
+
+@dataclass
+class Case:
+    """A draft, its export, and its target."""
+
+    folder: Path
+    export: Path
+    target: Target
+    reference: Reference
+
+    @property
+    def draft(self) -> Drafter:
+        return draft_checkpoint.load_draft(self.folder / "best", self.target)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    """The draft has learnt the target's responses to these prompts, so that it is accepted, and
+    faults show."""
+    folder = tmp_path_factory.mktemp("check")
+    path = save_target(folder / "target", template=LOUD)
+    save_target(folder / "other", seed=1, template=LOUD)
+    target = load_target(TargetConfig(str(path), "float32", "cpu", packed=False))
+    target.render_prompts_with(PromptRendering({"loud": True}))
+    prompts = [
+        target.tokenizer.apply_chat_template(
+            chat["messages"][:1], add_generation_prompt=True, return_dict=False, loud=True
+        )
+        for chat in conversations(COUNT)
+    ]
+    export = exported(folder, target, prompts, EAGLE3)
+    return Case(folder, export, target, Reference.load(export))
+
+
+def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Predictor:
+    """A draft after some training on the target's responses."""
+    responses = decode(target, prompts, Way(), max_new_tokens=NEW)
+    counts = torch.bincount(torch.tensor([i for r in responses for i in r.ids]))
+    vocab_S = counts.topk(40).indices.sort().values
+    draft = random_drafter(config, target, 0.02, vocab_S).train()
+    assert isinstance(draft, Predictor)
+    with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
+        for norm in (m for m in draft.modules() if isinstance(m, RMSNorm)):
+            norm.weight *= 1 + torch.arange(len(norm.weight)) % 3
+    places = torch.arange(target.vocab_size)
+    if draft.vocab_S is not None:
+        places = torch.full_like(places, -100).index_copy(0, draft.vocab_S, torch.arange(40))
+    batches = []
+    for response in responses:
+        ids_1T = torch.tensor([[*response.prompt, *response.ids]])
+        ctx, _ = target.hidden_states(ids_1T, draft.needs)
+        anchors_A = torch.arange(len(response.prompt), ids_1T.shape[1] - GAMMA)
+        batches.append((ctx, anchors_A[None], places[ids_1T[0]]))
+    optimizer = torch.optim.Adam([p for p in draft.parameters() if p.requires_grad], lr=5e-3)
+    for _ in range(STEPS):
+        loss = torch.zeros(())
+        for ctx, anchors_1A, place_T in batches:
+            hidden_AKD = draft.hidden(ctx, anchors_1A, None)[0]
+            for k in range(GAMMA):
+                logits_AS = draft.unembed(hidden_AKD[:, k], k)
+                loss = loss + cross_entropy(logits_AS, place_T[anchors_1A[0] + 1 + k])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return draft.eval()
+
+
+def exported(folder: Path, target: Target, prompts: list[list[int]], config: Any) -> Path:
+    """The export of a draft that has learnt the responses to these prompts."""
+    draft_checkpoint.write_draft(folder / "best", learnt(target, prompts, config), target)
+    draft = draft_checkpoint.load_draft(folder / "best", target)
+    draft_export.write_export(folder / "export", draft, target)
+    add_reference(folder / "export", draft, target, "hf", prompts, ORIGIN, NEW)
+    return folder / "export"
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_pool, "WAITS", (0.01,))
+    monkeypatch.setattr(served, "SETTLING", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server decodes each prompt once, and repeats the response when it is asked again."""
+    known = dict[Any, Any]()
+
+    def decoded(target: Target, prompts: Any, way: Way, **more: Any) -> Any:
+        assert way.shape is not None
+        blind = getattr(way.drafter, "blind", 0)
+        key = target, way.drafter, way.shape.depth, blind, str(prompts)
+        if key not in known:
+            known[key] = decode(target, prompts, way, **more)
+        return known[key]
+
+    monkeypatch.setattr(fake_engine, "decode", decoded)
+
+
+@pytest.fixture
+def serve(case: Case) -> Iterator[Served]:
+    """Serves what an engine makes of a folder, or a drafter."""
+    running = []
+
+    def start(
+        draft: Path | Drafter, target: Target = case.target, kind: Any = FakeEngine, **more: Any
+    ) -> FakeEngine:
+        if isinstance(draft, Path):
+            draft = ExportedNetwork(draft, case.reference.draft.empty(), target).eval()
+        way = Way(draft, Chain(more.pop("gamma", GAMMA)))
+        engine = kind(target, drafts=way, per_request=True, **more)
+        engine.template_args = {"loud": True}
+        running.append(engine.serving())
+        running[-1].__enter__()
+        return engine
+
+    yield start
+    for engine in running:
+        engine.__exit__(None, None, None)
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What scripts/check prints, in this process, and its exit code."""
+
+    def run(export: Path, engine: FakeEngine, *more: str) -> tuple[str, int]:
+        script = str(REPOSITORY / "scripts" / "check")
+        monkeypatch.setattr(sys, "argv", [script, str(export), "--engine", engine.url, *more])
+        monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+        monkeypatch.setenv("COLUMNS", "200")
+        capsys.readouterr()
+        try:
+            runpy.run_path(script, run_name="__main__")
+            code = 0
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0
+        out, err = capsys.readouterr()
+        assert not err, err
+        return out, code
+
+    return run
+
+
+# The reference
+
+
+def test_the_reference_is_what_our_decoder_answers_and_accepts(case: Case) -> None:
+    reference = case.reference
+    assert len(reference.prompts) == COUNT and reference.gamma == GAMMA
+    assert reference.origin == ORIGIN
+    assert reference.rendering.arguments == {"loud": True}
+    way = Way(case.draft, Chain(GAMMA))
+    expected = decode(case.target, reference.prompts, way, max_new_tokens=NEW)
+    for response, wanted in zip(expected, reference.responses["float32"], strict=True):
+        assert wanted.ids == response.ids and wanted.steps == len(response.steps)
+        both = [a + b for a, b in zip(wanted.accepted, wanted.beyond, strict=True)]
+        assert both == [sum(s.accepted > k for s in response.steps) for k in range(GAMMA)]
+        committed = 1 + wanted.steps + sum(wanted.accepted)
+        assert committed >= len(response.ids)  # without what is beyond the end
+    assert sum(sum(r.accepted) for r in reference.responses["float32"]) > 50
+
+
+def test_a_near_tie_is_noted_with_its_gap(case: Case) -> None:
+    """By the target's own pass over the text."""
+    noted = 0
+    for prompt, wanted in zip(
+        case.reference.prompts, case.reference.responses["float32"], strict=True
+    ):
+        logits_TV = case.target.own_logits(torch.tensor([[*prompt, *wanted.ids]]))[0]
+        best_T2 = logits_TV.topk(2, -1).values
+        gaps = (best_T2[:, 0] - best_T2[:, 1])[len(prompt) - 1 : -1].tolist()
+        near = {t: gap for t, gap in enumerate(gaps) if gap < 1}
+        assert dict(wanted.near) == pytest.approx(near, abs=2e-3)
+        noted += len(near)
+    assert noted > 0
+
+
+def test_an_export_without_or_with_a_damaged_reference_is_told(case: Case, tmp_path: Path) -> None:
+    copied = shutil.copytree(case.export, tmp_path / "head")
+    path = copied / FILE
+    path.write_text(path.read_text().replace('"gamma": 3', '"gamma": 2'))
+    with pytest.raises(UserError, match=r"checksum differs.*; export the draft again"):
+        Reference.load(copied)
+    path.unlink()
+    with pytest.raises(UserError, match=r"carries no reference \(reference/reference.json is"):
+        Reference.load(copied)
+    with pytest.raises(UserError, match="is a draft: give its export"):
+        Reference.load(case.folder / "best")
+    with pytest.raises(UserError, match="does not exist: give an export"):
+        Reference.load(tmp_path / "nowhere")
+    path.with_name("a.gguf").write_text("no such file")
+    with pytest.raises(UserError, match=r"a\.gguf.*GGUF"):
+        Reference.load(path.with_name("a.gguf"))
+
+
+def test_a_reference_has_as_many_prompts_as_time_allows(case: Case, tmp_path: Path) -> None:
+    copied = shutil.copytree(case.export, tmp_path / "head")
+    (copied / FILE).unlink()
+    how = copied, case.draft, case.target, "hf", case.reference.prompts, ORIGIN, NEW
+    assert "no time is left" in add_reference(*how, left=lambda: 0.0)
+    assert not (copied / FILE).exists()
+    assert f"({COUNT} prompts: {ORIGIN})" in add_reference(*how, left=lambda: 1e9)
+    assert Reference.load(copied).prompts == case.reference.prompts
+
+
+def test_a_draft_that_is_served_as_exported_passes(case: Case, serve: Served, check: Any) -> None:
+    out, code = check(case.export, serve(case.export))
+    assert code == 0, out
+    assert "\nAS EXPORTED: " in f"\n{out}"
+    assert f"all {COUNT} responses" in out and "chat template: as in the reference" in out
+
+
+@pytest.mark.parametrize("config", [DFLASH, MEDUSA], ids=lambda config: config.name)
+def test_drafts_of_other_methods_are_checked(
+    case: Case, serve: Served, check: Any, tmp_path: Path, config: Any
+) -> None:
+    """Served by our own decoder; the second server drafts fewer tokens than it should."""
+    export = exported(tmp_path, case.target, case.reference.prompts, config)
+    draft = draft_checkpoint.load_draft(tmp_path / "best", case.target)
+    wanted = Reference.load(export).responses["float32"]
+    assert sum(sum(response.accepted) for response in wanted) > 30
+    out, code = check(export, serve(draft))
+    assert code == 0 and "\nAS EXPORTED: " in f"\n{out}", out
+    out, code = check(export, serve(draft, gamma=2))
+    assert (named_in(out), code) == ("γ", 1), out
+
+
+# Faults in the files that the server loads
+
+
+def edited(folder: Path, **keys: Any) -> None:
+    config = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(config | keys))
+
+
+def tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    there = load_file(folder / WEIGHTS)
+    save_file({n: x.contiguous() for n, x in (there | change(there)).items()}, folder / WEIGHTS)
+
+
+def rounded_to_4_bits(x: Tensor) -> Tensor:
+    """Blocks of 32: the number of the largest size becomes -8 times the scale, which has 16
+    bits."""
+    blocks = x.float().reshape(-1, 32)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scale = largest / -8
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    steps = (blocks * inverse + 8.5).trunc().clamp(0, 15) - 8
+    return (steps * scale.half().float()).reshape(x.shape).to(x)
+
+
+def quantised(there: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but the embedding, which is the target's, and rows that are no whole blocks."""
+    own = {n: x for n, x in there.items() if x.dim() == 2 and "embed" not in n}
+    return {n: rounded_to_4_bits(x) for n, x in own.items() if x.shape[1] % 32 == 0}
+
+
+IN_FILES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "layer ids": (lambda f: edited(f, eagle_aux_hidden_state_layer_ids=[2, 3, 4]), "layer ids"),
+    "hidden norm": (
+        lambda f: tensors(
+            f, lambda x: {"midlayer.hidden_norm.weight": x["midlayer.hidden_norm.weight"] * 0 + 1}
+        ),
+        "norm",
+    ),
+    "final norm": (
+        lambda f: tensors(f, lambda x: {"norm.weight": torch.ones_like(x["norm.weight"])}),
+        "norm",
+    ),
+    "a setting of norms": (lambda f: edited(f, norm_output=False), "norm"),
+    "RoPE": (
+        lambda f: edited(f, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+        "RoPE",
+    ),
+    "vocabulary map": (
+        lambda f: tensors(f, lambda x: {"d2t": x["d2t"] - torch.arange(len(x["d2t"]))}),
+        "vocabulary map",
+    ),
+    "quantised draft": (lambda f: tensors(f, quantised), "quantised draft"),
+}
+
+
+@pytest.mark.parametrize("fault", IN_FILES)
+def test_a_fault_in_what_the_server_loads_is_named(
+    case: Case, serve: Served, check: Any, tmp_path: Path, fault: str
+) -> None:
+    plant, culprit = IN_FILES[fault]
+    theirs = shutil.copytree(case.export, tmp_path / "theirs")
+    plant(theirs)
+    out, code = check(case.export, serve(theirs))
+    assert (named_in(out), code) == (culprit, 1), out
+
+
+def named_in(out: str) -> str:
+    """The culprit in the verdict."""
+    (line,) = [line for line in out.splitlines() if line.startswith(("NOT AS", "AS EXPORTED"))]
+    match = re.search(r"/v1: ([^:]+): ", line)
+    return match[1] if match else line
+
+
+# Faults in the export itself
+
+
+def permuted(folder: Path) -> None:
+    """Of the vocabulary map, which then contradicts the set of its tokens."""
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    place = torch.arange(40)
+    tensors(folder, lambda x: {"d2t": (x["d2t"] + place)[order] - place})
+
+
+def test_a_shuffled_vocabulary_map_is_named(
+    case: Case, serve: Served, check: Any, tmp_path: Path
+) -> None:
+    export = shutil.copytree(case.export, tmp_path / "head")
+    permuted(export)
+    out, code = check(export, serve(export))
+    assert (named_in(out), code) == ("vocabulary map", 1), out
+    assert "exactly" in out
+
+
+def test_the_key_of_an_edited_config_is_named(
+    case: Case, serve: Served, check: Any, tmp_path: Path
+) -> None:
+    export = shutil.copytree(case.export, tmp_path / "head")
+    edited(export, eagle_aux_hidden_state_layer_ids=[2, 3, 4])
+    out, code = check(export, serve(export))
+    assert (named_in(out), code) == ("layer ids", 1), out
+    assert "eagle_aux_hidden_state_layer_ids is [2, 3, 4], where the export had [1, 2, 3]" in out
+
+
+# What the server loaded in place of something
+
+
+def test_a_stale_head_is_named(case: Case, serve: Served, check: Any, tmp_path: Path) -> None:
+    """Of an earlier draft."""
+    earlier, theirs = case.draft, shutil.copytree(case.export, tmp_path / "theirs")
+    head: Tensor = earlier.get_parameter("lm_head.weight")
+    with torch.no_grad():
+        for weight in (head, earlier.get_parameter("fc.weight")):
+            noise = torch.randn(weight.shape, generator=torch.manual_seed(3))
+            weight += 0.5 * weight.std() * noise
+    draft_checkpoint.write_draft(tmp_path / "earlier", earlier, case.target)
+    tensors(theirs, lambda x: {"lm_head.weight": head.detach()})
+    engine = serve(theirs)
+    out, code = check(case.export, engine, "--suspect", str(tmp_path / "earlier"))
+    assert (named_in(out), code) == ("stale head", 1), out
+    out, code = check(case.export, engine)  # nothing that is tried explains it
+    assert (named_in(out), code) == ("none", 1), out
+
+
+def test_a_stale_embedding_is_named(case: Case, serve: Served, check: Any, tmp_path: Path) -> None:
+    """Of another target, as if the target had been trained further since."""
+    other = load_target(TargetConfig(str(case.folder / "other"), "float32", "cpu"))
+    theirs = shutil.copytree(case.export, tmp_path / "theirs")
+    tensors(theirs, lambda x: {"embed_tokens.weight": other.embedding.weight.detach().clone()})
+    out, code = check(case.export, serve(theirs), "--suspect", other.name)
+    assert (named_in(out), code) == ("stale embedding", 1), out
+
+
+# Faults of the server
+
+
+def test_another_number_of_drafted_tokens_is_named(case: Case, serve: Served, check: Any) -> None:
+    out, code = check(case.export, serve(case.export, gamma=2))
+    assert (named_in(out), code) == ("γ", 1), out
+    assert "the server drafts 2 tokens a step, not 3" in out
+
+
+def test_bfloat16_is_named_and_passes(case: Case, serve: Served, check: Any) -> None:
+    name = case.target.name
+    target = load_target(TargetConfig(name, "bfloat16", "cpu", packed=False))
+    draft = draft_checkpoint.load_draft(case.folder / "best", target)
+    out, code = check(case.export, serve(draft, target))
+    assert code == 0 and "; dtype: " in out, out
+
+
+class Forgetful(ExportedNetwork):
+    """A draft that does not see the blocks of a prompt that the server had read before."""
+
+    blind = 0
+
+    def hidden(self, ctx: Context, anchors_BA: Tensor, drafted_BAK: Tensor | None) -> Tensor:
+        cut, start = Context(ctx.ids_BT[:, self.blind :]), self.blind
+        if ctx.layers_BTF is not None:
+            cut.layers_BTF = ctx.layers_BTF[:, start:]
+        if ctx.final_BTD is not None:
+            cut.final_BTD = ctx.final_BTD[:, start:]
+        return super().hidden(cut, anchors_BA - start, drafted_BAK)
+
+
+class CachingEngine(FakeEngine):
+    """It keeps what it has read, unless a salt says otherwise."""
+
+    def completion(self, body: dict[str, Any]) -> dict[str, Any]:
+        known = [p["prompt"] for p in self.asked[:-1] if "cache_salt" not in p]
+        kept = body["prompt"] in known and "cache_salt" not in body
+        assert self.drafts is not None and isinstance(self.drafts.drafter, Forgetful)
+        self.drafts.drafter.blind = (len(body["prompt"]) - 1) // BLOCK * BLOCK if kept else 0
+        return super().completion(body)
+
+
+def test_prefix_caching_is_named(case: Case, serve: Served, check: Any) -> None:
+    """The first replay passes, the second does not."""
+    draft = Forgetful(case.export, case.reference.draft.empty(), case.target).eval()
+    engine = serve(draft, kind=CachingEngine)
+    for _ in range(2):  # the second time, its cache is warm from the start
+        out, code = check(case.export, engine)
+        assert (named_in(out), code) == ("prefix caching", 1), out
+
+
+def test_another_target_is_named(case: Case, serve: Served, check: Any) -> None:
+    other = load_target(TargetConfig(str(case.folder / "other"), "float32", "cpu"))
+    engine = serve(case.export, other)
+    for more in ((), ("--suspect", other.name)):
+        out, code = check(case.export, engine, *more)
+        assert (named_in(out), code) == ("another target", 1), out
+        assert (f"tokens are those of {other.name}" in out) == bool(more)
+
+
+def test_another_tokenizer_and_other_template_arguments_are_named(
+    case: Case, serve: Served, check: Any
+) -> None:
+    engine = serve(case.export)
+    engine.template_args = {}
+    out, code = check(case.export, engine)
+    assert (named_in(out), code) == ("template", 1), out
+    assert "without arguments of the template" in out
+    engine.tokenizer = make_tokenizer(LOUD, words=WORDS[::-1])
+    out, code = check(case.export, engine)
+    assert (named_in(out), code) == ("another tokenizer", 1), out
+
+
+def test_mistakes_are_told(case: Case, serve: Served, check: Any) -> None:
+    engine = serve(case.export, gamma=2)
+    with pytest.raises(AssertionError, match="error: --engine=nowhere: give an engine's address"):
+        engine.url = "nowhere"
+        check(case.export, engine)
