@@ -129,6 +129,22 @@ def target_of(
     return target
 
 
+def add_other_target(parser: argparse.ArgumentParser) -> None:
+    """Add the option for a draft whose target is not its own."""
+    words = "--target may have other weights than the draft's own target, such as a fine-tuned or "
+    parser.add_argument("--other-target", action="store_true", help=f"{words}quantised form")
+
+
+def require_other_target(args: argparse.Namespace) -> bool:
+    """Whether --other-target is given. Raises UserError if it is given without --target."""
+    given: bool = args.other_target
+    require(
+        not given or args.target is not None,
+        "--other-target is about --target: give the fine-tuned or quantised target there",
+    )
+    return given
+
+
 def add_setting(
     parser: argparse.ArgumentParser, name: str, words: str, option: str | None = None
 ) -> None:

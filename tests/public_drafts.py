@@ -473,6 +473,53 @@ def dspark_speculators(target: Target) -> Files:
     return config, tensors
 
 
+def native(target: Target, **more: Any) -> dict[str, Any]:
+    """The keys of a target's own config, as far as they decide the layer of its MTP module."""
+    return sizes(target, num_hidden_layers=target.depth, hidden_act="silu", **more)
+
+
+def glm(target: Target) -> Files:
+    """zai-org/GLM-4.5, config.json, with a dense layer: the module after the last layer."""
+    D, draw, name = target.width, drawn(7), f"model.layers.{target.depth}"
+    norms = ("input_layernorm", "enorm", "hnorm", "shared_head.norm")
+    tensors = layer(draw, name, D, D, *norms) | {f"{name}.eh_proj.weight": draw(D, 2 * D)}
+    rope = {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    more = {"first_k_dense_replace": target.depth + 1, "use_qk_norm": False} | rope
+    named = {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe"}
+    return native(target, **named, **more), tensors
+
+
+def qwen3_5(target: Target) -> Files:
+    """Qwen/Qwen3.5-9B, config.json: half of q_proj gives the gates."""
+    D, draw, name = target.width, drawn(8), "mtp.layers.0"
+    tensors = layer(draw, name, D, D, "input_layernorm")
+    tensors[f"{name}.self_attn.q_proj.weight"] = draw(2 * HEADS * HEAD_DIM, D)
+    tensors |= {f"{name}.self_attn.{x}_norm.weight": draw(HEAD_DIM) for x in "qk"}
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    tensors |= {f"mtp.{norm}.weight": draw(D) for norm in norms}
+    tensors["mtp.fc.weight"] = draw(D, 2 * D)
+    named = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text"}
+    return native(target, **named), tensors
+
+
+def mimo(target: Target) -> Files:
+    """XiaomiMiMo/MiMo-7B-RL, config.json: a layer of Qwen2, whose q, k and v have biases."""
+    D, draw, name = target.width, drawn(9), "model.mtp_layers.0"
+    norms = ("input_layernorm", "token_layernorm", "hidden_layernorm", "final_layernorm")
+    tensors = layer(draw, name, D, D, *norms) | {f"{name}.input_proj.weight": draw(D, 2 * D)}
+    for part, heads in (("q", HEADS), ("k", KV), ("v", KV)):
+        tensors[f"{name}.self_attn.{part}_proj.bias"] = draw(heads * HEAD_DIM)
+    named = {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+    return native(target, num_nextn_predict_layers=1, **named), tensors
+
+
+# MTP modules of targets' own checkpoints, which have the target's tensors too
+NATIVE_MODULES: dict[str, Callable[[Target], Files]] = {
+    "GLM": glm,
+    "Qwen3.5": qwen3_5,
+    "MiMo": mimo,
+}
+
 PUBLIC: dict[str, Callable[[Target], Files]] = {
     "EAGLE-3": eagle3,
     "EAGLE-3 of another width": eagle3_wide,

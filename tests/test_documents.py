@@ -341,7 +341,8 @@ def place(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
         results.write(make_folder(folder / "runs" / name / "report"))
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
     write_public(folder / "their-draft", PUBLIC["SpecForge"](target))
-    (folder / "base-model").symlink_to(tiny.target)
+    for name in ("base-model", "my-fine-tune"):
+        (folder / name).symlink_to(tiny.target)
     question = '{"question_id": 81, "turns": ["we go home", "why"]}\n'
     (folder / "question.jsonl").write_text(question * 3)
     target = load_target(TargetConfig(path=str(tiny.target), dtype="float32"))

@@ -196,6 +196,7 @@ def _continued(
     """The draft that training starts from with this config, and with up to `new_tokens` tokens of
     `said` added to its vocabulary. Raises UserError if the draft does not fit."""
     folder, new_tokens = initialisation.draft, initialisation.new_tokens
+    assert folder is not None
     earlier, kind = _fitting(initialisation, config, target), family(config.name)
     config = _with_settings_of(earlier, config)
     vocab_S, note = earlier.vocab_S, WHOLE
@@ -216,6 +217,8 @@ def _continued(
     drafter = kind.build(config, target, vocab_S, earlier)
     drafter.origin = earlier.origin
     console.print(f"training starts from {folder}: {note}")
+    if other := draft_checkpoint.note_of_other_weights(folder, target):
+        console.print(f"  {other}")
     for f in fields(config):
         before, after = getattr(earlier.config, f.name), getattr(config, f.name)
         if before != after and f.name != "draft_vocab":

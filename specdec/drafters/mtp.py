@@ -20,11 +20,14 @@ Traps, with their sources:
   was the one before the norm.
 - deepseek_mtp replaces the embedding at position 0 by zeros; mimo_v2_mtp, whose block is Llama's
   and which therefore serves these modules, does not, and neither do we.
+
+A module that comes from a target's own checkpoint has the decoder layer of that target, with
+latent attention, gates or experts (`layer=`, native_layers.py), and runs as its engine runs it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +47,9 @@ from specdec.drafters.attention import (
 )
 from specdec.drafters.base import grow_with_depth
 from specdec.drafters.layers import Attend, Layer, RMSNorm, away_from_zero, copy_last, fits
+from specdec.drafters.native_layers import NATIVE, NativeModule, NativeRope
 from specdec.drafters.recurrence import INITIALISATIONS, RecurrentConfig, RecurrentSizes, Solved
-from specdec.errors import require
+from specdec.errors import require, require_known
 from specdec.runtime.cache import SlotCache
 from specdec.sampling.trees import Growth
 from specdec.targets.parts import TargetParts
@@ -68,9 +72,23 @@ class MTPConfig(RecurrentConfig):
     initialisation: str = "closed_form"
     # 1: one module for every depth; or the same number as depth: one module for each
     modules: int = 1
+    # the module's layer: llama, or the architecture of the target whose own MTP module
+    # drafter.from imports, such as deepseek_v3; layer_config then has the keys of that layer
+    layer: str = "llama"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require_known("drafter", self, layer=("llama", *NATIVE))
+        require(
+            not self.native or (self.modules == 1 and self.initialisation == "random"),
+            f"drafter.layer={self.layer} is the target's own MTP module, which drafter.from reads: "
+            "give drafter.from=CHECKPOINT alone",
+        )
+        require(
+            not self.native or self.window is None,
+            f"drafter.window={self.window}: a target's own MTP module has no window: omit "
+            "drafter.window",
+        )
         require(
             self.window is None or self.modules == 1,
             f"drafter.window={self.window}: only a single module can have a window: give "
@@ -81,6 +99,11 @@ class MTPConfig(RecurrentConfig):
             f"drafter.modules={self.modules}: give 1, which is reused at every depth, or "
             f"{self.depth}, one for each depth",
         )
+
+    @property
+    def native(self) -> bool:
+        """Whether the module is the target's own, with a layer of its architecture."""
+        return self.layer != "llama"
 
 
 class Module(Layer):
@@ -106,6 +129,10 @@ class Module(Layer):
         output: Tensor = self.final_layernorm(stream)
         return output
 
+    def before_head(self, output: Tensor) -> Tensor:
+        """The input of the head [..., D] for an output."""
+        return output
+
     def copy_last(self, target: TargetParts) -> None:
         """Copy the target's last layer if it is Llama-like. Its input comes from after the final
         norm, so `hnorm` divides by that norm's weight and `final_layernorm` applies it again."""
@@ -127,11 +154,25 @@ class MTP(Solved):
 
     def __init__(self, config: MTPConfig, sizes: RecurrentSizes) -> None:
         super().__init__(config, sizes)
-        self.layers = nn.ModuleList(Module(self.llama) for _ in range(config.modules))
+        if config.native:
+            self.rope = NativeRope(config.layer, config.layer_config)
+        self.layers = nn.ModuleList(self.new_module() for _ in range(config.modules))
         self.of_target = False  # whether training starts from the target's own MTP modules
         self.several = config.modules > 1
         if self.several:
             self.limits.depth = config.modules
+
+    @classmethod
+    def plan(cls, config: Any, target: TargetParts) -> Any:
+        if not config.native:
+            return super().plan(config, target)
+        return super().plan(replace(config, layer_config={}), target)
+
+    def new_module(self) -> nn.Module:
+        config = self.config
+        return (
+            NativeModule(config.layer, config.layer_config) if config.native else Module(self.llama)
+        )
 
     @property
     def stack(self) -> list[Module]:
@@ -144,6 +185,16 @@ class MTP(Solved):
     @property
     def fusions(self) -> list[nn.Linear]:
         return [module.eh_proj for module in self.stack]
+
+    def embed_pairs(self, ids: Tensor, position: Tensor) -> Tensor:
+        """The embeddings [..., D] of pairs; some targets' own modules skip that of position 0."""
+        embedding = self.embed(ids)
+        if self.config.native and NATIVE[self.config.layer].skips_first_embedding:
+            embedding = embedding.masked_fill((position == 0)[..., None], 0)
+        return embedding
+
+    def unembed(self, hidden: Tensor, k: int) -> Tensor:
+        return super().unembed(self.layer.before_head(hidden), k)
 
     def copy_from(self, target: TargetParts) -> None:
         """Copy the target's own MTP modules; the last of them serves all further depths. If there

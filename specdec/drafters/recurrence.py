@@ -131,6 +131,11 @@ class Recurrent(Trainable):
             return nn.functional.embedding(ids, self.embed_tokens.weight).to(self.dtype)
         return self._target.held.embed(ids).to(self.dtype)
 
+    def embed_pairs(self, ids: Tensor, position: Tensor) -> Tensor:
+        """The embeddings [..., D] of the pairs at these positions in their document, whose tokens
+        are `ids`."""
+        return self.embed(ids)
+
     def fuse(self, hidden_states: Tensor) -> Tensor:
         """The target's hidden states [..., F] in the form of the layer's own output [..., D]."""
         return hidden_states.to(self.dtype)
@@ -182,7 +187,7 @@ class Recurrent(Trainable):
         rope = self.rope(position_BP, P + k)  # cos and sin [B, P, D]
         attend = OverSequence(keys, rope, lambda i: sight(every_BP), count, at)
         state_BPD = self.fuse(ctx.hidden_states(self.needs)[:, :P])  # from [B, P, F]
-        embedding_BPD = self.embed(ids_BP)
+        embedding_BPD = self.embed_pairs(ids_BP, position_BP)
         output_BAD = self.step(embedding_BPD, state_BPD, attend)
         steps = [output_BAD]
         for depth in range(1, k + 1):  # a drafted token at each anchor, with the output before it
@@ -252,7 +257,7 @@ class Recurrent(Trainable):
             cache,
             hidden_states=hidden_states,
             own=own,
-            embedding=self.embed(tokens),
+            embedding=self.embed_pairs(tokens, place.position_BT),
             cos=cos,
             sin=sin,
             mask=mask,

@@ -38,6 +38,7 @@ from specdec.formats.foreign_files import CONFIG
 from specdec.formats.import_layout import Origin
 from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.integrity import KEY, Damaged, of_tensors
+from specdec.progress import tell
 from specdec.runtime.cpu.packed_linear import is_packed, pack
 from specdec.sampling.confidence import Calibrations
 from specdec.targets.parts import TargetParts
@@ -146,11 +147,17 @@ def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
     write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
 
-def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = None) -> Drafter:
-    """Load a draft for its target, in `dtype` (None: the target's), ready to draft. Raises
+def load_draft(
+    folder: Path | str,
+    target: Target,
+    dtype: torch.dtype | None = None,
+    other_weights: bool = False,
+) -> Drafter:
+    """Load a draft for its target, in `dtype` (None: the target's), ready to draft. `other_weights`
+    is that of `load_draft_with_target`. Raises
     UserError as `read_draft` does, for a draft that fails to draft a few tokens, and for one with
     adapters on the target (see `load_draft_with_target`)."""
-    drafter, own = load_draft_with_target(folder, target, dtype)
+    drafter, own = load_draft_with_target(folder, target, dtype, other_weights)
     require(
         own is target,
         f"{folder}: this draft is for a target that was adapted along with it: load both, with "
@@ -160,12 +167,18 @@ def load_draft(folder: Path | str, target: Target, dtype: torch.dtype | None = N
 
 
 def load_draft_with_target(
-    folder: Path | str, target: Target, dtype: torch.dtype | None = None
+    folder: Path | str,
+    target: Target,
+    dtype: torch.dtype | None = None,
+    other_weights: bool = False,
 ) -> tuple[Drafter, Target]:
     """Load a draft as `load_draft` does, and the target that it drafts for: the given one, or a
-    copy of it with the adapters that were trained with the draft."""
+    copy of it with the adapters that were trained with the draft. With `other_weights`, as
+    `read_draft` has it, prints the `note_of_other_weights`."""
     folder = Path(folder)
-    stored = read_draft(folder, target)
+    stored = read_draft(folder, target, other_weights)
+    if note := note_of_other_weights(folder, target):
+        tell(note)
     drafter: Drafter = stored.to(target.device)
     drafter, target = drafter.with_adapters_merged(target)
     drafter.calibrations = stored.calibrations
@@ -200,7 +213,8 @@ def read_draft(folder: Path | str, target: TargetParts, other_weights: bool = Fa
         other_weights or theirs.fingerprint == target.fingerprint(),
         f"{folder}: this draft was trained for {theirs.name}, with other weights, or another "
         f"config, than those of {target.name}: give the draft's own target, or train a draft for "
-        "this one (drafter.from=FOLDER initialisation.other_target=true starts from that draft)",
+        "this one (drafter.from=FOLDER initialisation.other_target=true starts from that draft, "
+        "and scripts/evaluate --other-target measures it as it is)",
     )
     try:
         with located(path), torch.device("meta"):
@@ -224,6 +238,18 @@ def read_draft(folder: Path | str, target: TargetParts, other_weights: bool = Fa
     with located(folder / WEIGHTS):
         drafter.require_sound()
     return drafter
+
+
+def note_of_other_weights(folder: Path | str, target: TargetParts) -> str:
+    """A note for the user if a draft was trained for other weights than the target's; else empty,
+    also for a draft in a public layout, whose files do not say it."""
+    theirs = read_card(folder).target
+    if theirs.fingerprint in ("", target.fingerprint()):
+        return ""
+    return (
+        f"{folder} was trained for {theirs.name}, with other weights than those of {target.name}: "
+        "fewer of its tokens are accepted than with its own target"
+    )
 
 
 def require_undamaged_draft(folder: Path | str) -> Card:

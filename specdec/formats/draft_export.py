@@ -325,8 +325,12 @@ def _write_as_it_came(
     tensors, config, layout = draft_import.as_it_came(drafter, target)
     require_finite(tensors, f"{folder}: not written")
     with replaced(folder, _written(folder)) as partial:
-        save_safetensors(partial, tensors, config, layout.weights)
-        _write_beside(partial, folder, drafter, target, drafter.origin.layout, draft)
+        if layout.writes is None:
+            save_safetensors(partial, tensors, config, layout.weights)
+            _write_beside(partial, folder, drafter, target, drafter.origin.layout, draft)
+        else:  # all other files are the target's own
+            layout.writes(partial, drafter.origin.source, tensors)
+            _write_mark(partial, mark_of(drafter, drafter.origin.layout, target))
         again = draft_import.foreign_draft(partial).drafter(target)
         kept, state = draft_import.rounded_as_it_came(drafter), again.state_dict()
         for name, x in kept.items():

@@ -26,6 +26,7 @@ from specdec.formats import (
     eagle3_layout,
     eagle_layout,
     medusa_layout,
+    native_layout,
     peagle_layout,
 )
 from specdec.formats.foreign_config import ForeignConfig
@@ -44,6 +45,7 @@ from specdec.formats.stored_tensors import require_finite, require_same, untied
 from specdec.targets.parts import TargetParts
 
 OF_FAMILIES = {
+    "mtp": native_layout.IMPORTS,
     "peagle": peagle_layout.IMPORTS,
     "eagle3": eagle3_layout.IMPORTS,
     "eagle": eagle_layout.IMPORTS,
@@ -85,6 +87,8 @@ class ForeignDraft:
     def target_name(self) -> str:
         """The name of its target, if the files say it."""
         config = self.files.config
+        if self.layout.in_target:
+            return self.named
         of_engine = config.get("speculators_config")
         verifier = of_engine.get("verifier") if isinstance(of_engine, dict) else None
         named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
@@ -139,7 +143,8 @@ class ForeignDraft:
         """Raise UserError unless the file lists the tensors of the planned network, in their
         shapes."""
         state = {n: x for n, x in untied(planned.state_dict()).items() if n != "vocab_S"}
-        wanted = {n: list(x.shape) for n, x in renamed(state, self.layout.prefixes).items()}
+        split = self.layout.splits(renamed(state, self.layout.prefixes), self.names.values())
+        wanted = {n: list(x.shape) for n, x in split.items()}
         vocab_S = planned.vocab_S if isinstance(planned, Predictor) else None
         kept_S = None if vocab_S is None else torch.arange(len(vocab_S))
         for name, copy in self.layout.copies.items():
@@ -174,7 +179,7 @@ class ForeignDraft:
             optional = engine in self.layout.copies or engine in self.layout.defaults
             require(
                 engine in theirs or optional,
-                f"{self.files.folder}: tensor {engine!r} is missing",
+                f"{self.files.folder}: tensor {self._called(engine)!r} is missing",
             )
 
     def _load(self, drafter: Drafter, target: TargetParts) -> list[int]:
@@ -190,12 +195,13 @@ class ForeignDraft:
                 own = copy(target, vocab_S).detach().cpu()
                 require(
                     torch.equal(stored.to(own.dtype), own),
-                    f"{where}: tensor {name!r} is not that of {target.name}: give the draft's own "
-                    "target",
+                    f"{where}: tensor {self._called(name)!r} is not that of {target.name}: give "
+                    "the draft's own target",
                 )
         for name, default in layout.defaults.items():
             if name not in tensors:
                 tensors[name] = default(target, vocab_S).detach().cpu()
+        tensors = layout.joins(tensors)
         tensors = renamed(tensors, {engine: ours for ours, engine in layout.prefixes.items()})
         tensors = {n: x.float() if x.is_floating_point() else x for n, x in tensors.items()}
         if vocab_S is not None:
@@ -203,6 +209,9 @@ class ForeignDraft:
         require_same(tensors, untied(drafter.state_dict()), where)
         drafter.load_state_dict(tensors, strict=False)
         return order
+
+    def _called(self, engine: str) -> str:
+        return self.layout.called(engine, self.files.tensors.keys())
 
     def digest(self) -> str:
         """A short hash of its config and weights."""
@@ -217,7 +226,7 @@ def foreign_draft(named: Path | str) -> ForeignDraft:
     """A draft in a public layout, from its folder or hub name. Raises UserError for files that
     cannot be read, for a layout that is not known, and for a config that describes another network
     than the drafter's."""
-    files = ForeignFiles.opened(named)
+    files = ForeignFiles.opened(named, native_layout.own_tensors)
     path = files.folder / CONFIG
     for (name, layout_name), layout in IMPORTS.items():
         config = ForeignConfig(path, files.config)
@@ -245,7 +254,7 @@ def as_it_came(drafter: Drafter, target: TargetParts) -> tuple[Tensors, Descript
     layout, V = IMPORTS[drafter.config.name, origin.layout], drafter.sizes.target_vocab
     state = {n: x.detach().cpu() for n, x in untied(drafter.state_dict()).items()}
     vocab_S = state.pop("vocab_S", None)
-    tensors = renamed(state, layout.prefixes)
+    tensors = layout.splits(renamed(state, layout.prefixes), origin.names)
     for name, copy in layout.copies.items():
         if name in origin.names:
             tensors[name] = copy(target, vocab_S).detach().cpu().clone()  # the two may be tied
@@ -277,10 +286,10 @@ def _kind_of(name: str, origin: Origin) -> str:
 def rounded_as_it_came(drafter: Drafter) -> dict[str, Tensor]:
     """The state of an imported draft, in float32, as it is after `as_it_came` and back."""
     origin, state = drafter.origin, {n: x.detach().cpu() for n, x in drafter.state_dict().items()}
-    prefixes = IMPORTS[drafter.config.name, origin.layout].prefixes
+    layout = IMPORTS[drafter.config.name, origin.layout]
     rounded = dict[str, Tensor]()
-    for name, x in state.items():
-        (engine,) = renamed({name: x}, prefixes)
+    for name, x in layout.splits(renamed(state, layout.prefixes), origin.names).items():
         floats = x.is_floating_point()
-        rounded[name] = x.to(KINDS[_kind_of(engine, origin)]).float() if floats else x
-    return rounded
+        rounded[name] = x.to(KINDS[_kind_of(name, origin)]).float() if floats else x
+    back = {engine: ours for ours, engine in layout.prefixes.items()}
+    return renamed(layout.joins(rounded), back)

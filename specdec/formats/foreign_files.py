@@ -9,7 +9,7 @@ the file cannot be larger than the file.
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,11 @@ class ForeignFiles:
     tensors: Mapping[str, StoredTensor]
 
     @classmethod
-    def opened(cls, named: str | Path) -> "ForeignFiles":
-        """The files of a folder or a hub name. Raises UserError, naming file, tensor or key, for
+    def opened(
+        cls, named: str | Path, chosen: Callable[[Collection[str]], Collection[str]] | None = None
+    ) -> "ForeignFiles":
+        """The files of a folder or a hub name, with the `chosen` of its tensors (None: all). Raises
+        UserError, naming file, tensor or key, for
         what is missing, damaged, of a type that no draft has, or outside the folder."""
         folder = local_folder(named)
         path = folder / CONFIG
@@ -62,6 +65,8 @@ class ForeignFiles:
         require(isinstance(config, dict), f"{path}: expected an object")
         tensors = _tensors(folder)
         require(0 < len(tensors) <= MOST_TENSORS, f"{folder}: holds {len(tensors)} tensors")
+        if chosen is not None:
+            tensors = {name: tensors[name] for name in chosen(tensors)}
         for name, x in tensors.items():
             require(len(name) <= 200, f"{x.path}: the name of a tensor has {len(name)} letters")
             require(

@@ -8,6 +8,7 @@ makes the drafter's config from the foreign config.json.
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,15 @@ class ImportLayout:
     fits: Callable[[ForeignConfig, TargetParts], None] | None = None  # raises UserError if not
     weights: str = WEIGHTS  # the file that they are written to
     depths: bool = False  # whether the files decide how many depths there are
+    in_target: bool = False  # whether the draft is a part of its target's own checkpoint
+    # the tensors as their files have them, by the engine's names, given all names there; and back
+    splits: Callable[[Tensors, Collection[str]], Tensors] = lambda tensors, names: tensors
+    joins: Callable[[Tensors], Tensors] = lambda tensors: tensors
+    # their name of a tensor by the engine's, given all names there; for messages
+    called: Callable[[str, Collection[str]], str] = lambda name, names: name
+    # writes the tensors, by their own names, into a folder, given the source they came from; None:
+    # a folder with these tensors and the config alone
+    writes: Callable[[Path, str, Tensors], None] | None = None
 
 
 def head_copy(target: TargetParts, vocab_S: Tensor | None) -> Tensor:

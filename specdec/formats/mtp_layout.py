@@ -68,6 +68,11 @@ def refuse(drafter: MTP, target: TargetParts) -> None:
     act = getattr(theirs, "hidden_act", None)
     partial = getattr(ours, "rotary_dim", None) is not None
     require(
+        not drafter.config.native,
+        "the module is the target's own, and engines look for it in the target's checkpoint: omit "
+        "the layout",
+    )
+    require(
         not drafter.several,
         "engines run one module at every depth: train with drafter.modules=1 to export it, or give "
         "export=null",
