@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
+from huggingface_hub import constants as hub_constants
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import mark_static_address
@@ -411,6 +412,19 @@ def forget_precision() -> None:
     """Allow the next Accelerator of this process to have another precision. accelerate keeps that
     of the first one, and `free_memory` does not clear it."""
     AcceleratorState._reset_state()
+
+
+# huggingface_hub
+
+
+def read_hub_cache_alone() -> None:
+    """Read models and data of the hub from its cache alone, in this process and in those that it
+    starts. The variable HF_HUB_OFFLINE is read only when the libraries are imported, and they have
+    no function to change this later."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    hub_constants.HF_HUB_OFFLINE = True
+    if (datasets := sys.modules.get("datasets")) is not None:
+        datasets.config.HF_HUB_OFFLINE = True
 
 
 # csv

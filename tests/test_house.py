@@ -33,6 +33,7 @@ LAYERS = [  # from the bottom; a module belongs to the longest prefix that fits 
         "specdec.errors",
         "specdec.files",
         "specdec.frozen",
+        "specdec.hub",
         "specdec.plugins",
         "specdec.integrity",
         "specdec.progress",

@@ -29,6 +29,7 @@ from specdec.context import Context
 from specdec.drafters.attention import states
 from specdec.drafters.base import Drafter, DrafterConfig, Sizes, Trainable, growth_over
 from specdec.errors import UserError, first_line, require
+from specdec.hub import require_on_hub
 from specdec.runtime.cache import SlotCache
 from specdec.runtime.cpu.grouped_attention import use_grouped_attention
 from specdec.runtime.quantised import without_method
@@ -186,6 +187,7 @@ class Pretrained(Trainable):
                     f"drafter.overrides.{unknown[0]} is not a key of the target's config: omit it"
                 )
             return {**theirs, **config.overrides}
+        require_on_hub("drafter.source", config.source)
         try:
             return without_method(AutoConfig.from_pretrained(config.source).to_dict())
         except (OSError, ValueError) as error:

@@ -11,16 +11,19 @@ import re
 import zipfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.errors import UserError, first_line, require
 from specdec.files import read_json, reading, require_file
+from specdec.hub import require_on_hub
+from specdec.targets.checkpoint_files import file_of_model
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -100,17 +103,32 @@ def local_folder(named: str | Path) -> Path:
     if folder.is_dir() or not HUB_NAME.fullmatch(str(named)):
         require(folder.is_dir(), f"{named}: there is no such folder")
         return folder
+    require_on_hub("draft", str(named))
     try:
-        return Path(
-            snapshot_download(
-                str(named), allow_patterns=[CONFIG, *SAFETENSORS, *PICKLES, "model-*.safetensors"]
-            )
-        )
+        return _downloaded(str(named))
+    except UserError:
+        raise
     except Exception as error:  # of the hub, of its cache or of the connection
         raise UserError(
             f"{named}: there is no such folder, and no such draft could be loaded from the hub "
-            f"({first_line(error)})"
+            f"({first_line(error)}): check the name, or give a folder"
         ) from error
+
+
+@cache
+def _downloaded(name: str) -> Path:
+    """The folder in the hub's cache with the config of a draft and its weights in one format, which
+    are downloaded once in a process. The repository may hold them in several formats, and more."""
+    config = Path(hf_hub_download(name, CONFIG))
+    folder = config.parent  # it is named after the commit, so that all files are of one
+    for weights in (*SAFETENSORS, *PICKLES):
+        path = file_of_model(name, weights, revision=folder.name)
+        if path is None:
+            continue
+        for shard in sorted(set(_weight_map(Path(path)).values()) if weights == INDEX else ()):
+            hf_hub_download(name, shard, revision=folder.name)
+        break
+    return folder
 
 
 def _inside(folder: Path, name: str) -> Path:
@@ -144,14 +162,8 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _of_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
     """The tensors of several files, which an index lists."""
-    listed = read_json(index)
-    files = listed.get("weight_map") if isinstance(listed, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
-        raise UserError(f"{index}: weight_map does not map tensors to files: {AGAIN}")
-    listed_in: dict[str, StoredTensor] = {}
+    files, listed_in = _weight_map(index), dict[str, StoredTensor]()
     for name in dict.fromkeys(files.values()):
-        plain = re.fullmatch(r"[\w.-]+\.safetensors", name)
-        require(bool(plain), f"{index}: {name[:80]!r} is not the name of a file beside it")
         of_file = _of_safetensors(_inside(folder, name))
         twice = sorted(listed_in.keys() & of_file.keys())
         require(not twice, f"{index}: two files hold tensor {str(twice[:1])[:80]}: {AGAIN}")
@@ -159,6 +171,19 @@ def _of_shards(folder: Path, index: Path) -> dict[str, StoredTensor]:
     for name in files:
         require(name in listed_in, f"{index}: no file holds tensor {name[:80]!r}: {AGAIN}")
     return listed_in
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by the index. Raises UserError for other names than of files beside
+    it."""
+    listed = read_json(index)
+    files = listed.get("weight_map") if isinstance(listed, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(x, str) for x in files.values()):
+        raise UserError(f"{index}: weight_map does not map tensors to files: {AGAIN}")
+    for name in dict.fromkeys(files.values()):
+        plain = re.fullmatch(r"[\w.-]+\.safetensors", name)
+        require(bool(plain), f"{index}: {name[:80]!r} is not the name of a file beside it")
+    return files
 
 
 def _of_safetensors(path: Path) -> dict[str, StoredTensor]:

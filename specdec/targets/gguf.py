@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from specdec.errors import UserError, first_line, require, unreadable
 from specdec.files import replaced
+from specdec.hub import require_on_hub
 from specdec.integrity import KEY, of_file
 from specdec.progress import tell
 
@@ -20,9 +21,10 @@ CHECKSUMS = "checksums.json"
 
 def model_path(path: str, cache: Path) -> str:
     """The folder or hub name that transformers loads; a GGUF file is converted once. Raises
-    UserError if there is no such file or package."""
+    UserError if there is no such file or package, and as `require_on_hub` does."""
     require(bool(path), "target.path is missing: give a hub name, a folder or a .gguf file")
-    gguf = gguf_of(path)
+    if (gguf := gguf_of(path)) is None:
+        require_on_hub("target.path", path)
     return path if gguf is None else str(dense_folder(gguf, cache))
 
 

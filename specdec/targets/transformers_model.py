@@ -23,6 +23,7 @@ from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME, logging
 from specdec.compat import adapter_beside, shown_warnings
 from specdec.errors import UserError, first_line, located, require
 from specdec.files import make_folder
+from specdec.hub import require_on_hub
 from specdec.progress import tell
 from specdec.runtime.cpu import packed_linear
 from specdec.runtime.cpu.grouped_attention import use_grouped_attention
@@ -159,6 +160,7 @@ def load_source(auto: Any, source: str, device: str) -> Any:
     with plain weights even if they are quantised. Raises UserError if it cannot be loaded this
     way."""
     cfg = TargetConfig(path=source, dtype="float32", device="cpu", packed=False)
+    require_on_hub("drafter.source", source)
     try:
         with loading_errors(cfg):
             config = AutoConfig.from_pretrained(source)

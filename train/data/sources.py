@@ -20,6 +20,7 @@ from typing import IO, Any
 
 from specdec.compat import csv_rows
 from specdec.errors import UserError, first_line, require
+from specdec.hub import require_on_hub
 from specdec.targets.gguf import find_package_file
 from train.data.conversations import (
     TEXTS,
@@ -88,6 +89,7 @@ def records(cfg: DataConfig, tally: Tally) -> Iterator[tuple[str, Any]]:
     files = files_of(cfg, tally)
     if files is None:
         subset = [] if cfg.subset is None else [cfg.subset]
+        require_on_hub("data.path", cfg.path, "dataset")
         yield from _dataset(cfg.path, cfg.path, *subset, split=cfg.split)
     for file in files or ():
         try:
