@@ -25,7 +25,7 @@ from specdec.drafters.base import Drafter, learning_rate
 from specdec.drafters.hybrid import copying_family
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
-from specdec.formats.draft_export import LAYOUTS, layout_names
+from specdec.formats.draft_export import LAYOUTS, exports, layout_names
 from specdec.formats.draft_import import IMPORTS
 from specdec.formats.layout import LAYOUT
 from specdec.losses.loss_config import LossConfig
@@ -55,6 +55,7 @@ PATHS: tuple[str, ...] = ("target.path", "target.adapter", "target.cache")
 PATHS += ("data.path", "data.decoding_log", "data.chat_template")
 PATHS += ("drafter.source", "drafter.head", "initialisation.draft", "loss.reference")
 PATHS += ("responses.root", "hidden_states.path", "hidden_states.root")
+AUTO_LAYOUT = "auto"  # of the export
 LARGEST = 2**63 - 1  # largest integer in a setting: torch and JSON readers take no larger ones
 # What Hydra and OmegaConf raise for a user's mistake. The last three are not meant for users: where
 # this project's own code raises them, they are bugs, and `of_hydra` lets them through.
@@ -98,9 +99,9 @@ class Config:
     # retrieval-based method, such as suffix: the run also measures a hybrid of it and the draft and
     # saves it as with-METHOD; null: none
     combine_with: str | None = None
-    # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; null: no
-    # export
-    export: str | None = LAYOUT
+    # layout of the export at the end of a run: auto (hf, or that in which an imported draft came),
+    # hf, speculators, or gguf for llama.cpp; null: no export
+    export: str | None = AUTO_LAYOUT
     # whether the export carries a dozen prompts with the expected responses and accepted counts,
     # which scripts/check replays on a server; with budget.minutes, only if time is left
     export_reference: bool = True
@@ -560,9 +561,14 @@ def checked(config: Config) -> Config:
     settings; no weights are loaded."""
     config = replace(config, loss=config.loss.for_tree(config.decode.paths))
     drafter, layout = with_settings_of_import(config.initialisation, config.drafter)
-    if layout:
-        export = layout if config.export == LAYOUT else config.export
-        config = replace(config, drafter=drafter, export=export)
+    if (export := config.export) == AUTO_LAYOUT:
+        export = layout or LAYOUT
+    require(
+        not layout or export in (None, layout) or exports(drafter.name, export),
+        f"export={export}: no {drafter.name} draft is written in this layout: leave export out to "
+        f"write it as it came ({layout}), or give export=null",
+    )
+    config = replace(config, drafter=drafter, export=export)
     config.check()
     return config
 

@@ -137,14 +137,19 @@ def copy_trained_on(draft: Path | str, *folders: Path | str) -> None:
 
 def write_calibrations(folder: Path | str, drafter: Drafter) -> None:
     """Write the calibrations of a draft beside its weights, in a folder from `write_draft`. Raises
-    UserError for the folder of an imported draft."""
+    UserError as `require_calibratable` does."""
+    require_calibratable(folder)
+    of_weights = read_card(folder).weights
+    write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
+
+
+def require_calibratable(folder: Path | str) -> None:
+    """Raise UserError for somebody else's draft."""
     require(
         not is_foreign_draft(folder),
         f"{folder} is a draft of another trainer, and its folder is not changed: train it further "
         "with drafter.from, and calibrate the draft of that run",
     )
-    of_weights = read_card(folder).weights
-    write_json(Path(folder) / CALIBRATION, asdict(drafter.calibrations), of_weights)
 
 
 def load_draft(

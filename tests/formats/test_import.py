@@ -251,7 +251,7 @@ def test_training_goes_on_from_a_draft_and_writes_it_as_it_came(
     weights = PICKLED.get(name, "model.safetensors")
     folder = write_public(tmp_path / "theirs", (config, tensors), weights)
     over = [x for x in tiny.overrides(family) if not x.startswith("drafter.")]
-    cfg = compose([*over, f"drafter.from={folder}", "loop.epochs=1", "export=hf"])
+    cfg = compose([*over, f"drafter.from={folder}", "loop.epochs=1"])
     assert cfg.export == ("hf" if family == "eagle3" else "authors")
     train.run(cfg, tmp_path / "run")
     (path,) = (tmp_path / "run" / "export").glob("*.safetensors")
@@ -276,6 +276,24 @@ def test_a_setting_that_the_draft_decides_otherwise_is_named(
         UserError, match=r"drafter.num_layers=4: the draft of drafter.from=.* has 2"
     ):
         tiny.config("medusa", "drafter.num_layers=4", "drafter.depth=2", f"drafter.from={folder}")
+
+
+def test_the_layout_of_the_export_is_the_asked_one(
+    tiny: Tiny, tiny_target: Target, tmp_path: Path
+) -> None:
+    """It is that of the draft only where none is asked for."""
+    folder = write_public(tmp_path / "theirs", PUBLIC["Medusa"](tiny_target))
+    over = [x for x in tiny.overrides("medusa") if not x.startswith("drafter.")]
+    for asked, found in (
+        ([], "authors"),
+        (["export=authors"], "authors"),
+        (["export=hf"], "hf"),
+        (["export=null"], None),
+    ):
+        assert compose([*over, f"drafter.from={folder}", *asked]).export == found
+    with pytest.raises(UserError, match=r"^export=gguf: no medusa draft .*\(authors\)"):
+        compose([*over, f"drafter.from={folder}", "export=gguf"])
+    assert compose(over).export == "hf"
 
 
 def test_another_family_is_named(tiny: Tiny, tiny_target: Target, tmp_path: Path) -> None:
@@ -305,6 +323,7 @@ def test_scripts_measure_and_export_a_draft_as_it_is(
         ["scripts/evaluate", *how, *asked, *few, *out, "--calibrate", "1", "--limit", "1"]
     )
     assert ended.returncode == 2 and "its folder is not changed" in ended.stderr
+    assert "measures on" not in ended.stdout  # it is rejected before anything is generated
 
 
 def test_every_layout_of_the_documents_is_read() -> None:
