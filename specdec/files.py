@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from fnmatch import fnmatch
@@ -383,11 +383,19 @@ def write_json(path: Path, value: Mapping[str, Any], context: str = "") -> None:
     write_whole(path, json.dumps(sealed(value, context), indent=1))
 
 
-def read_record(kind: type[T], path: Path, remedy: str = "", context: str = "") -> T:
-    """Read a JSON file into a dataclass. Raises UserError as `read_json` and `record` do, with
-    `remedy` at the end of the message."""
+def read_record(
+    kind: type[T],
+    path: Path,
+    remedy: str = "",
+    context: str = "",
+    upgraded: Callable[[Any], Any] | None = None,
+) -> T:
+    """Read a JSON file into a dataclass. `upgraded` turns a value that an earlier version may have
+    written into one of this version. Raises UserError as `read_json` and `record` do, with `remedy`
+    at the end of the message."""
     try:
-        return record(kind, read_json(path, context), str(path))
+        value = read_json(path, context)
+        return record(kind, value if upgraded is None else upgraded(value), str(path))
     except Unreadable:
         raise  # the remedy is for a file that is missing or damaged
     except UserError as error:

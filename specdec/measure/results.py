@@ -476,7 +476,21 @@ class Results:
     @classmethod
     def load(cls, folder: Path) -> "Results":
         """The results in a report's folder. Raises UserError for a missing or damaged file."""
-        return read_record(cls, folder / FILE, "evaluate the draft again")
+        remedy = "evaluate the draft again"
+        return read_record(cls, folder / FILE, remedy, upgraded=_without_early_slices)
+
+
+def _without_early_slices(results: Any) -> Any:
+    """A file's results without the slices of versions before `Slice.break_even`, whose figures have
+    no verdict. A new report lacks them; all other figures are the same."""
+    listed = results.get("measured") if isinstance(results, dict) else None
+    for one in listed if isinstance(listed, list) else ():
+        slices = one.get("slices") if isinstance(one, dict) else None
+        if isinstance(slices, dict):
+            early = [k for k, x in slices.items() if isinstance(x, dict) and "break_even" not in x]
+            for name in early:
+                del slices[name]
+    return results
 
 
 def split_rival(both: Results, drafter: str) -> tuple[Results, Results]:

@@ -4,7 +4,7 @@ Run alone: python -m pytest tests/measure/test_results.py
 """
 
 import io
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import wandb
 
 from specdec.decoding.draft_length import CostTable
 from specdec.errors import UserError
+from specdec.files import write_json
 from specdec.lab.decoding.disco import StopClassifier
 from specdec.measure.choosing import Learned, file_of
 from specdec.measure.costs import Costs
 from specdec.measure.results import (
+    FILE,
     Alpha,
     Bin,
     ByDepth,
@@ -32,6 +34,7 @@ from specdec.measure.results import (
     Reliability,
     Results,
     Sample,
+    Slice,
     Training,
 )
 from specdec.progress import Terminal
@@ -293,6 +296,19 @@ def test_wandb_takes_the_main_figures_of_whatever_was_measured() -> None:
     artifact = wandb.Artifact("run-draft", type="model", metadata=main_figures(many))
     assert artifact.metadata["T0/tau"] == artifact.metadata["hybrid/T0/tau"] == 1.5
     assert len(artifact.metadata) == 18
+
+
+def test_results_with_slices_of_an_earlier_version_are_read(tmp_path: Path) -> None:
+    """Those slices had no verdict; they are left out, and those with one are kept."""
+    first = results()
+    by = Slice("category", "code", 3, 3, at(1.5), at(1.1), at(1.2))
+    first.measured[0].slices = {by.name: by}
+    written = asdict(first)
+    early = {"prompts": 3, "tau": written["measured"][0]["tau"]}
+    early |= {"sampled": early["tau"], "greedy": early["tau"]}
+    written["measured"][0]["slices"] |= {"with tools": early}
+    write_json(tmp_path / FILE, written)
+    assert Results.load(tmp_path) == first
 
 
 def test_the_headline_is_flat() -> None:

@@ -280,6 +280,7 @@ class Conversation:
     later: tuple[Message, ...] = ()
     category: str = ""  # of the record; empty: it says none
     language: str = ""
+    place: str = field(default="", compare=False)  # of its record, such as a file and a line
 
 
 class Repeated(dict[str, Any]):

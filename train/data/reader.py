@@ -87,7 +87,7 @@ def read_conversations(
         if (number := seen[conversation.id]) > 1:
             conversation, item = _renamed(conversation, item, number)
         if isinstance(item, Unusable):
-            tally.count(tally.dropped, str(item))
+            tally.count(tally.dropped, str(item), conversation.place)
             tally.too_long += [item.tokens] * (item.tokens > 0)
             if not usable:
                 require_spans(tally, PATIENCE)
@@ -142,9 +142,9 @@ def _normalised(cfg: DataConfig, tally: Tally, wrong: list[str]) -> Iterator[Con
             return
         tally.read += 1
         try:
-            conversation = conversation_of_record(record, name, cfg, tally)
+            conversation = replace(conversation_of_record(record, name, cfg, tally), place=name)
         except Unusable as reason:
-            tally.count(tally.dropped, str(reason))
+            tally.count(tally.dropped, str(reason), name)
             if last is None and not wrong:
                 keys = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else ""
                 wrong.append(f"; the first record: {(keys or repr(record))[:100]}")

@@ -5,6 +5,7 @@ Run alone: python -m pytest tests/train/data/test_conversations.py (about 10 s, 
 
 import importlib.util
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from train.data.conversations import (
     DataConfig,
     Message,
     Tally,
+    Unusable,
 )
 from train.data.records import ROLES
 from train.data.run_data import whole_prompts
@@ -211,6 +213,27 @@ def test_folder_of_files_and_parquet(tmp_path: Path) -> None:
     found, tally = read_all(str(tmp_path))
     assert [c.id for c in found] == ["a", "b", "c", "d", "e"]
     assert tally.kept == tally.read == 5
+
+
+def test_a_dropped_chat_is_named_by_its_place(tmp_path: Path) -> None:
+    """Whether its record cannot be used, or its conversation is found unusable later; of each
+    reason the first three."""
+    asked = [
+        {"messages": [{"role": "user", "content": f"asked {n}"}], "id": str(n)} for n in "1234"
+    ]
+    record = sharegpt(("human", "a"), ("gpt", "b c d e f g"))
+    write_lines(tmp_path / "chats.jsonl", [record, *asked, {"messages": []}])
+
+    def answered(conversation: Conversation) -> Conversation:
+        if all(message.role == "user" for message in conversation.messages):
+            raise Unusable("no assistant turn")
+        return conversation
+
+    split = split_conversations(DataConfig(str(tmp_path / "chats.jsonl"), held_out=0), answered)
+    said, name = str(split.tally), tmp_path / "chats.jsonl"
+    places = f"({name}, line 2; {name}, line 3; {name}, line 4)"
+    assert f"4  dropped: no assistant turn {places}" in said
+    assert re.search(rf"1  dropped: .* \({name}, line 6\)", said)
 
 
 def test_hub_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
