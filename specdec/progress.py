@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     Task,
     TaskID,
     TaskProgressColumn,
@@ -54,6 +55,20 @@ class Description(TextColumn):
         return Text(one_line(task.description), style="progress.description")
 
 
+class TokensPerSecond(ProgressColumn):
+    """The speed of a task whose steps are tokens (`add_task(…, unit=TOKENS)`)."""
+
+    def render(self, task: Task) -> Text:
+        return Text(speed_of(task), style="progress.data.speed")
+
+
+def speed_of(task: Task) -> str:
+    """A task's speed in its last half minute, if its steps are tokens and two have been taken."""
+    speed = task.speed if task.fields.get("unit") == TOKENS else None
+    return "" if speed is None else f"{speed:,.0f} {TOKENS}/s"
+
+
+TOKENS = "tokens"  # unit of a task
 console = Terminal()  # quiet in all processes but the first
 SECONDS = 20.0  # between two lines if the output is not a terminal
 
@@ -75,14 +90,16 @@ class Lines(Progress):
         if time.monotonic() - self._last >= SECONDS:
             self._last = time.monotonic()
             task = next(task for task in self.tasks if task.id == task_id)
-            self.console.print(f"  {task.percentage:3.0f}%  {one_line(task.description)}")
+            said = "  ".join(filter(None, (one_line(task.description), speed_of(task))))
+            self.console.print(f"  {task.percentage:3.0f}%  {said}")
 
 
 def bars(console: Console, shown: bool = True) -> Progress:
     """A progress display: bars in a terminal, `Lines` elsewhere, nothing if `shown` is false."""
     if shown and not console.is_terminal:
         return Lines(console=console, disable=True)
-    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TimeElapsedColumn())
+    times = TimeRemainingColumn(), TimeElapsedColumn()
+    columns = BarColumn(), TaskProgressColumn(), TokensPerSecond(), *times
     return Progress(Description(), *columns, console=console, disable=not shown)
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.progress import Progress
 
 from specdec import signals
 from specdec.errors import command
@@ -281,7 +282,7 @@ def test_only_processes_that_end_together_save_together(
         save_checkpoint=lambda: saved.append(state.owed),
     )
     with pytest.raises(raised):
-        loop._evaluate_draft(learner)
+        loop._evaluate_draft(learner, Progress())
     assert saved == [True] * saves
 
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 from accelerate import Accelerator
+from rich.progress import Progress
 from torch import nn
 
 from specdec.errors import require
 from specdec.forcing.teacher import acceptance_by_response, predicted_steps
 from specdec.measure.results import ByDepth, HeldOut
+from specdec.progress import TOKENS, bars, console
 from specdec.signals import Terminated
 from train.hidden_states.batches import BatchSource
 
@@ -36,13 +38,14 @@ def evaluate(
     accelerator: Accelerator,
     chain: tuple[int, int] | None = None,
     ended: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
 ) -> HeldOut:
     """The figures of a `TeacherForcing` on packed rows, `rows` of them at a time. `chain` is the
     trained depth, up to which α is measured, and the γ of the chains for τ; None: both are the
     trained depth. Rows are distributed over the processes; sums are reduced before division. Before
     each forward pass, all processes call `ended`, which returns the same in all of them;
-    TerminatedTogether is raised if it is true. Raises UserError if no response is long enough to
-    measure τ."""
+    TerminatedTogether is raised if it is true. `progress` counts tokens. Raises UserError if no
+    response is long enough to measure τ."""
     depth, gamma = chain or (None, None)
     model.eval()
     world, rank = accelerator.num_processes, accelerator.process_index
@@ -53,6 +56,10 @@ def evaluate(
     mine = starts[rank::world]
     of_starts = [range(start or 0, len(held_out.rows))[:rows] for start in mine]
     held_out.expect(of_starts)
+    lengths = [len(row.ids) for row in held_out.rows]
+    progress = progress or bars(console, shown=False)
+    total = sum(lengths[i] for indices in of_starts for i in indices)
+    task = progress.add_task("validation", total=total, unit=TOKENS)
     with torch.no_grad():
         for start, indices in zip(mine, of_starts, strict=True):
             if ended():
@@ -66,6 +73,8 @@ def evaluate(
             for response in acceptance_by_response(table, batch) if real else ():
                 both = (response.greedy[:, :gamma], response.sampled[:, :gamma])
                 walks += torch.tensor([predicted_steps(alpha) for alpha in both]).to(walks).view(4)
+            progress.advance(task, sum(lengths[i] for i in indices))
+    progress.remove_task(task)
     held_out.expect([])
     model.train()
     sums, walks = accelerator.reduce(sums, "sum"), accelerator.reduce(walks, "sum")

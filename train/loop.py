@@ -335,7 +335,7 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
                 learner.passed += sum(lengths[i] for i in chosen)
                 _require_same_rows(learner)
                 if state.owed and learner.step * portion >= state.rows:
-                    _evaluate_draft(learner)
+                    _evaluate_draft(learner, progress)
                     learner.save_checkpoint()
                 continue
             if timing and learner.time is not None:
@@ -380,7 +380,7 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
                 learner.save_checkpoint()
                 raise Terminated
             if due:
-                _evaluate_draft(learner)
+                _evaluate_draft(learner, progress)
             if saving or learner.stopped:
                 learner.save_checkpoint()
         if learner.stopped or (cfg.max_tokens is not None and learner.ended):
@@ -444,14 +444,14 @@ def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRec
 
 
 @checkpoint_first()
-def finish(learner: Learner) -> None:
+def finish(learner: Learner, progress: Progress) -> None:
     """Evaluate the draft after the last step, and write a checkpoint, if training ended at another
     step than planned: with loop.max_tokens, a later round with longer rows has fewer steps left."""
     state = learner.state
     if learner.step < state.step:  # a checkpoint of a run that stopped early
         return
     if not state.evaluated or state.evaluated[-1][0] != state.step:
-        _evaluate_draft(learner)
+        _evaluate_draft(learner, progress)
         learner.saved = 0
     if learner.saved != state.step:
         learner.save_checkpoint()
@@ -501,7 +501,7 @@ def steps_of(
     return [order[n * portion : (n + 1) * portion] for n in taken], steps
 
 
-def _evaluate_draft(learner: Learner) -> None:
+def _evaluate_draft(learner: Learner, progress: Progress) -> None:
     """Evaluate the draft on held-out rows after the last step, and keep it if it is the best so
     far. SIGTERM ends this: at once in a single process, and after the same forward pass in several.
     They save a checkpoint first, from which a continued run evaluates. If a forward pass takes too
@@ -516,7 +516,9 @@ def _evaluate_draft(learner: Learner) -> None:
             def ended() -> bool:
                 return learner.ranks.any(signals.terminated())
 
-            figures = evaluate(learner.model, learner.held_out, cfg.rows, accelerator, chain, ended)
+            figures = evaluate(
+                learner.model, learner.held_out, cfg.rows, accelerator, chain, ended, progress
+            )
     except Terminated as error:
         if alone or isinstance(error, TerminatedTogether):
             state.owed = True

@@ -415,7 +415,7 @@ def trained_in_rounds(
             (source,) = hidden_states.sources(drafter, [documents])
         learner.time = budget.training(number, rounds.count) or learner.time
         loop.train(learner, source, range(number * each, (number + 1) * each), progress)
-    loop.finish(learner)
+    loop.finish(learner, progress)
     training = loop.trained(learner)
     console.print(
         f"trained {training.step} of {training.steps} steps, {training.tokens:,} tokens at "

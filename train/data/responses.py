@@ -26,7 +26,7 @@ from specdec.drafters.base import Drafter
 from specdec.errors import UserError, first_line, is_out_of_memory, require
 from specdec.files import make_folder, record, sealed_lines, write_whole
 from specdec.integrity import sealed
-from specdec.progress import console, tell
+from specdec.progress import TOKENS, console, tell
 from specdec.ranks import Ranks
 from specdec.runtime.device import release
 from specdec.sampling.trees import Chain
@@ -153,7 +153,7 @@ def documents_with_responses(
     elif keep is not None and (unwritten := [asked[name] for group in groups for name in group]):
         keep.prepare_for_responses(unwritten, cfg.longest_response)
     whose = "draft's" if by_draft else "draft's and target's" if author else "target's"
-    task = progress.add_task(f"{whose} responses", total=None)
+    task = progress.add_task(f"{whose} responses", total=None, unit=TOKENS)
     sampler = cfg.sampler
     way = Way(sampler=sampler)
     if author and author.verification is not None:

@@ -13,7 +13,7 @@ from specdec.engines.client import Server
 from specdec.engines.engine_interface import CompletionRequest
 from specdec.engines.server_pool import Failed, NamedRequest, ServerPool
 from specdec.errors import UserError, require
-from specdec.progress import console
+from specdec.progress import TOKENS, console
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
@@ -61,7 +61,7 @@ def fill_from_engines(
     engines = servers_of("hidden_states.from", urls, target)
     require_room_in(engines, max(map(len, texts.values())) + 1)
     console.print(f"hidden states from {engines.title}")
-    task = bars.add_task("engine's hidden states", total=sum(map(len, texts.values())))
+    task = bars.add_task("engine's hidden states", total=sum(map(len, texts.values())), unit=TOKENS)
     written, whole = time.monotonic(), list[Target]()
 
     def compare(_: Server, read: Mapping[int, DocumentStates]) -> None:

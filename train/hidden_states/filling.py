@@ -22,7 +22,7 @@ from specdec.context import HiddenStateSpec
 from specdec.drafters import family
 from specdec.drafters.base import Drafter
 from specdec.errors import memory_for, require
-from specdec.progress import bars, console
+from specdec.progress import TOKENS, bars, console
 from specdec.ranks import Ranks
 from specdec.sampling.sampler import Sampler
 from specdec.targets.loading import TargetLoader
@@ -274,7 +274,7 @@ def fill_from_batches(store: HiddenStateStore, source: BatchSource, progress: Pr
     )
     drafted = sum((x[:, 0] >= 0).sum() * (x.shape[1] - 1) for x in speculation_steps)
     store.prepare(tokens + int(drafted))
-    task = progress.add_task("target hidden states", total=tokens)
+    task = progress.add_task("target hidden states", total=tokens, unit=TOKENS)
     for start in range(0, len(source.rows), SHARD):
         by_name: dict[str, HiddenStateTensors] = {}
         for i in range(start, min(start + SHARD, len(source.rows))):
@@ -345,7 +345,7 @@ def fill_chats(
     text continues in the cache of the one before it, from the point where they differ."""
     total = sum(len(d.ids) for group in groups for d in group)
     store.prepare(total)
-    task = progress.add_task("target hidden states of chats", total=total)
+    task = progress.add_task("target hidden states of chats", total=total, unit=TOKENS)
     read = 0
     for group in groups:
         cache, committed = target.new_cache(), 0

@@ -293,7 +293,8 @@ class HiddenStateStore:
             f"disk of {self.folder} is {in_megabytes(short)} short of that: give "
             "hidden_states.bits=8, hidden_states.mode=online, or another hidden_states.root",
         )
-        write_json(self.folder / "meta.json", asdict(self.kind))
+        if not (described := self.folder / "meta.json").exists():
+            write_json(described, asdict(self.kind))
 
     def announced(self, tokens: int) -> str:
         """A sentence with the size of the hidden states of `tokens` tokens, and the free disk
