@@ -478,7 +478,7 @@ def shapes_in(source: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         for field in ("id", "arg", "attr", "name"):
             name = getattr(node, field, None)
-            if not isinstance(name, str) or name.isupper() or name == "do_GET":
+            if not isinstance(name, str) or name.isupper() or name in ("do_GET", "do_HEAD"):
                 continue
             if m := SUFFIX.fullmatch(name):
                 yield from ((letter, name) for letter in letters_of(m.group(1)))
