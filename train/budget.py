@@ -46,7 +46,7 @@ FORWARD = 1 / 3  # time of a held-out evaluation of as many rows, in training st
 class BudgetConfig:
     """The wall-clock time of the whole run. Each stage of the run works until its share of the time
     is used up. Up to `data.limit` conversations are used, and up to `decode.prompts` prompts are
-    measured, at least 12."""
+    measured, at least 6, with shorter responses where time is short."""
 
     minutes: float | None = None  # wall-clock time of the whole run; null: no limit
     floor: int = 150  # training conversations that are used at least, however slow the machine
@@ -72,6 +72,7 @@ class BudgetRecord:
     steps: int | None = None  # number of training steps
     prompts: int | None = None  # number of measured prompts
     timed: int | None = None  # the first of them
+    tokens: int | None = None  # the limit of their responses; null: decode.max_new_tokens
 
 
 @dataclass
@@ -336,10 +337,11 @@ class Budget:
             self._write()
             console.print(f"budget: {self.forecast()}")
 
-    def end_measuring(self, prompts: int, timed: int) -> None:
-        """Record how many prompts were measured, and how many of them were timed."""
+    def end_measuring(self, prompts: int, timed: int, tokens: int) -> None:
+        """Record how many prompts were measured, how many of them were timed, and the limit of
+        their responses."""
         if self.record is not None:
-            self.record.prompts, self.record.timed = prompts, timed
+            self.record.prompts, self.record.timed, self.record.tokens = prompts, timed, tokens
             self._write()
 
     def _write(self) -> None:

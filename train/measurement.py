@@ -21,6 +21,7 @@ from specdec.files import make_folder, read_json, write_json
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.integrity import of_code, of_file, of_value
 from specdec.measure.calibration import CALIBRATING, calibrate
+from specdec.measure.decoded_prompts import tokens_in_time
 from specdec.measure.engine_gain import EngineGain
 from specdec.measure.evaluation import Subject, evaluate
 from specdec.measure.machine import machine_of
@@ -116,7 +117,7 @@ def finished(
         results = _measured(
             cfg, folder, texts, drafter, target, original, ranks, progress, budget, in_engine
         )
-        budget.end_measuring(results.prompts, results.timed)
+        budget.end_measuring(results.prompts, results.timed, results.max_new_tokens)
         stage = budget.stage("measuring")
     else:
         console.print(
@@ -206,7 +207,12 @@ def _measured(
     others, known, left = others_of(texts), budget.record, None
     decode = replace(cfg.decode, prompts=texts.measured)
     if known is not None and known.prompts is not None and known.timed is not None:
-        decode = replace(decode, prompts=min(known.prompts, texts.measured), timed=known.timed)
+        decode = replace(
+            decode,
+            prompts=min(known.prompts, texts.measured),
+            timed=known.timed,
+            max_new_tokens=known.tokens or decode.max_new_tokens,
+        )
     elif (stage := budget.stage("measuring")) is not None:
         left = partial(stage.left, AFTER + IN_ENGINE * in_engine)
     calibrating = [] if drafter.copies else others[:CALIBRATING]
@@ -241,7 +247,20 @@ def measure_draft(
     """Calibrate the confidence of the draft in this folder on the prompts `calibrating`, then
     measure it on `cfg.prompts` prompts of `asked`. Choices are made on `others`. `build_combined`
     makes the second draft of the subject, from the calibrated one. `left` returns the remaining
-    time, as in `evaluate`. Raises UserError as `calibrate` and `evaluate` do."""
+    time, as in `evaluate`; if it is short, responses are shortened (`tokens_in_time`).
+    Raises UserError as `calibrate` and `evaluate` do."""
+    if left is not None and asked:
+        typical = sorted((p.ids.tolist() for p in asked), key=len)[len(asked) // 2]
+        setup = replace(Setup.from_config(subject.target, cfg, ranks), brief=True)
+        ways = 1 + cfg.fastest + (build_combined is not None)
+        fitting = partial(tokens_in_time, setup, cfg, typical, ways, len(calibrating), left)
+        if (tokens := ranks.first(fitting)) < cfg.max_new_tokens:
+            console.print(
+                f"measuring responses of {tokens} tokens, not of "
+                f"decode.max_new_tokens={cfg.max_new_tokens}: more would not fit into the time; "
+                "give more budget.minutes"
+            )
+            cfg = replace(cfg, max_new_tokens=tokens)
     if calibrating:
         console.print(f"calibrating confidence on {len(calibrating)} prompts that are not measured")
         prompts = [p.ids.tolist() for p in calibrating]
@@ -285,7 +304,7 @@ def _in_engine(
         on_demand.cfg,
         [p.ids.tolist() for p in texts.prompts[: results.timed_prompts]],
         cfg.decode.gamma or drafter.depth,
-        cfg.decode.max_new_tokens,
+        results.max_new_tokens,
         left,
         cfg.export is not None,
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from specdec.decoding import fitting
 from specdec.measure.calibration import CALIBRATING
 from specdec.measure.choosing import LEARNING, steps_of_a_choice
-from specdec.measure.evaluation import LEAST_PROMPTS
+from specdec.measure.decoded_prompts import FEWEST_PROMPTS
 from specdec.measure.results import CutResponses
 from specdec.theory.leviathan import PassCost, best_gamma, walltime_by_gamma
 from train.budget import FORWARD, MEASURING, TRAINING
@@ -201,7 +201,7 @@ def _by_the_clock(
     training stops after a number of steps, and measuring after a number of prompts."""
     times = {stage.name: stage.seconds for stage in stages}
     if (measuring := times.get("measuring")) is not None:
-        least = measuring * min(1.0, LEAST_PROMPTS / max(1, prompts))
+        least = measuring * min(1.0, FEWEST_PROMPTS / max(1, prompts))
         times["measuring"] = min(measuring, max(MEASURING * seconds, least))
     if (training := times.pop("training", None)) is not None:
         times["training"] = min(training, max(TRAINING * seconds, seconds - sum(times.values())))

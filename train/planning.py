@@ -18,7 +18,7 @@ from accelerate import PartialState
 
 from specdec.errors import UserError, require
 from specdec.files import make_folder
-from specdec.measure.evaluation import LEAST_PROMPTS
+from specdec.measure.decoded_prompts import FEWEST_PROMPTS
 from specdec.progress import console
 from specdec.ranks import ALONE
 from specdec.report.plots import write_filled_devices
@@ -139,8 +139,8 @@ class RunPlan:
             yield (
                 f"budget.minutes={minutes:g} is too short here: "
                 f"{self.facts.data.conversations:,} conversations and "
-                f"{min(LEAST_PROMPTS, self.facts.data.prompts)} measured prompts, the least that a "
-                f"run does, take {hours(self.seconds)}: give "
+                f"{min(FEWEST_PROMPTS, self.facts.data.prompts)} measured prompts, the least that "
+                f"a run does, take {hours(self.seconds)}: give "
                 f"budget.minutes={math.ceil(self.seconds / 60)}"
             )
 

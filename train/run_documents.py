@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from rich.progress import Progress
 
 from specdec.errors import UserError
-from specdec.measure.evaluation import LEAST_PROMPTS
+from specdec.measure.decoded_prompts import LEAST_PROMPTS
 from specdec.measure.results import CutResponses
 from specdec.progress import console
 from specdec.ranks import Ranks

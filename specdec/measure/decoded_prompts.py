@@ -4,6 +4,7 @@ timed in turn, and the others are decoded many at a time, for counts (see evalua
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from specdec.context import HiddenStateSpec
 from specdec.decoding.config import DecodeConfig
@@ -11,6 +12,7 @@ from specdec.decoding.fitting import rows_that_fit
 from specdec.decoding.generation import Generation, SpeculationStep
 from specdec.decoding.way import Way
 from specdec.errors import is_out_of_memory
+from specdec.measure.choosing import LEARNING
 from specdec.measure.costs import BRIEF_TIMED
 from specdec.measure.results import BatchTimes
 from specdec.measure.setup import Setup
@@ -20,6 +22,10 @@ from specdec.theory.intervals import FEWEST
 # Of the time for one temperature: when timing ends, and when decoding ends. `BRIEF_TOGETHER`
 # prompts are then decoded between two looks at the clock.
 TIMED, COUNTED, BRIEF_TOGETHER = 0.5, 0.75, 16
+LEAST_PROMPTS = 12  # prompts for which responses are shortened, where little time remains
+FEWEST_PROMPTS = 6  # prompts that are decoded, however little time remains
+LEAST_TOKENS = 32  # of a response's limit, however little time remains
+TOGETHER = 0.4  # estimated time for each of many prompts decoded together, in that of one alone
 
 
 @dataclass
@@ -29,14 +35,55 @@ class Until:
 
     left: Callable[[], float]
     seconds: float
-    fewest: int  # prompts, however long they take
+    fewest: int = FEWEST_PROMPTS  # prompts, however long they take
 
     def __post_init__(self) -> None:
         self._began = self.left()
 
+    def room(self, part: float) -> float:
+        """The seconds until the fraction `part` of the time has passed."""
+        return part * self.seconds - (self._began - self.left())
+
     def passed(self, part: float, ahead: float = 0.0) -> bool:
         """Whether the fraction `part` of the time will have passed after `ahead` more seconds."""
-        return self._began - self.left() + ahead > part * self.seconds
+        return self.room(part) < ahead
+
+    def at_once(self, timed: int, seconds: float, processes: int) -> int:
+        """The number of prompts that a process decodes together after `timed` ones have taken
+        `seconds`: `BRIEF_TOGETHER`, or as many as fit, but enough for the `fewest` prompts."""
+        fitting = self.room(COUNTED) / max(1e-9, TOGETHER * seconds / timed)
+        needed = -(-max(0, self.fewest - timed) // processes)
+        return max(needed, min(BRIEF_TOGETHER, int(max(0.0, fitting))))
+
+
+def tokens_in_time(
+    setup: Setup,
+    cfg: DecodeConfig,
+    prompt: Sequence[int],
+    ways: int,
+    calibrating: int,
+    left: Callable[[], float],
+) -> int:
+    """The limit of a response with which calibrating on so many prompts, choosing, and measuring
+    `LEAST_PROMPTS` prompts in so many configurations, at all temperatures, should take the fraction
+    `COUNTED` of the time `left`: `cfg.max_new_tokens`, or less, but at least `LEAST_TOKENS`. The
+    speed is that of vanilla decoding after a `prompt`, which is tried here."""
+
+    def seconds(tokens: int) -> tuple[float, int]:
+        before = left()
+        (response,) = setup.responses([prompt], Way(), max_new_tokens=tokens)
+        return before - left(), len(response.ids)
+
+    seconds(1)  # warm-up
+    (prefill, _), (both, made) = seconds(1), seconds(1 + BRIEF_TIMED)
+    a_token = max(0.0, both - prefill) / max(1, made - 1)
+    timed = FEWEST * cfg.batch * cfg.repeats
+    alone = timed * (1 + ways)
+    together = max(0, LEAST_PROMPTS - FEWEST * cfg.batch) * (1 + ways)
+    together += calibrating + LEARNING * ways
+    responses = len(cfg.temperatures) * (alone + TOGETHER * together)
+    fitting = (COUNTED * left() / responses - prefill) / max(1e-9, a_token)
+    return min(cfg.max_new_tokens, max(LEAST_TOKENS, int(max(0.0, fitting))))
 
 
 @dataclass
@@ -107,6 +154,7 @@ def decoded_in_turn(
     ones, in every configuration."""
     ranks, plain, timed = setup.ranks, ways[0].plain, min(len(prompts), cfg.timed_prompts)
     all_timed = timed == len(prompts)
+    took = 0.0  # seconds of the timed prompts, without warm-up
 
     def turns(
         batch: range, ways: Sequence[Way], repeat: int = 0, tokens: int = setup.max_new_tokens
@@ -117,6 +165,7 @@ def decoded_in_turn(
 
     def in_time() -> list[DecodedPrompts]:
         """The timed prompts."""
+        nonlocal took
         many, warming = [DecodedPrompts() for _ in ways], [plain, *(way.fresh() for way in ways)]
         for first in range(0, timed, cfg.batch):
             batch = range(first, min(first + cfg.batch, timed))
@@ -124,7 +173,9 @@ def decoded_in_turn(
             if cfg.compile or not first:
                 tokens = setup.max_new_tokens
                 turns(batch, warming, tokens=min(tokens, BRIEF_TIMED) if setup.brief else tokens)
+            before = until.left() if until else 0.0
             repeats = [turns(batch, [plain, *ways], repeat) for repeat in range(cfg.repeats)]
+            took += before - until.left() if until else 0.0
             plainly, *drafted = map(list, zip(*repeats, strict=True))
             for decodings, of_way in zip(many, drafted, strict=True):
                 decodings.add(plainly[0], of_way[0])
@@ -132,7 +183,11 @@ def decoded_in_turn(
             said(many, len(batch))
             if until is not None:
                 fewest = until.fewest if all_timed else FEWEST * cfg.batch
-                if batch.stop >= fewest and until.passed(COUNTED if all_timed else TIMED):
+                one = took / (cfg.repeats * batch.stop)  # seconds of a timed prompt
+                few = max(0, LEAST_PROMPTS - batch.stop - cfg.batch)  # to count after another batch
+                ahead = 0.0 if all_timed else one * (cfg.repeats * cfg.batch + TOGETHER * few)
+                ended = until.passed(COUNTED, ahead) or (not all_timed and until.passed(TIMED))
+                if batch.stop >= fewest and ended:
                     break
         return many
 
@@ -145,10 +200,12 @@ def decoded_in_turn(
     many = ranks.first(in_time)
     timed = many[0].timed
     eager = [replace(way, compiled=False) for way in (plain, *ways)]
-    together = together if until is None else min(together, BRIEF_TOGETHER)
+    if until is not None:
+        limit = partial(until.at_once, timed, took / cfg.repeats, ranks.world)
+        together = min(together, ranks.first(limit))
     batches = [
         range(first, min(first + together, len(prompts)))
-        for first in range(timed, 0 if all_timed else len(prompts), together)
+        for first in range(timed, 0 if all_timed or not together else len(prompts), together or 1)
     ]
 
     def counted(batch: range) -> list[list[Generation]]:

@@ -79,7 +79,6 @@ from specdec.theory.oracle import Oracle, oracle
 
 LONG = 8  # tokens per speculation step for the oracle, which must see where rejections fall
 SHOWN = 6  # sample responses that are kept in the results
-LEAST_PROMPTS = 12  # minimum number of prompts, however little time remains
 FASTEST = "fastest"  # the title of the shape that was expected to be fastest
 
 
@@ -127,7 +126,7 @@ def evaluate(
     conversation and the properties of each prompt; prompts that differ in a property have their own
     figures. `left` returns the remaining
     seconds: then as many prompts are decoded at the first temperature as its part of them allows,
-    but at least `LEAST_PROMPTS`, and the same prompts at other temperatures. The draft's
+    but at least `FEWEST_PROMPTS`, and the same prompts at other temperatures. The draft's
     speculation steps are appended to the file `log`. All of `ranks` call this with the same
     arguments and get the same results. Raises UserError if there is no prompt."""
     target, drafter = subject.target, subject.drafter
@@ -158,9 +157,7 @@ def evaluate(
     until = None
     for number, temperature in enumerate(cfg.temperatures):
         if left is not None:
-            until = (
-                Until(left, left() / len(cfg.temperatures), LEAST_PROMPTS) if not number else None
-            )
+            until = Until(left, left() / len(cfg.temperatures)) if not number else None
         choices = [chosen(setup, own, each, temperature, learning) for _, each, own in ways]
         repeated = {
             n

@@ -20,7 +20,9 @@ from specdec.decoding.config import DecodeConfig
 from specdec.engines.known_engines import ENGINES
 from specdec.errors import UserError
 from specdec.files import read_record
-from specdec.measure.evaluation import LEAST_PROMPTS, Subject, evaluate
+from specdec.measure import setup
+from specdec.measure.decoded_prompts import FEWEST_PROMPTS, LEAST_TOKENS
+from specdec.measure.evaluation import Subject, evaluate
 from specdec.ranks import ALONE, Ranks
 from specdec.targets.loading import TargetLoader
 from specdec.targets.target_config import TargetConfig
@@ -174,7 +176,7 @@ def test_a_process_that_measures_alone_goes_by_its_own_clock(
         finished(cfg, folder, None, None, None, ranks, None, None, budget)  # type: ignore[arg-type]
         if ranks.rank:
             return None
-        budget.end_measuring(12, 6)  # waits for nobody
+        budget.end_measuring(12, 6, 64)  # waits for nobody
         return budget.record.prompts
 
     assert together(monkeypatch, 2, be) == [12, None]
@@ -395,7 +397,7 @@ def test_all_ways_are_measured_on_the_same_prompts(
             left=lambda: seconds - clock(),
         )
 
-    bounds = [(1.0, LEAST_PROMPTS, 3 * batch + 16 * processes)]  # timed, and counted by each
+    bounds = [(1.0, FEWEST_PROMPTS, FEWEST_PROMPTS + processes)]
     for seconds, fewest, most in [*bounds, *[(1e9, many, many)] * (processes == 1)]:
         made = together(monkeypatch, processes, lambda ranks, s=seconds: measured(ranks, s))  # type: ignore[misc]
         for results in made:
@@ -408,11 +410,55 @@ def test_all_ways_are_measured_on_the_same_prompts(
                     assert len(one.prompts) == results.prompts
 
 
+@pytest.mark.parametrize(
+    ("a_token", "tokens", "prompts"),
+    [(0.001, {64}, {30}), (0.3, {*range(33, 64)}, {*range(12, 30)}), (30.0, {LEAST_TOKENS}, {6})],
+)
+def test_measuring_ends_within_its_time(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    a_token: float,
+    tokens: set[int],
+    prompts: set[int],
+) -> None:
+    """The clock runs by decoded tokens: so many seconds for each of one response, and four tenths
+    of that for each of several together. A slow machine first shortens responses, then measures
+    fewer prompts. Unless even the least takes longer, the time is not passed by more than the
+    decoding of one prompt in all three ways."""
+    clock, decoded, share = Clock(), setup.decode, 1000.0
+
+    def slowly(target: Any, some: Sequence[Any], *args: Any, **options: Any) -> Any:
+        responses = decoded(target, some, *args, **options)
+        each = a_token * (1.0 if len(some) == 1 else 0.4)
+        clock.seconds += sum(each * len(response.ids) for response in responses)
+        return responses
+
+    monkeypatch.setattr(setup, "decode", slowly)
+    target = random_target(architectures(61, 4)["llama"])
+    target.tokenizer = make_tokenizer()
+    asked = [Prompt(str(n), np.array([5 + n % 50, 7, 8 + n % 3], np.int32)) for n in range(38)]
+    results = measurement.measure_draft(
+        Subject("run", target, lm(target), "prompts"),
+        tmp_path,
+        DecodeConfig(prompts=30, max_new_tokens=64, fastest=True),
+        asked=asked[:30],
+        others=asked[30:],
+        progress=Progress(disable=True),
+        left=lambda: share - clock(),
+    )
+    assert results.max_new_tokens in tokens and results.prompts in prompts
+    if a_token < 30:
+        assert clock() <= share + 3 * results.max_new_tokens * a_token
+    else:
+        least = results.max_new_tokens * a_token * (3 * results.prompts + 6 + 6)
+        assert clock() <= 2 * least  # at two temperatures
+
+
 def test_a_record_says_how_many_prompts_are_measured_again(tmp_path: Path) -> None:
     budget = budget_of(tmp_path, Clock())
-    budget.end_measuring(40, 9)
+    budget.end_measuring(40, 9, 64)
     again = budget_of(tmp_path, Clock(), begun=True).record
-    assert again is not None and (again.prompts, again.timed) == (40, 9)
+    assert again is not None and (again.prompts, again.timed, again.tokens) == (40, 9, 64)
 
 
 # ---- whole runs
@@ -643,7 +689,7 @@ def test_without_a_budget_there_is_no_clock(
 
 
 def test_a_damaged_record_is_told(tiny: Tiny, tmp_path: Path) -> None:
-    budget_of(tmp_path, Clock()).end_measuring(3, 2)
+    budget_of(tmp_path, Clock()).end_measuring(3, 2, 64)
     record = json.loads((tmp_path / BUDGET).read_text())
     (tmp_path / BUDGET).write_text(json.dumps(record | {"prompts": 4}))
     with pytest.raises(UserError, match="give another name="):
@@ -660,10 +706,10 @@ def test_a_run_has_a_record_once_it_has_begun(tmp_path: Path) -> None:
 def test_replaced_settings_start_the_clock_anew(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    budget_of(tmp_path, Clock()).end_measuring(3, 2)
+    budget_of(tmp_path, Clock()).end_measuring(3, 2, 64)
     assert not budget_of(tmp_path, Clock(), None, settings="others").active
     assert not budget_of(tmp_path, Clock(), None, settings="others", begun=True).active
-    budget_of(tmp_path, Clock()).end_measuring(3, 2)
+    budget_of(tmp_path, Clock()).end_measuring(3, 2, 64)
     other = budget_of(tmp_path, Clock(), settings="others").record
     assert other is not None and other.prompts is None
     assert "by a run that never began" in " ".join(capsys.readouterr().out.split())
