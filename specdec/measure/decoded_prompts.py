@@ -75,8 +75,8 @@ def tokens_in_time(
         return before - left(), len(response.ids)
 
     seconds(1)  # warm-up
-    (prefill, _), (both, made) = seconds(1), seconds(1 + BRIEF_TIMED)
-    a_token = max(0.0, both - prefill) / max(1, made - 1)
+    (prefill, _), (both, count) = seconds(1), seconds(1 + BRIEF_TIMED)
+    a_token = max(0.0, both - prefill) / max(1, count - 1)
     timed = FEWEST * cfg.batch * cfg.repeats
     alone = timed * (1 + ways)
     together = max(0, LEAST_PROMPTS - FEWEST * cfg.batch) * (1 + ways)
