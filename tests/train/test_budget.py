@@ -412,7 +412,7 @@ def test_all_ways_are_measured_on_the_same_prompts(
 
 @pytest.mark.parametrize(
     ("a_token", "tokens", "prompts"),
-    [(0.001, {64}, {30}), (0.3, {*range(33, 64)}, {*range(12, 30)}), (30.0, {LEAST_TOKENS}, {6})],
+    [(0.001, {48}, {16}), (0.35, {*range(33, 48)}, {*range(12, 17)}), (30.0, {LEAST_TOKENS}, {6})],
 )
 def test_measuring_ends_within_its_time(
     monkeypatch: pytest.MonkeyPatch,
@@ -436,13 +436,13 @@ def test_measuring_ends_within_its_time(
     monkeypatch.setattr(setup, "decode", slowly)
     target = random_target(architectures(61, 4)["llama"])
     target.tokenizer = make_tokenizer()
-    asked = [Prompt(str(n), np.array([5 + n % 50, 7, 8 + n % 3], np.int32)) for n in range(38)]
+    asked = [Prompt(str(n), np.array([5 + n % 50, 7, 8 + n % 3], np.int32)) for n in range(22)]
     results = measurement.measure_draft(
         Subject("run", target, lm(target), "prompts"),
         tmp_path,
-        DecodeConfig(prompts=30, max_new_tokens=64, fastest=True),
-        asked=asked[:30],
-        others=asked[30:],
+        DecodeConfig(prompts=16, max_new_tokens=48, fastest=True),
+        asked=asked[:16],
+        others=asked[16:],
         progress=Progress(disable=True),
         left=lambda: share - clock(),
     )
