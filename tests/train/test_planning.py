@@ -650,7 +650,7 @@ def test_more_devices_take_less_time(tmp_path: Path) -> None:
     assert "is too short here" not in str(of("budget.minutes=60"))
     least = of("budget.minutes=0.0001")
     assert least.facts.data.conversations == BudgetConfig.floor
-    assert "budget.minutes=0.0001 is too short here: 150 conversations and 12 meas" in str(least)
+    assert "budget.minutes=0.0001 is too short here: 150 conversations and 6 meas" in str(least)
 
 
 def test_devices_that_hold_a_target_together_each_need_a_part_of_its_layers(
