@@ -7,7 +7,7 @@ Run alone: python -m pytest tests/formats/test_native_mtp.py
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +30,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.processes import process
-from tests.tiny import Tiny, compose, make_tokenizer, train
+from tests.tiny import Tiny, make_tokenizer
 
 INDEX, FIRST, LAST = (
     "model.safetensors.index.json",
@@ -415,11 +415,10 @@ def test_a_run_trains_the_module_and_writes_the_checkpoint(
 ) -> None:
     """The commands of docs/training.md: evaluate it as it is, train it, find it in the export."""
     folder, _, module, _ = made("Qwen3-Next", root)
-    over = [x for x in tiny.overrides("mtp") if not x.startswith(("drafter.", "target."))]
-    over += [f"target.path={folder}", "target.dtype=float32"]
-    cfg = compose([*over, f"drafter.from={folder}", "loop.epochs=1", "export=hf"])
+    more = [f"target.path={folder}", f"drafter.from={folder}", "loop.epochs=1", "export=hf"]
+    cfg = tiny.config("mtp", *more)
     assert (cfg.export, cfg.drafter.layer) == ("qwen3", "qwen3_next")
-    train.run(cfg, tmp_path / "run")
+    tiny.job(tmp_path / "run", "mtp", *more)
     before = load_file(folder / LAST)
     after = load_file(tmp_path / "run" / "export" / LAST)
     moved = {n for n in before if not torch.equal(before[n], after[n])}
@@ -429,4 +428,3 @@ def test_a_run_trains_the_module_and_writes_the_checkpoint(
     out = ["--out", str(tmp_path / "report"), "--prompts", str(tmp_path / "prompts.txt")]
     ended = process(["scripts/evaluate", str(tmp_path / "run" / "export"), *few, *out])
     assert ended.returncode == 0, ended.stderr
-    assert replace(cfg.drafter, depth=1).native
