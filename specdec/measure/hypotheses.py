@@ -63,7 +63,8 @@ class Suspects:
 @dataclass
 class Experiment:
     """A draft and its target, and the responses of an engine to prompts. `in_dtype` loads the
-    target once more, in another dtype; None: it cannot."""
+    target once more, in another dtype; None: it cannot. `limit` is the number of new tokens within
+    which the engine drafts (None: it drafts beyond the end of a response)."""
 
     target: Target
     drafter: Predictor
@@ -72,6 +73,7 @@ class Experiment:
     responses: Sequence[TimedResponse]
     suspects: Suspects = field(default_factory=Suspects)
     in_dtype: Callable[[torch.dtype], Target | None] = lambda dtype: None
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         self._states: dict[tuple[int, int, int], Tensor] = {}
@@ -168,7 +170,7 @@ class Experiment:
         lengths = [len(response.ids) for response in self.responses]
         written = self._written(changed, gamma).split([length - 1 for length in lengths])
         return [
-            accepted_along(written_AK, length, gamma)
+            accepted_along(written_AK, length, gamma, length == self.limit)
             for written_AK, length in zip(written, lengths, strict=True)
         ]
 
@@ -209,19 +211,22 @@ class Experiment:
         return ((torch.stack(columns, 1) == text_AK) & inside_AK).cpu()
 
 
-def accepted_along(written_AK: Tensor, length: int, gamma: int) -> AcceptedRange:
+def accepted_along(
+    written_AK: Tensor, length: int, gamma: int, capped: bool = False
+) -> AcceptedRange:
     """The accepted tokens by position of greedy decoding in chains of γ along a response of
     `length` tokens, from whether each draft is the text's own token. Prefill emits token 0; a
     speculation step begins at the last token that is known. A step that reaches the end may have
-    accepted more."""
+    accepted more, unless it is `capped`: then it drafts up to the last token but one."""
     written, at = written_AK.tolist(), 0
     low, beyond = [0] * gamma, [0] * gamma
     while at < length - 1:
         accepted = 0
-        while accepted < gamma and at + 1 + accepted < length and written[at][accepted]:
+        end = length - capped
+        while accepted < gamma and at + 1 + accepted < end and written[at][accepted]:
             low[accepted] += 1
             accepted += 1
-        if at + 1 + accepted >= length:
+        if not capped and at + 1 + accepted >= length:
             for k in range(accepted, gamma):
                 beyond[k] += 1
         at += accepted + 1

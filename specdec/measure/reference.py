@@ -52,14 +52,16 @@ PROBE = "Hello, how are you? 12345 naïve café, 東京 привет 🙂\n\tdef
 class ReferenceResponse:
     """A response to a prompt. `drafted`, `accepted` and `beyond` count tokens by position:
     `accepted` holds those of the response and `beyond` those that the last speculation step
-    accepted after its end. `near` holds the places in the response, from 0, where the target's two
-    best logits differ by less than `NEAR`, each with that gap."""
+    accepted after its end. `closing` is the position, from 0, of the drafted token that is the last
+    one of the response; None: it was not drafted. `near` holds the places in the response, from 0,
+    where the target's two best logits differ by less than `NEAR`, each with that gap."""
 
     ids: list[int]
     steps: int
     drafted: list[int]
     accepted: list[int]
     beyond: list[int]
+    closing: int | None = None
     near: list[tuple[int, float]] = field(default_factory=list)
 
 
@@ -255,13 +257,22 @@ def expected_responses(
 def _response(drafter: Drafter, target: Target, response: Generation) -> ReferenceResponse:
     gamma, last = chain_of(drafter), len(response.prompt) + len(response.ids) - 1
     drafted, accepted, beyond = ([0] * gamma for _ in range(3))
+    closing = None
     for step in response.steps:
         for k in range(step.drafted):
             drafted[k] += 1
             if k < step.accepted:
                 (accepted if step.anchor + 1 + k <= last else beyond)[k] += 1
-    near = _near_ties(target, response)
-    return ReferenceResponse(response.ids, len(response.steps), drafted, accepted, beyond, near)
+                closing = k if step.anchor + 1 + k == last else closing
+    return ReferenceResponse(
+        ids=response.ids,
+        steps=len(response.steps),
+        drafted=drafted,
+        accepted=accepted,
+        beyond=beyond,
+        closing=closing,
+        near=_near_ties(target, response),
+    )
 
 
 @torch.no_grad()

@@ -19,13 +19,21 @@ SEED = 0  # greedy decoding draws nothing
 @dataclass(frozen=True)
 class AcceptedRange:
     """How many tokens a response's speculation steps accept at each position: at least `low`, and
-    at most `high` where those after its end are counted, too."""
+    at most `high` where those after its end are counted, too. In an engine that drafts no further
+    than the limit of a response, a step that reaches it emits the last token itself."""
 
     low: list[int]
     high: list[int]
 
     @classmethod
-    def of_reference(cls, response: ReferenceResponse) -> "AcceptedRange":
+    def of_reference(cls, response: ReferenceResponse, limit: int | None) -> "AcceptedRange":
+        """`limit` is the number of new tokens within which the engine drafts; None: it drafts
+        beyond the end."""
+        if len(response.ids) == limit:
+            inside = list(response.accepted)
+            if response.closing is not None:
+                inside[response.closing] -= 1
+            return cls(inside, inside)
         both = zip(response.accepted, response.beyond, strict=True)
         return cls(list(response.accepted), [inside + beyond for inside, beyond in both])
 
@@ -67,8 +75,11 @@ class PromptComparison:
         return self.parted is None or (self.gap is not None and self.gap <= tolerance)
 
     @classmethod
-    def of_responses(cls, wanted: ReferenceResponse, response: TimedResponse) -> "PromptComparison":
-        expected = AcceptedRange.of_reference(wanted)
+    def of_responses(
+        cls, wanted: ReferenceResponse, response: TimedResponse, limit: int | None
+    ) -> "PromptComparison":
+        """`limit` is as in `AcceptedRange.of_reference`."""
+        expected = AcceptedRange.of_reference(wanted, limit)
         pairs = zip(wanted.ids, response.ids, strict=False)
         parted = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
         if parted is None and len(wanted.ids) != len(response.ids):
@@ -103,10 +114,24 @@ class ReplayComparison:
         return all(p.within(tolerance) and not p.misfit for p in self.prompts) and self.equal > 0
 
 
-def compared(reference: Reference, responses: Sequence[TimedResponse]) -> ReplayComparison:
-    """The comparison with the dtype of the reference that fits best."""
+def limit_of_drafting(server: MeasuredServer, reference: Reference) -> int | None:
+    """The number of new tokens within which a server drafts; None: it drafts beyond the end."""
+    return reference.max_new_tokens if server.engine.drafts_within_limit else None
+
+
+def compared(
+    reference: Reference, responses: Sequence[TimedResponse], limit: int | None
+) -> ReplayComparison:
+    """The comparison with the dtype of the reference that fits best. `limit` is that of
+    `limit_of_drafting`."""
     every = [
-        ReplayComparison(dtype, [*map(PromptComparison.of_responses, wanted, responses)])
+        ReplayComparison(
+            dtype,
+            [
+                PromptComparison.of_responses(one, response, limit)
+                for one, response in zip(wanted, responses, strict=True)
+            ],
+        )
         for dtype, wanted in reference.responses.items()
     ]
     return max(every, key=lambda one: (one.passes, one.equal, -one.misfit))

@@ -37,7 +37,9 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.formats.exported_network import ExportedNetwork
 from specdec.formats.layout import CONFIG, WEIGHTS
 from specdec.measure import served
-from specdec.measure.reference import FILE, Reference
+from specdec.measure.hypotheses import accepted_along
+from specdec.measure.reference import FILE, Reference, ReferenceResponse
+from specdec.measure.reference_replay import AcceptedRange
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import load_target
 from specdec.targets.prompt_rendering import PromptRendering
@@ -99,8 +101,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(folder, export, target, Reference.load(export))
 
 
-def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Predictor:
-    """A draft after some training on the target's responses."""
+def learnt(
+    target: Target, prompts: list[list[int]], config: Any = EAGLE3, spread: int = 1
+) -> Predictor:
+    """A draft after some training on the target's responses. The weights of its norms differ by
+    `spread` at first."""
     responses = decode(target, prompts, Way(), max_new_tokens=NEW)
     counts = torch.bincount(torch.tensor([i for r in responses for i in r.ids]))
     vocab_S = counts.topk(40).indices.sort().values
@@ -108,7 +113,7 @@ def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Pr
     assert isinstance(draft, Predictor)
     with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
         for norm in (m for m in draft.modules() if isinstance(m, RMSNorm)):
-            norm.weight *= 1 + torch.arange(len(norm.weight)) % 3
+            norm.weight *= 1 + spread * (torch.arange(len(norm.weight)) % 3)
     places = torch.arange(target.vocab_size)
     if draft.vocab_S is not None:
         places = torch.full_like(places, -100).index_copy(0, draft.vocab_S, torch.arange(40))
@@ -267,6 +272,21 @@ def test_a_reference_has_as_many_prompts_as_time_allows(case: Case, tmp_path: Pa
     assert not (copied / FILE).exists()
     assert f"({COUNT} prompts: {ORIGIN})" in add_reference(*how, left=lambda: 1e9)
     assert Reference.load(copied).prompts == case.reference.prompts
+
+
+def test_an_engine_that_drafts_within_the_limit_emits_the_last_token_itself() -> None:
+    """Chains of 3 along 8 tokens, of which all drafts but that of token 3 are right: the steps at
+    tokens 0 and 3 accept 2 and 3 tokens, and that at token 7 is never taken. The second one
+    reaches the limit with its third token, so that a capped one accepts 2."""
+    right = torch.tensor([[a + 1 + k not in (3,) for k in range(3)] for a in range(7)])
+    assert accepted_along(right, 8, 3) == AcceptedRange([2, 2, 1], [2, 2, 1])
+    assert accepted_along(right, 7, 3) == AcceptedRange([2, 2, 1], [2, 2, 1])
+    assert accepted_along(right, 7, 3, capped=True) == AcceptedRange([2, 2, 0], [2, 2, 0])
+    assert accepted_along(right, 6, 3) == AcceptedRange([2, 2, 0], [2, 2, 1])
+    response = ReferenceResponse([0] * 7, 2, [2, 2, 2], [2, 2, 1], [0, 0, 0], closing=2)
+    assert AcceptedRange.of_reference(response, None) == AcceptedRange([2, 2, 1], [2, 2, 1])
+    assert AcceptedRange.of_reference(response, 7) == AcceptedRange([2, 2, 0], [2, 2, 0])
+    assert AcceptedRange.of_reference(response, 8) == AcceptedRange([2, 2, 1], [2, 2, 1])
 
 
 def test_a_draft_that_is_served_as_exported_passes(case: Case, serve: Served, check: Any) -> None:
