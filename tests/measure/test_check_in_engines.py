@@ -148,7 +148,7 @@ class EngineCase:
         """A draft that has learnt the responses to the prompts, and its export."""
         if method not in self.exports:
             folder = self.folder / method
-            draft = learnt(self.target, self.prompts, DRAFTS[method], spread=4)
+            draft = learnt(self.target, self.prompts, DRAFTS[method])
             draft_checkpoint.write_draft(folder / "best", draft, self.target)
             draft = draft_checkpoint.load_draft(folder / "best", self.target)
             export = self.written(folder / "head", draft)

@@ -101,11 +101,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(folder, export, target, Reference.load(export))
 
 
-def learnt(
-    target: Target, prompts: list[list[int]], config: Any = EAGLE3, spread: int = 1
-) -> Predictor:
-    """A draft after some training on the target's responses. The weights of its norms differ by
-    `spread` at first."""
+def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Predictor:
+    """A draft after some training on the target's responses."""
     responses = decode(target, prompts, Way(), max_new_tokens=NEW)
     counts = torch.bincount(torch.tensor([i for r in responses for i in r.ids]))
     vocab_S = counts.topk(40).indices.sort().values
@@ -113,7 +110,7 @@ def learnt(
     assert isinstance(draft, Predictor)
     with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
         for norm in (m for m in draft.modules() if isinstance(m, RMSNorm)):
-            norm.weight *= 1 + spread * (torch.arange(len(norm.weight)) % 3)
+            norm.weight *= 1 + torch.arange(len(norm.weight)) % 3
     places = torch.arange(target.vocab_size)
     if draft.vocab_S is not None:
         places = torch.full_like(places, -100).index_copy(0, draft.vocab_S, torch.arange(40))
