@@ -5,12 +5,14 @@ Then the draft: each `ChangedDraft` of hypotheses.py predicts how many tokens ar
 position of each response, and its *misfit* is by how many the server's counts differ from that,
 summed up. The rule:
 
-1. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
+1. If the draft as it was exported misfits by `FEW` tokens, or by `SHARE_FEW` of the accepted ones,
+   or less, it is rounding: among so many hypotheses, one gives such counts by chance.
+2. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
    it was exported, and at most `SHARE` of that misfit or of the accepted tokens.
-2. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
+3. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
    the dtype if the draft as it was exported misfits by at most `SHARE_16`.
-3. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
-4. Else none of the hypotheses explains it.
+4. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
+5. Else none of the hypotheses explains it.
 
 Hypotheses with the same misfit cannot be told apart by these prompts, and all of them are named.
 """
@@ -24,6 +26,7 @@ from specdec.measure.hypotheses import HYPOTHESES, ChangedDraft, Experiment
 from specdec.measure.reference import ROUNDING
 from specdec.targets.target import Target
 
+FEW, SHARE_FEW = 2, 0.01  # tokens, and share of the accepted ones, that rounding always explains
 SHARE = 0.05  # of the accepted tokens: the misfit that rounding explains
 SHARE_16 = 0.2  # the same where the server computes in bfloat16 and the draft in float32
 ROUNDED, NONE = "rounding", "none"
@@ -87,7 +90,8 @@ def named(tried: list[Explanation], unchanged: int, accepted: int) -> ServedDiag
     most = SHARE * max(accepted, unchanged, 1)
     best = [one for one in tried if one.misfit == tried[0].misfit] if tried else []
     beside = (unchanged, accepted, tried)
-    if best and best[0].misfit <= most and 2 * best[0].misfit <= unchanged:
+    by_chance = unchanged <= max(FEW, SHARE_FEW * accepted)
+    if best and not by_chance and best[0].misfit <= most and 2 * best[0].misfit <= unchanged:
         culprits = list(dict.fromkeys(one.culprit for one in best))
         ways = "; or ".join(one.change for one in best[:4])
         fit = "exactly" if not best[0].misfit else f"but for {best[0].misfit} tokens"

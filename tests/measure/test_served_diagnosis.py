@@ -40,6 +40,7 @@ from specdec.measure import served
 from specdec.measure.hypotheses import accepted_along
 from specdec.measure.reference import FILE, Reference, ReferenceResponse
 from specdec.measure.reference_replay import AcceptedRange
+from specdec.measure.served_diagnosis import ROUNDED, Explanation, named
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import load_target
 from specdec.targets.prompt_rendering import PromptRendering
@@ -518,3 +519,13 @@ def test_mistakes_are_told(case: Case, serve: Served, check: Any) -> None:
     with pytest.raises(AssertionError, match="error: --engine=nowhere: give an engine's address"):
         engine.url = "nowhere"
         check(case.export, engine)
+
+
+@pytest.mark.parametrize(
+    ("unchanged", "accepted", "culprit"),
+    [(1, 60, ROUNDED), (2, 60, ROUNDED), (3, 60, "RoPE"), (3, 300, ROUNDED), (4, 300, "RoPE")],
+)
+def test_few_tokens_name_no_culprit(unchanged: int, accepted: int, culprit: str) -> None:
+    """One of many hypotheses gives counts that differ by one or two tokens by chance."""
+    tried = [Explanation("RoPE", "another theta", 0), Explanation("layer ids", "off by one", 9)]
+    assert named(tried, unchanged, accepted).culprits == [culprit]
