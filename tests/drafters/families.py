@@ -66,7 +66,7 @@ CONFIGS = {  # seq2seq_lm and translated, which want other targets, have tests o
     "dspark": DSparkConfig(depth=3, num_layers=2, draft_vocab=40, rank=4),
     "jetspec": JetSpecConfig(depth=3, num_layers=2, draft_vocab=None),
     "lilicorr": LiLiCorrConfig(
-        depth=3, num_layers=2, draft_vocab=40, candidates=5, correction_width=8, rank=4
+        depth=3, num_layers=2, draft_vocab=40, candidates=40, correction_width=8, rank=4
     ),
     "eagle3 with a window": Eagle3Config(
         depth=3, draft_vocab=40, num_layers=2, window=4, sink_tokens=1
