@@ -415,7 +415,7 @@ def test_a_run_trains_the_module_and_writes_the_checkpoint(
 ) -> None:
     """The commands of docs/training.md: evaluate it as it is, train it, find it in the export."""
     folder, _, module, _ = made("Qwen3-Next", root)
-    more = [f"target.path={folder}", f"drafter.from={folder}", "loop.epochs=1", "export=hf"]
+    more = [f"target.path={folder}", f"drafter.from={folder}", "loop.epochs=1", "export=auto"]
     cfg = tiny.config("mtp", *more)
     assert (cfg.export, cfg.drafter.layer) == ("qwen3", "qwen3_next")
     tiny.job(tmp_path / "run", "mtp", *more)
