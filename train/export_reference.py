@@ -129,7 +129,7 @@ def add_reference(
     reference has as many prompts as fit by the time of the first, and there is none below `FEWEST`.
     Returns a line that describes it."""
     if not prompts:
-        return "without a reference, for lack of prompts"
+        return "without a reference: the run has no test prompts"
     limit, in_file = response_limit(target, max_new_tokens), export.is_file()
     if in_file:
         drafter = draft_export.read_export(export, drafter, target, layout)
@@ -137,7 +137,7 @@ def add_reference(
     if left is not None:
         asked = asked[: _prompts_in_time(drafter, target, asked[0], limit, left)]
         if len(asked) < min(FEWEST, len(prompts)):
-            return "without a reference, as no time is left: scripts/export adds one"
+            return "without a reference: no time is left; scripts/export adds one"
     reference = reference_of(
         drafter,
         target,

@@ -99,8 +99,8 @@ class Config:
     # retrieval-based method, such as suffix: the run also measures a hybrid of it and the draft and
     # saves it as with-METHOD; null: none
     combine_with: str | None = None
-    # layout of the export at the end of a run: auto (hf, or that in which an imported draft came),
-    # hf, speculators, or gguf for llama.cpp; null: no export
+    # layout of the export at the end of a run: hf, speculators, or gguf for llama.cpp; auto: that
+    # of the imported draft, else hf; null: no export
     export: str | None = AUTO_LAYOUT
     # whether the export carries a dozen prompts with the expected responses and accepted counts,
     # which scripts/check replays on a server; with budget.minutes, only if time is left

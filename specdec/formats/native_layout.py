@@ -148,7 +148,7 @@ def settings_of(layout: str) -> Callable[[ForeignConfig, Shapes], dict[str, Any]
             some = next(iter(shapes))
             raise UserError(
                 f"{config.where}: model_type is {str(kind)[:40]!r}, but an MTP module with tensors "
-                f"such as {some!r} is read only of {', '.join(known)}"
+                f"such as {some!r} is read only for {', '.join(known)}"
             )
         described = ForeignConfig(config.where, described_layers(config))
         for key in ("n_routed_experts", "num_experts"):
@@ -228,7 +228,11 @@ def write_checkpoint(folder: Path, source: str, tensors: Tensors) -> None:
     origin = local_folder(source)
     stored = ForeignFiles.opened(origin).tensors
     for name in tensors:
-        require(name in stored, f"{origin}: tensor {name!r} is missing; it was there at the import")
+        require(
+            name in stored,
+            f"{origin}: the checkpoint has changed since it was imported: tensor {name!r} is "
+            "missing. Restore it, or import it again with drafter.from",
+        )
     changed = {stored[name].path.name for name in tensors}
     for path in sorted(origin.iterdir()):
         if path.name.startswith(".") or not path.is_file():

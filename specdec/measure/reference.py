@@ -139,7 +139,7 @@ class Reference:
         require(self.format == FORMAT, f"format is {self.format}, but this version reads {FORMAT}")
         counts = [len(each) for each in self.responses.values()]
         complete = bool(self.prompts) and bool(counts) and {*counts} == {len(self.prompts)}
-        require(complete, "there is not one response for each prompt")
+        require(complete, "the numbers of prompts and responses differ: export the draft again")
 
     @property
     def json(self) -> str:

@@ -96,13 +96,14 @@ def named(tried: list[Explanation], unchanged: int, accepted: int) -> ServedDiag
         ways = "; or ".join(one.change for one in best[:4])
         fit = "exactly" if not best[0].misfit else f"but for {best[0].misfit} tokens"
         return ServedDiagnosis(culprits, f"{ways}: this gives the server's counts {fit}", *beside)
-    if unchanged <= most:
+    if by_chance or unchanged <= most:
         why = f"the draft as exported gives the server's counts but for {unchanged} tokens"
         return ServedDiagnosis([ROUNDED], why, *beside)
     why = (
-        f"none of {len(tried)} changes of the draft gives the server's {accepted} accepted tokens; "
-        f"the draft as exported misses them by {unchanged}, the nearest change by "
-        f"{tried[0].misfit if tried else unchanged}"
+        f"none of {len(tried)} changes of the draft gives the server's counts: of {accepted} "
+        f"accepted tokens, the draft as exported misses {unchanged} and the nearest change "
+        f"{tried[0].misfit if tried else unchanged}; give what the server may have loaded with "
+        "--suspect"
     )
     return ServedDiagnosis([NONE], why, *beside)
 

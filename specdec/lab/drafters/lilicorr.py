@@ -49,12 +49,13 @@ class LiLiCorrConfig(BlockConfig):
         **dict.fromkeys(("correction_heads", "rank"), 1),
     }
     name: str = "lilicorr"
-    candidates: int = 8  # likeliest tokens of a slot, which alone may be drafted
+    candidates: int = 8  # only the likeliest tokens of a slot may be drafted: this many
     correction_layers: int = 2  # layers of the transformer over the candidates
-    correction_width: int = 256  # its width
-    correction_heads: int = 4  # its attention heads, a divisor of its width
-    rank: int = 128  # width of the vectors of which a logit is the cosine
-    scale: float = 16.0  # the logit of a cosine of 1
+    correction_width: int = 256  # width of the transformer over the candidates
+    # attention heads of the transformer over the candidates; a divisor of correction_width
+    correction_heads: int = 4
+    rank: int = 128  # width of the candidates' vectors, whose cosines are the logits
+    scale: float = 16.0  # factor on the cosines
 
 
 class Candidates(NamedTuple):
