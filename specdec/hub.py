@@ -30,7 +30,6 @@ def require_on_hub(setting: str, name: str, kind: str = "model") -> None:
             f"({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} does not answer ({reason}): "
             "connect this machine or set HTTPS_PROXY or HF_ENDPOINT, or give a path",
         )
-        tell(f"{constants.ENDPOINT} does not answer ({reason}): only its cache here is read")
 
 
 def is_in_cache(name: str, kind: str) -> bool:
@@ -64,4 +63,5 @@ def offline_reason() -> str:
     asking.join(SECONDS)
     if reason := said[-1]:
         read_hub_cache_alone()
+        tell(f"{constants.ENDPOINT} does not answer ({reason}): only its cache here is read")
     return reason

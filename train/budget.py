@@ -337,9 +337,9 @@ class Budget:
             self._write()
             console.print(f"budget: {self.forecast()}")
 
-    def end_measuring(self, prompts: int, timed: int, tokens: int) -> None:
+    def end_measuring(self, prompts: int, timed: int, tokens: int | None) -> None:
         """Record how many prompts were measured, how many of them were timed, and the limit of
-        their responses."""
+        their responses if the time shortened it."""
         if self.record is not None:
             self.record.prompts, self.record.timed, self.record.tokens = prompts, timed, tokens
             self._write()

@@ -47,7 +47,9 @@ def gain_in_engine(
         commands = [_serve(engine, draft, gamma, target)]
         with ExitStack() as stack:
             if not keeps_export:
-                commands.insert(0, f"scripts/export {quote(str(folder / 'best'))} --to {draft}")
+                commands.insert(
+                    0, f"scripts/export {quote(str(folder / 'best'))} --to {quote(str(draft))}"
+                )
                 temporary = stack.enter_context(TemporaryDirectory(prefix=".engine-", dir=folder))
                 draft = Path(temporary) / draft.name
             write_export(draft, drafter, target, layout, folder / "best")

@@ -117,7 +117,9 @@ def finished(
         results = _measured(
             cfg, folder, texts, drafter, target, original, ranks, progress, budget, in_engine
         )
-        budget.end_measuring(results.prompts, results.timed, results.max_new_tokens)
+        tokens = results.max_new_tokens
+        shortened = tokens if tokens < cfg.decode.max_new_tokens else None
+        budget.end_measuring(results.prompts, results.timed, shortened)
         stage = budget.stage("measuring")
     else:
         console.print(
@@ -211,7 +213,7 @@ def _measured(
             decode,
             prompts=min(known.prompts, texts.measured),
             timed=known.timed,
-            max_new_tokens=known.tokens or decode.max_new_tokens,
+            max_new_tokens=min(known.tokens or decode.max_new_tokens, decode.max_new_tokens),
         )
     elif (stage := budget.stage("measuring")) is not None:
         left = partial(stage.left, AFTER + IN_ENGINE * in_engine)

@@ -36,6 +36,7 @@ from specdec.targets.gguf import require_gguf
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 
+OF_DRAFTS = tuple(name for name in CORE if ENGINES[name].layouts)  # they serve exports
 STARTS = 600.0  # seconds that an engine may take to start
 Respond = Callable[[list[int], int], TimedResponse | TimedGeneration]
 
@@ -46,7 +47,7 @@ def engines(
     prompts: int = 8,
     new: Annotated[int, "new tokens per response"] = 48,
     gamma: Annotated[int, "drafted tokens per speculation step"] = 2,
-    engines: Annotated[Sequence[str], "installed ones"] = tuple(CORE),
+    engines: Annotated[Sequence[str], "installed ones"] = OF_DRAFTS,
 ) -> None:
     """Compares each draft in each engine with our decoder: token ids and accepted counts.
 

@@ -177,13 +177,14 @@ class LlamaCpp(Engine):
         return _tokens(server, {"content": words, "add_special": False, "parse_special": False})
 
     def tokens_of_chat(self, server: Server, model: str, words: str) -> list[int] | None:
-        """Rendered by /apply-template, which adds the generation prompt."""
+        """Rendered by /apply-template, which adds the generation prompt. It removes a leading BOS
+        that the server adds again where it tokenises (`add_special`)."""
         chat = {"messages": [{"role": "user", "content": words}]}
         reply = server.ask("POST", f"{server.root}/apply-template", chat)
         text = reply.get("prompt") if isinstance(reply, dict) else None
         if not isinstance(text, str):
             return None
-        return _tokens(server, {"content": text, "add_special": False, "parse_special": True})
+        return _tokens(server, {"content": text, "add_special": True, "parse_special": True})
 
     # Figures of speculation
 

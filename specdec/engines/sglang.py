@@ -41,7 +41,7 @@ class SGLang(Engine):
 
     def sampling(self, sampler: Sampler, seed: int) -> dict[str, Any]:
         settings = super().sampling(sampler, seed)
-        return {**settings, "sampling_seed": settings.pop("seed")}
+        return {"sampling_seed": settings.pop("seed"), **settings}
 
     def completion(self, reply: Any) -> Completion:
         ids, meta = ids_of_reply(reply, "output_ids"), self._meta(reply)

@@ -70,8 +70,9 @@ KINDS = {  # the model_type of a config, and the layer of its module
 
 
 def modules_beside(names: Iterable[str]) -> list[str]:
-    """The prefixes of modules among the layers of a checkpoint."""
-    return sorted(match["module"] for name in names if (match := BESIDE.fullmatch(name)))
+    """The prefixes of modules among the layers of a checkpoint, in the order of the layers."""
+    found = {match["module"] for name in names if (match := BESIDE.fullmatch(name))}
+    return sorted(found, key=lambda module: [int(n) for n in re.findall(r"\d+", module)])
 
 
 def module_of(names: Iterable[str]) -> tuple[str, str, Mapping[str, str]] | None:
@@ -226,7 +227,8 @@ def write_checkpoint(folder: Path, source: str, tensors: Tensors) -> None:
     """Copy the checkpoint at `source`, with these tensors in place of its own. Raises UserError if
     it no longer has one of them."""
     origin = local_folder(source)
-    stored = ForeignFiles.opened(origin).tensors
+    # tensors of the target may be of types in which no draft is read
+    stored = ForeignFiles.opened(origin, lambda names: [n for n in names if n in tensors]).tensors
     for name in tensors:
         require(
             name in stored,

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
 from specdec.errors import UserError
-from specdec.formats import draft_checkpoint, draft_export, export_check
+from specdec.formats import draft_checkpoint, draft_export, export_check, native_layout
 from specdec.formats.check_text import FINAL, CheckText
 from specdec.formats.layout import CONFIG, MARK
 from specdec.sampling.trees import Chain
@@ -428,3 +428,26 @@ def test_a_run_trains_the_module_and_writes_the_checkpoint(
     out = ["--out", str(tmp_path / "report"), "--prompts", str(tmp_path / "prompts.txt")]
     ended = process(["scripts/evaluate", str(tmp_path / "run" / "export"), *few, *out])
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_checkpoint_with_other_types_is_written_back(root: Path, tmp_path: Path) -> None:
+    """The module may be of bfloat16 beside a target in 8 bits, which nothing reads."""
+    folder, _, module, _ = made("Qwen3-Next", root)
+    origin, to = tmp_path / "origin", tmp_path / "to"
+    origin.mkdir()
+    to.mkdir()
+    (origin / CONFIG).write_bytes((folder / CONFIG).read_bytes())
+    trained = {name: x + 1 for name, x in module.tensors().items()}
+    weight = torch.ones(2, 2).to(torch.float8_e4m3fn)
+    save_file(module.tensors() | {"model.of_the_target": weight}, origin / "model.safetensors")
+    native_layout.write_checkpoint(to, str(origin), trained)
+    after = load_file(to / "model.safetensors")
+    assert all(torch.equal(after[name], x) for name, x in trained.items())
+    assert after["model.of_the_target"].dtype == torch.float8_e4m3fn
+    with pytest.raises(UserError, match="has changed since it was imported"):
+        native_layout.write_checkpoint(to, str(origin), trained | {"mtp.more": weight})
+
+
+def test_modules_are_in_the_order_of_their_layers() -> None:
+    names = [f"model.layers.{k}.eh_proj.weight" for k in (10, 9, 100)]
+    assert native_layout.modules_beside(names) == [f"model.layers.{k}." for k in (9, 10, 100)]
