@@ -190,7 +190,7 @@ def load_draft_with_target(
     drafter.to(target.device, dtype or target.dtype)
     drafter.attach(target)
     if drafter.state_dict():
-        _require_drafting(drafter, target, folder)
+        require_drafting(drafter, target, folder)
     elif type(drafter).plan(drafter.config, target) != drafter.sizes:
         raise UserError(f"{folder / CARD}: shape does not fit {target.name}: make the draft again")
     if is_packed(target.model):
@@ -429,7 +429,7 @@ def _require_sane(value: Any, where: str, key: str = "") -> None:
 
 
 @torch.no_grad()
-def _require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
+def require_drafting(drafter: Drafter, target: Target, folder: Path) -> None:
     """Draft once, on hidden states of zeros. Raises UserError for a draft that fails on this
     target."""
     read = drafter.needs.layers

@@ -70,7 +70,9 @@ def state_of_export(export: Path, reference: Reference, target: TargetParts) -> 
 
 def _of_tensors(draft: Drafter, reference: Reference) -> list[Difference]:
     digests = tensor_digests(draft)
-    other = [name for name, digest in reference.draft.tensors.items() if digests[name] != digest]
+    other = [
+        name for name, digest in reference.draft.tensors.items() if digests.get(name) != digest
+    ]
     if len(other) > 1 and len(other) >= 0.5 * len(digests):
         what = f"{len(other)} of {len(digests)} tensors are not those of the reference"
         return [Difference("another draft", what)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.base import Drafter, Predictor
 from specdec.drafters.layers import RMSNorm, Rope
-from specdec.errors import UserError
+from specdec.errors import UserError, require
 from specdec.measure.reference_replay import AcceptedRange
 from specdec.measure.served import TimedResponse
 from specdec.targets.target import Target
@@ -54,10 +54,36 @@ class ChangedDraft:
 @dataclass
 class Suspects:
     """What a user suspects the server of having loaded instead, by name: other drafts for this
-    target, and other targets."""
+    target, and other targets. `require_draft` and `require_target` say which can be tried."""
 
     drafts: dict[str, Drafter] = field(default_factory=dict)
     targets: dict[str, Target] = field(default_factory=dict)
+
+    @staticmethod
+    def require_draft(draft: Drafter, target: Target, gamma: int) -> None:
+        """Raise UserError, with the reason, for a draft that cannot be compared with a server that
+        drafts γ tokens a step for this target."""
+        name, most, rows = draft.config.name, draft.limits.depth, draft.sizes.target_vocab
+        served = isinstance(draft, Predictor)
+        require(served, f"no engine loads a draft of {name} from a file")
+        require(
+            rows == target.vocab_size,
+            f"it drafts from a vocabulary of {rows}, and the target's has {target.vocab_size}",
+        )
+        require(
+            most is None or most >= gamma,
+            f"it drafts at most {most} tokens a step, and the export {gamma}",
+        )
+
+    @staticmethod
+    def require_target(suspect: Target, target: Target) -> None:
+        """Raise UserError, with the reason, for a target that cannot read the texts of another."""
+        reads = suspect.reads_pairs
+        require(reads is None, f"it is {reads}, and reads prompt and response apart")
+        require(
+            suspect.vocab_size >= target.vocab_size,
+            f"its vocabulary has {suspect.vocab_size} tokens, and the target's {target.vocab_size}",
+        )
 
 
 @dataclass
@@ -129,10 +155,12 @@ class Experiment:
         key = id(target), i, k
         if key not in self._states:
             layers = self._layers if k in (0, *self._layers) else (k,)
+            if any(target is suspect for suspect in self.suspects.targets.values()):
+                layers = ()  # no draft reads it, and it may have fewer layers
             ids_1T = torch.tensor([self.text(i)], device=target.device)
             ctx, final_1TD = target.hidden_states(ids_1T, HiddenStateSpec(layers))
-            assert ctx.layers_BTF is not None
-            streams = ctx.layers_BTF[0].split(target.width, -1)
+            read = ctx.layers_BTF
+            streams = () if read is None else read[0].split(target.width, -1)
             for layer, stream_TD in zip(layers, streams, strict=True):
                 self._states[key[0], i, layer] = stream_TD
             self._states[key[0], i, 0] = final_1TD[0]
@@ -380,7 +408,8 @@ def stale_head(here: Experiment) -> Iterator[ChangedDraft]:
             continue
         others = {"the target's own": here.target.own_head(here.drafter.vocab_S)}
         for suspect, draft in here.suspects.drafts.items():
-            others[f"that of {suspect}"] = draft.get_parameter(f"{name}.weight")
+            if (head := dict(draft.named_parameters()).get(f"{name}.weight")) is not None:
+                others[f"that of {suspect}"] = head
         for suspect, parts in here.suspects.targets.items():
             others[f"that of {suspect}"] = parts.own_head(here.drafter.vocab_S)
         for words, weight in others.items():

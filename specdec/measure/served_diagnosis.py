@@ -14,6 +14,9 @@ summed up. The rule:
 4. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
 5. Else none of the hypotheses explains it.
 
+If the draft as it was exported is not known, nothing says how far the server is from it: then the
+differences of the export's files are named, and whether they explain the counts.
+
 Hypotheses with the same misfit cannot be told apart by these prompts, and all of them are named.
 """
 
@@ -45,36 +48,34 @@ class Explanation:
 @dataclass(frozen=True)
 class ServedDiagnosis:
     """`culprits` are what is named: the hypotheses that explain the counts best, `ROUNDED` or
-    `NONE`. `why` says so in words. `unchanged` is the misfit of the draft as it was exported, and
-    `accepted` the number of tokens that the server accepted."""
+    `NONE`. `why` says so in words. `unchanged` is the misfit of the draft as it was exported (None:
+    it is not known), and `accepted` the number of tokens that the server accepted."""
 
     culprits: list[str]
     why: str
-    unchanged: int = 0
+    unchanged: int | None = None
     accepted: int = 0
     explanations: list[Explanation] = field(default_factory=list)  # the best first
 
 
 def diagnosed(
-    here: Experiment,
-    more: Iterable[ChangedDraft] = (),
-    *,
-    known: bool = True,
-    unchanged: int = 0,
+    here: Experiment, more: Iterable[ChangedDraft] = (), *, known: bool = True
 ) -> ServedDiagnosis:
     """What explains the responses of an experiment. `more` are further changes, which are tried
-    first. If the draft as it was exported is not `known`, they alone are tried, and `unchanged` is
-    its misfit."""
+    first. If the draft as it was exported is not `known`, they alone are tried, and the best of
+    them, of which there is at least one, is named."""
     if (other := _other_target(here)) is not None:
         return other
     changes, tried = list(more), list[Explanation]()
     if known:
-        unchanged = here.misfit(here.unchanged)
         changes += (change for hypothesis in HYPOTHESES.values() for change in hypothesis(here))
     for changed in changes:
         tried.append(Explanation(changed.culprit, changed.change, here.misfit(changed)))
     tried.sort(key=lambda one: one.misfit)  # stable: the order of the table
     accepted = sum(response.accepted_in_all for response in here.responses)
+    if not known:
+        return _of_changes(tried, accepted)
+    unchanged = here.misfit(here.unchanged)
     diagnosis = named(tried, unchanged, accepted)
     if diagnosis.culprits == [NONE] and _in_16_bits(here) and unchanged <= SHARE_16 * accepted:
         why = (
@@ -106,6 +107,15 @@ def named(tried: list[Explanation], unchanged: int, accepted: int) -> ServedDiag
         "--suspect"
     )
     return ServedDiagnosis([NONE], why, *beside)
+
+
+def _of_changes(tried: list[Explanation], accepted: int) -> ServedDiagnosis:
+    """The diagnosis where the draft as it was exported is not known."""
+    best = tried[0]
+    fit = f"of {accepted} accepted tokens, this leaves {best.misfit} unexplained"
+    if not best.misfit:
+        fit = "this gives the server's counts exactly"
+    return ServedDiagnosis([best.culprit], f"{best.change}: {fit}", None, accepted, tried)
 
 
 def _other_target(here: Experiment) -> ServedDiagnosis | None:

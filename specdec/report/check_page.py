@@ -117,7 +117,8 @@ def _counts(prompt: PromptComparison) -> str:
 
 def _explanations(diagnosis: ServedDiagnosis) -> Table:
     table = Table("what may differ", "tokens that it leaves unexplained")
-    table.add_row("nothing: the draft as exported", str(diagnosis.unchanged))
+    if diagnosis.unchanged is not None:
+        table.add_row("nothing: the draft as exported", str(diagnosis.unchanged))
     for one in diagnosis.explanations[:SHOWN]:
         table.add_row(f"{one.culprit}: {one.change}", str(one.misfit))
     return table

@@ -12,7 +12,7 @@ import runpy
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from specdec.context import Context
 from specdec.decoding.decode import decode
@@ -31,17 +32,20 @@ from specdec.drafters.dflash import DFlashConfig
 from specdec.drafters.eagle3 import Eagle3Config
 from specdec.drafters.layers import RMSNorm
 from specdec.drafters.medusa import MedusaConfig
+from specdec.drafters.ngram import NgramConfig
 from specdec.engines import server_pool
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.formats.exported_network import ExportedNetwork
 from specdec.formats.layout import CONFIG, WEIGHTS
 from specdec.measure import served
+from specdec.measure.export_differences import state_of_export
 from specdec.measure.hypotheses import accepted_along
 from specdec.measure.reference import FILE, Reference, ReferenceResponse
 from specdec.measure.reference_replay import AcceptedRange
 from specdec.measure.served_diagnosis import ROUNDED, Explanation, named
 from specdec.sampling.trees import Chain
+from specdec.targets import loading
 from specdec.targets.loading import load_target
 from specdec.targets.prompt_rendering import PromptRendering
 from specdec.targets.target import Target
@@ -49,9 +53,11 @@ from specdec.targets.target_config import TargetConfig
 from tests import engine as fake_engine
 from tests.engine import FakeEngine
 from tests.tiny import (
+    LAYERS,
     REPOSITORY,
     TEMPLATE,
     WORDS,
+    architectures,
     conversations,
     make_tokenizer,
     random_drafter,
@@ -65,6 +71,7 @@ LOUD = TEMPLATE.replace("<|im_start|>assistant", "<|im_start|>{% if loud %} {% e
 ORIGIN = "made-up chats"
 EAGLE3 = Eagle3Config(depth=GAMMA, layers=[1, 2, 3], draft_vocab=40, norm_output=True)
 DFLASH = DFlashConfig(depth=GAMMA, draft_vocab=40)
+GGUF = Eagle3Config(depth=GAMMA, layers=[1, 2, 3], draft_vocab=40)
 MEDUSA = MedusaConfig(depth=GAMMA, draft_vocab=40)
 Served = Callable[..., FakeEngine]
 
@@ -501,6 +508,79 @@ def test_another_target_is_named(case: Case, serve: Served, check: Any) -> None:
         assert (f"tokens are those of {other.name}" in out) == bool(more)
 
 
+def test_suspects_of_any_kind_are_tried_or_told(
+    case: Case, serve: Served, check: Any, tmp_path: Path
+) -> None:
+    """A draft of another method, a shallower one, one without weights; targets with another
+    vocabulary or fewer layers."""
+    suspects = {
+        "heads": MEDUSA,
+        "few_heads": replace(MEDUSA, depth=GAMMA - 1),
+        "shallow": replace(EAGLE3, depth=1),
+        "copies": NgramConfig(depth=GAMMA),
+    }
+    paths = {name: tmp_path / name for name in (*suspects, "small", "low")}
+    vocab_S = torch.arange(40)
+    for name, config in suspects.items():
+        draft = random_drafter(config, case.target, 0.02, vocab_S)
+        draft_checkpoint.write_draft(paths[name], draft, case.target)
+    config = architectures(case.target.vocab_size - 8, LAYERS)["llama"]
+    AutoModelForCausalLM.from_config(config).save_pretrained(paths["small"])
+    case.target.tokenizer.save_pretrained(paths["small"])
+    save_target(paths["low"], layers=2)
+    more = ["--suspect", *map(str, paths.values())]
+    out, code = check(case.export, serve(case.export, gamma=2), *more)
+    assert (named_in(out), code) == ("γ", 1), out
+    told = dict(re.findall(r"--suspect \S*/(\w+) is not tried: (.*)", out))
+    assert told.keys() == {"few_heads", "copies", "small"}, out
+    assert "at most 2 tokens a step, and the export 3" in told["few_heads"]
+    assert "no engine loads a draft of ngram" in told["copies"]
+    assert "its vocabulary has" in told["small"]
+    other = load_target(TargetConfig(str(case.folder / "other"), "float32", "cpu"))
+    out, code = check(case.export, serve(case.export, other), "--suspect", *more[-2:], other.name)
+    assert (named_in(out), code) == ("another target", 1), out
+    assert f"tokens are those of {other.name}" in out
+
+
+def test_a_file_for_llama_cpp_is_a_suspected_draft(
+    case: Case, serve: Served, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a target."""
+    # no GGUF file holds a tokenizer of words
+    monkeypatch.setattr(draft_export, "draft_tokenizer", lambda *asked: {})
+    other, path = random_drafter(GGUF, case.target, 0.02, torch.arange(40)), tmp_path / "head.gguf"
+    draft_export.write_export(path, other, case.target, "gguf")
+    add_reference(path, other, case.target, "gguf", case.reference.prompts, ORIGIN, NEW)
+    out, code = check(case.export, serve(other), "--suspect", str(path))
+    assert (named_in(out), code) == ("another draft", 1), out
+    assert f"drafts with {path}: this gives the server's counts exactly" in out
+
+
+def test_a_damaged_export_never_passes(
+    case: Case, serve: Served, check: Any, tmp_path: Path
+) -> None:
+    """All responses part from the reference's at a near tie, so that no counts can be compared with
+    the reference, and the draft cannot be read."""
+    export = shutil.copytree(case.export, tmp_path / "head")
+    permuted(export)
+    responses = [
+        replace(response, ids=[response.ids[0] ^ 1, *response.ids[1:]], near=[(0, 0.2)])
+        for response in case.reference.responses["float32"]
+    ]
+    reference = replace(case.reference, responses={"float32": responses})
+    (export / FILE).write_text(reference.json)
+    for served_draft in (export, case.export):  # the damaged files, and others
+        out, code = check(export, serve(served_draft))
+        assert (named_in(out), code) == ("vocabulary map", 1), out
+        assert ("exactly" in out) == (served_draft == export)
+
+
+def test_a_tensor_that_the_draft_lacks_is_a_difference(case: Case) -> None:
+    draft = replace(case.reference.draft, tensors=case.reference.draft.tensors | {"lost": "1"})
+    state = state_of_export(case.export, replace(case.reference, draft=draft), case.target)
+    assert [one.what for one in state.differences] == ["tensor lost is not that of the reference"]
+
+
 def test_another_tokenizer_and_other_template_arguments_are_named(
     case: Case, serve: Served, check: Any
 ) -> None:
@@ -512,6 +592,27 @@ def test_another_tokenizer_and_other_template_arguments_are_named(
     engine.tokenizer = make_tokenizer(LOUD, words=WORDS[::-1])
     out, code = check(case.export, engine)
     assert (named_in(out), code) == ("another tokenizer", 1), out
+
+
+def test_another_target_is_read_without_the_revision_of_the_reference(
+    case: Case, serve: Served, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export, asked = shutil.copytree(case.export, tmp_path / "head"), list[Any]()
+    theirs = replace(case.reference.target, revision="1234")
+    (export / FILE).write_text(replace(case.reference, target=theirs).json)
+    read = loading.TargetLoader
+
+    def noting(cfg: TargetConfig, **how: Any) -> Any:
+        asked.append(cfg.revision)
+        return read(cfg, **how)
+
+    monkeypatch.setattr(loading, "TargetLoader", noting)
+    engine = serve(case.export)
+    engine.template_args = {}
+    for more, revision in (((), "1234"), (("--target", case.target.name), None)):
+        out, code = check(export, engine, *more)
+        assert (named_in(out), code) == ("template", 1), out
+        assert asked.pop() == revision and not asked
 
 
 def test_mistakes_are_told(case: Case, serve: Served, check: Any) -> None:
