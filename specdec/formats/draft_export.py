@@ -190,15 +190,10 @@ def write_export(
     a path that is not an earlier export."""
     path, name = Path(path), drafter.config.name
     layout = layout or default_layout(drafter)
+    require_writable(path, drafter, target, layout)
     if drafter.origin is not None and layout == drafter.origin.layout:
         return _write_as_it_came(path, drafter, target, draft)
     chosen = layout_of(name, layout)
-    require_free(path)
-    require(not (chosen.suffix and path.is_dir()), f"{path} is a folder: name a file")
-    require(bool(chosen.suffix) or not path.is_file(), f"{path} is a file: name a folder")
-    _require_one_text(target)
-    if chosen.refuse is not None:
-        chosen.refuse(drafter, target)
     tensors = chosen.to_engine(drafter, untied(drafter.state_dict()))
     tensors = {n: x.detach().cpu().contiguous() for n, x in tensors.items()}
     require_finite(tensors, f"{path}: not written")
@@ -237,6 +232,19 @@ def write_export(
         f"{len(named)} tensors read back, {said}{rotary_note(config)}{window_note(config)}"
         f"{_stops(target)}"
     )
+
+
+def require_writable(path: Path, drafter: Drafter, target: TargetParts, layout: str) -> None:
+    """Raise UserError where `write_export` would whatever the weights. Nothing is computed."""
+    _require_one_text(target)
+    require_free(path)
+    if drafter.origin is not None and layout == drafter.origin.layout:
+        return
+    chosen = layout_of(drafter.config.name, layout)
+    require(not (chosen.suffix and path.is_dir()), f"{path} is a folder: name a file")
+    require(bool(chosen.suffix) or not path.is_file(), f"{path} is a file: name a folder")
+    if chosen.refuse is not None:
+        chosen.refuse(drafter, target)
 
 
 def _compared(path: Path, partial: Path, drafter: Drafter, target: TargetParts, layout: str) -> str:
@@ -320,8 +328,6 @@ def _write_as_it_came(
     folder: Path, drafter: Drafter, target: TargetParts, draft: Path | None
 ) -> str:
     """`write_export` of an imported draft in its own layout."""
-    require_free(folder)
-    _require_one_text(target)
     tensors, config, layout = draft_import.as_it_came(drafter, target)
     require_finite(tensors, f"{folder}: not written")
     with replaced(folder, _written(folder)) as partial:

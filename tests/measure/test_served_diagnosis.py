@@ -44,6 +44,8 @@ from specdec.measure.hypotheses import accepted_along
 from specdec.measure.reference import FILE, Reference, ReferenceResponse
 from specdec.measure.reference_replay import AcceptedRange
 from specdec.measure.served_diagnosis import ROUNDED, Explanation, named
+from specdec.runtime.cpu import machine_probes
+from specdec.runtime.cpu.machine_probes import DtypeChoice
 from specdec.sampling.trees import Chain
 from specdec.targets import loading
 from specdec.targets.loading import load_target
@@ -63,6 +65,7 @@ from tests.tiny import (
     random_drafter,
     save_target,
 )
+from train import export_reference
 from train.export_reference import add_reference
 
 GAMMA, NEW, BLOCK, COUNT = 3, 24, 16, 6
@@ -196,22 +199,33 @@ def serve(case: Case) -> Iterator[Served]:
 
 
 @pytest.fixture
-def check(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What scripts/check prints, in this process, and its exit code."""
+def script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What a script prints, in this process, and its exit code."""
 
-    def run(export: Path, engine: FakeEngine, *more: str) -> tuple[str, int]:
-        script = str(REPOSITORY / "scripts" / "check")
-        monkeypatch.setattr(sys, "argv", [script, str(export), "--engine", engine.url, *more])
+    def run(name: str, *arguments: str) -> tuple[str, int]:
+        path = str(REPOSITORY / "scripts" / name)
+        monkeypatch.setattr(sys, "argv", [path, *arguments])
         monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
         monkeypatch.setenv("COLUMNS", "200")
         capsys.readouterr()
         try:
-            runpy.run_path(script, run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
             code = 0
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else 0
         out, err = capsys.readouterr()
         assert not err, err
+        return out, code
+
+    return run
+
+
+@pytest.fixture
+def check(script: Any) -> Any:
+    """What scripts/check prints of an export on an engine, and its exit code."""
+
+    def run(export: Path, engine: FakeEngine, *more: str) -> tuple[str, int]:
+        out, code = script("check", str(export), "--engine", engine.url, *more)
         return out, code
 
     return run
@@ -277,6 +291,42 @@ def test_a_reference_has_as_many_prompts_as_time_allows(case: Case, tmp_path: Pa
     assert not (copied / FILE).exists()
     assert f"({COUNT} prompts: {ORIGIN})" in add_reference(*how, left=lambda: 1e9)
     assert Reference.load(copied).prompts == case.reference.prompts
+
+
+def test_an_export_whose_reference_fails_is_written(
+    case: Case, script: Any, tmp_path: Path
+) -> None:
+    """The chat template refuses a question alone. The target is written first."""
+    path = save_target(tmp_path / "target", template="{{ raise_exception('no system message') }}")
+    target = load_target(TargetConfig(str(path), "float32", "cpu", packed=False))
+    draft = random_drafter(EAGLE3, target, 0.02, torch.arange(40))
+    draft_checkpoint.write_draft(tmp_path / "best", draft, target)
+    more = "--with-target", str(tmp_path / "copy")
+    out, code = script("export", str(tmp_path / "best"), "--to", str(tmp_path / "head"), *more)
+    assert code == 0, out
+    assert re.search(r"head: without a reference \(.*no system message", out), out
+    assert (tmp_path / "head" / WEIGHTS).is_file() and (tmp_path / "copy" / WEIGHTS).is_file()
+    assert not (tmp_path / "head" / FILE).exists()
+
+
+def test_nothing_is_decoded_for_an_export_that_is_refused(
+    case: Case, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that computes in bfloat16, its responses are decoded before the export."""
+    decoded = list[str]()
+
+    def noting(drafter: Any, target: Target, prompts: Any) -> Any:
+        decoded.append(str(target.dtype))
+        return []
+
+    monkeypatch.setattr(machine_probes, "native_dtype", lambda device: DtypeChoice("bfloat16", ""))
+    monkeypatch.setattr(export_reference, "responses_in_dtype", noting)
+    config = replace(EAGLE3, window=8, sink_tokens=2)
+    draft = random_drafter(config, case.target, 0.02, torch.arange(40))
+    draft_checkpoint.write_draft(tmp_path / "best", draft, case.target)
+    with pytest.raises(AssertionError, match="sink_tokens=2: this format has no key"):
+        script("export", str(tmp_path / "best"), "--to", str(tmp_path / "head"))
+    assert not decoded and not (tmp_path / "head").exists()
 
 
 def test_an_engine_that_drafts_within_the_limit_emits_the_last_token_itself() -> None:
