@@ -71,8 +71,8 @@ KINDS = {  # the model_type of a config, and the layer of its module
 
 def modules_beside(names: Iterable[str]) -> list[str]:
     """The prefixes of modules among the layers of a checkpoint, in the order of the layers."""
-    found = {match["module"] for name in names if (match := BESIDE.fullmatch(name))}
-    return sorted(found, key=lambda module: [int(n) for n in re.findall(r"\d+", module)])
+    modules = {match["module"] for name in names if (match := BESIDE.fullmatch(name))}
+    return sorted(modules, key=lambda module: [int(n) for n in re.findall(r"\d+", module)])
 
 
 def module_of(names: Iterable[str]) -> tuple[str, str, Mapping[str, str]] | None:
