@@ -370,8 +370,13 @@ def _export(
         console.print(f"exported to {path} ({cfg.export}); {checked}")
         if isinstance(target, Target) and cfg.export_reference:
             asked, limit = ids_of_prompts(texts.prompts), cfg.decode.max_new_tokens
-            said = add_reference(path, drafter, target, cfg.export, asked, OF_RUN, limit, left=left)
-            console.print(f"{path}: {said}")
+            try:
+                said = add_reference(
+                    path, drafter, target, cfg.export, asked, OF_RUN, limit, left=left
+                )
+            except UserError as error:  # the export is complete without it
+                said = f"without a reference ({error})"
+            console.print(f"{path}: {said}", markup=False)
 
 
 def note(
