@@ -11,6 +11,7 @@ from typing import Any
 from specdec.drafters.base import Drafter
 from specdec.errors import UserError
 from specdec.formats import draft_export
+from specdec.formats.draft_import import keeps_layout
 from specdec.formats.layout import AS_TRAINED, FileChoices
 from specdec.measure.reference import (
     FILE,
@@ -124,15 +125,17 @@ def add_reference(
     left: Callable[[], float] | None = None,
 ) -> str:
     """Add the reference of a draft on these prompts to its export: a file in the folder or, since
-    all of a GGUF file is written at once, the same file again with one more key. There, the
-    reference is that of the weights as they were rounded. With `left`, the remaining seconds, the
-    reference has as many prompts as fit by the time of the first, and there is none below `FEWEST`.
-    Returns a line that describes it."""
+    all of a GGUF file is written at once, the same file again with one more key. The reference of
+    such a file, and that of an imported draft, is of the weights as they were rounded. With `left`,
+    the remaining seconds, the reference has as many prompts as fit by the time of the first, and
+    there is none below `FEWEST`. Returns a line that describes it."""
     if not prompts:
         return "without a reference: the run has no test prompts"
     limit, in_file = response_limit(target, max_new_tokens), export.is_file()
-    if in_file:
-        drafter = draft_export.read_export(export, drafter, target, layout)
+    imported = keeps_layout(drafter, layout)
+    if in_file or imported:
+        written = draft_export.read_export(export, drafter, target, layout, imported)
+        written.origin, drafter = drafter.origin, written
     asked = [shortened(prompt, target, limit) for prompt in prompts]
     if left is not None:
         asked = asked[: _prompts_in_time(drafter, target, asked[0], limit, left)]

@@ -143,7 +143,7 @@ def rejected_layouts(drafter: Drafter, target: TargetParts) -> dict[str, str]:
     """For each layout of this method in which this draft cannot be exported, the reason."""
     reasons = {}
     for layout in layout_names(drafter.config.name):
-        if drafter.origin is not None and layout == drafter.origin.layout:
+        if draft_import.keeps_layout(drafter, layout):
             continue  # written as it came
         try:
             _require_readable(drafter, target, layout)
@@ -168,8 +168,7 @@ def default_layout(drafter: Drafter) -> str:
 def can_be_exported(drafter: Drafter, layout: str) -> bool:
     """Whether a draft is exported for `export=layout`: by its method, or because it came in this
     layout."""
-    as_it_came = drafter.origin is not None and drafter.origin.layout == layout
-    return as_it_came or exports(drafter.config.name, layout)
+    return draft_import.keeps_layout(drafter, layout) or exports(drafter.config.name, layout)
 
 
 def write_export(
@@ -191,7 +190,7 @@ def write_export(
     path, name = Path(path), drafter.config.name
     layout = layout or default_layout(drafter)
     require_writable(path, drafter, target, layout)
-    if drafter.origin is not None and layout == drafter.origin.layout:
+    if draft_import.keeps_layout(drafter, layout):
         return _write_as_it_came(path, drafter, target, draft)
     chosen = layout_of(name, layout)
     tensors = chosen.to_engine(drafter, untied(drafter.state_dict()))
@@ -238,7 +237,7 @@ def require_writable(path: Path, drafter: Drafter, target: TargetParts, layout: 
     """Raise UserError where `write_export` would whatever the weights. Nothing is computed."""
     _require_one_text(target)
     require_free(path)
-    if drafter.origin is not None and layout == drafter.origin.layout:
+    if draft_import.keeps_layout(drafter, layout):
         return
     chosen = layout_of(drafter.config.name, layout)
     require(not (chosen.suffix and path.is_dir()), f"{path} is a folder: name a file")
@@ -473,14 +472,25 @@ def require_apart(folders: Sequence[Path]) -> None:
         )
 
 
-def read_export(export: Path, like: Drafter, target: TargetParts, layout: str = LAYOUT) -> Drafter:
-    """An exported checkpoint, loaded as a drafter with the method and config of `like`. Raises
-    UserError, naming the tensor, for one that is missing, extra or of another shape."""
-    chosen = layout_of(like.config.name, layout)
-    path = export if chosen.suffix else export / WEIGHTS
-    back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
-    with located(path):
-        tensors = chosen.from_engine(like, renamed(chosen.load(export), back))
+def read_export(
+    export: Path,
+    like: Drafter,
+    target: TargetParts,
+    layout: str = LAYOUT,
+    as_it_came: bool = False,
+) -> Drafter:
+    """An exported checkpoint, loaded as a drafter with the method and config of `like`. With
+    `as_it_came`, it is that of an imported draft in the layout that it came in. Raises UserError,
+    naming the tensor, for one that is missing, extra or of another shape."""
+    if as_it_came:
+        path, stored = export, draft_import.foreign_draft(export).drafter(target)
+        tensors = untied(stored.state_dict())
+    else:
+        chosen = layout_of(like.config.name, layout)
+        path = export if chosen.suffix else export / WEIGHTS
+        back = {theirs: ours for ours, theirs in chosen.prefixes.items()}
+        with located(path):
+            tensors = chosen.from_engine(like, renamed(chosen.load(export), back))
     drafter = type(like)(like.config, like.sizes)
     require_same(tensors, untied(drafter.state_dict()), path)
     drafter.load_state_dict(tensors, strict=False)

@@ -247,6 +247,11 @@ def foreign_draft(named: Path | str) -> ForeignDraft:
     )
 
 
+def keeps_layout(drafter: Drafter, layout: str) -> bool:
+    """Whether an export of the drafter in this layout is that of an imported draft, as it came."""
+    return drafter.origin is not None and bool(drafter.origin.layout == layout)
+
+
 def as_it_came(drafter: Drafter, target: TargetParts) -> tuple[Tensors, Description, ImportLayout]:
     """An imported draft's tensors, by their names and in the types in which they came, the config
     that came with them, and their layout. A vocabulary that has grown is described."""

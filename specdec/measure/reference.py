@@ -28,6 +28,7 @@ from specdec.drafters.base import Drafter, Predictor, vocabulary
 from specdec.errors import require
 from specdec.files import read_record, record
 from specdec.formats.draft_checkpoint import CARD
+from specdec.formats.draft_import import keeps_layout
 from specdec.formats.gguf_file import REFERENCE_KEY, read_json_key
 from specdec.formats.stored_tensors import untied
 from specdec.integrity import of_value, sealed, unsealed
@@ -82,7 +83,7 @@ class ReferenceTarget:
 class ReferenceDraft:
     """The draft: what builds its network, and a hash of each of its tensors, under our names.
     `vocab` holds the target ids of its draft vocabulary, which some layouts leave out; None: all
-    tokens."""
+    tokens. `as_it_came`: it was imported, and its export has the layout that it came in."""
 
     family: str
     layout: str
@@ -90,6 +91,7 @@ class ReferenceDraft:
     sizes: dict[str, Any]
     tensors: dict[str, str]
     vocab: list[int] | None = None
+    as_it_came: bool = False
 
     def empty(self) -> Drafter:
         """A drafter of this kind with weights of no meaning. Raises UserError as `family` and
@@ -194,6 +196,7 @@ def reference_of(
             sizes=asdict(drafter.sizes),
             tensors=tensor_digests(drafter),
             vocab=None if vocab_S is None else vocab_S.tolist(),
+            as_it_came=keeps_layout(drafter, layout),
         ),
         target=ReferenceTarget(
             name=target.name,

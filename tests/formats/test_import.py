@@ -16,11 +16,14 @@ from torch.nn.functional import linear
 
 from specdec.decoding.decode import decode
 from specdec.decoding.way import Way
+from specdec.drafters.base import Drafter
 from specdec.drafters.dspark import DSpark
 from specdec.errors import UserError
 from specdec.formats import draft_checkpoint, draft_export, draft_import, export_check
 from specdec.formats.layout import CONFIG, MARK
 from specdec.formats.reference_networks import REFERENCE_NETWORKS, CheckText
+from specdec.measure.export_differences import state_of_export
+from specdec.measure.reference import FILE, Reference, expected_responses
 from specdec.sampling.trees import Chain
 from specdec.targets.loading import load_target
 from specdec.targets.target import Target
@@ -29,6 +32,7 @@ from tests.drafters.families import make_target
 from tests.processes import process
 from tests.public_drafts import PUBLIC, Files, write_public
 from tests.tiny import Tiny, compose, train
+from train.export_reference import add_reference
 
 PICKLED = {"EAGLE-3": "pytorch_model.bin", "EAGLE-1": "pytorch_model.bin"}
 PICKLED |= {"EAGLE-1 with a bias": "pytorch_model.bin", "Medusa": "medusa_lm_head.pt"}
@@ -59,6 +63,33 @@ def test_a_draft_is_read_and_written_back_as_it_came(
     for key, x in tensors.items():
         assert back[key].dtype == x.dtype and torch.equal(back[key], x), key
     assert json.loads((tmp_path / "back" / CONFIG).read_text()) == config
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_reference_of_a_trained_import_is_that_of_its_files(
+    target: Target, tmp_path: Path, name: str
+) -> None:
+    """Whose weights are rounded to the types in which they came."""
+    folder, _ = written(tmp_path / "theirs", name, target)
+    drafter = draft_checkpoint.load_draft(folder, target, torch.float32)
+    trained = [x for x in drafter.parameters() if x.requires_grad]
+    with torch.no_grad():
+        for x in trained:
+            x.mul_(1.1)
+    export, layout = tmp_path / "back", draft_export.default_layout(drafter)
+    draft_export.write_export(export, drafter, target)
+    prompts = [[5, 7, 9, 11]] * 4
+    assert "with a reference" in add_reference(export, drafter, target, layout, prompts, "made up")
+    reference = Reference.load(export)
+    state = state_of_export(export, reference, target)
+    assert state.intact and not state.differences, state.differences
+    assert isinstance(state.draft, Drafter)
+    again = expected_responses(state.draft, target, reference.prompts, reference.max_new_tokens)
+    assert again == reference.responses["float32"]
+    draft_export.write_export(export, draft_checkpoint.load_draft(folder, target), target)
+    draft_export.add_to_export(export, {FILE: reference.json})
+    changed = state_of_export(export, Reference.load(export), target)
+    assert not changed.intact and changed.differences
 
 
 @pytest.mark.parametrize("name", PUBLIC)

@@ -326,6 +326,10 @@ def test_a_module_is_written_back_into_its_shards(name: str, root: Path, tmp_pat
     again = draft_checkpoint.load_draft(tmp_path / "trained", target, torch.float32)
     for one, other in zip(again.parameters(), drafter.parameters(), strict=True):
         torch.testing.assert_close(one, other, atol=0, rtol=2**-8)  # as bfloat16 rounds
+    layout = draft_export.default_layout(drafter)
+    read = draft_export.read_export(tmp_path / "trained", drafter, target, layout, as_it_came=True)
+    for one, other in zip(read.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", NATIVES)
