@@ -195,6 +195,20 @@ def architectures(
     }
 
 
+# a Llama whose width is a multiple of 256, as llama.cpp's blocks of rounded weights need
+OF_ENGINES: dict[str, Any] = dict(
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=512,
+    initializer_range=0.1,
+    tie_word_embeddings=True,
+)
+
+
 def random_target(config: PreTrainedConfig, seed: int = 0) -> Target:
     """A float32 target without a tokenizer that never ends a response by itself."""
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -136,6 +136,25 @@ def test_the_fields_of_requests() -> None:
     states = CompletionRequest([1], 1, Sampler(0.0), 0, states="prompt")
     with pytest.raises(UserError, match=r"hidden_states\.from: llama\.cpp gives no hidden states"):
         llama.completion_body(states)
+
+
+def test_a_chat_is_tokenised_with_the_bos_that_its_rendering_lacks() -> None:
+    """/apply-template removes a leading BOS where the vocabulary adds one; words have none."""
+    asked: list[dict[str, Any]] = []
+
+    class Answers:
+        root = "http://here"
+
+        def ask(self, method: str, url: str, body: dict[str, Any]) -> dict[str, Any]:
+            asked.append(body)
+            return {"prompt": "<user>a"} if url.endswith("/apply-template") else {"tokens": [1, 2]}
+
+    llama, server = LlamaCpp(), cast(Server, Answers())
+    assert llama.tokens_of_chat(server, "m", "a") == [1, 2]
+    assert llama.tokens_of_text(server, "m", "a") == [1, 2]
+    assert asked[0] == {"messages": [{"role": "user", "content": "a"}]}
+    wanted = {"content": "<user>a", "add_special": True, "parse_special": True}
+    assert asked[1:] == [wanted, {"content": "a", "add_special": False, "parse_special": False}]
 
 
 def test_replies_are_read() -> None:

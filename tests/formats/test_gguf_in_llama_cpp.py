@@ -30,7 +30,7 @@ from specdec.formats.layout import FileChoices
 from specdec.targets.target import Target
 from tests.drafters.families import CONFIGS
 from tests.formats.test_gguf import SMOLLM, byte_level
-from tests.tiny import REPOSITORY, random_drafter, random_target
+from tests.tiny import OF_ENGINES, REPOSITORY, random_drafter, random_target
 
 pytestmark = pytest.mark.serving
 # the wheel alone, which needs no other package
@@ -40,18 +40,6 @@ xllamacpp = pytest.importorskip("xllamacpp")
 
 V, NEW = 20, 48  # so few tokens that random drafts are accepted at times
 KEPT = torch.tensor([x for x in range(V) if x not in (8, 16, V - 1)])
-SHAPE: dict[str, Any] = dict(
-    vocab_size=V,
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=512,
-    initializer_range=0.1,
-    tie_word_embeddings=True,
-)
 EAGLE3 = Eagle3Config(depth=3, draft_vocab=len(KEPT), layers=[1, 3, 5])
 DRAFTS: dict[str, Any] = {
     "eagle3": EAGLE3,
@@ -64,7 +52,7 @@ KINDS = {"eagle3": "EAGLE3", "dflash": "DFLASH", "dflash2": "DFLASH", "dspark": 
 
 def target_without_end() -> Target:
     """A target whose likeliest token is never the one that ends a response."""
-    target = random_target(LlamaConfig(**SHAPE))
+    target = random_target(LlamaConfig(vocab_size=V, **OF_ENGINES))
     with torch.no_grad():
         target.model.get_input_embeddings().weight[V - 1] = 0
         target.model.get_output_embeddings().weight[V - 1] = 0

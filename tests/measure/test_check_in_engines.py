@@ -45,18 +45,16 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.measure.test_served_diagnosis import (
     GAMMA,
-    check,
     edited,
     learnt,
     named_in,
     quantised,
     tensors,
 )
-from tests.tiny import REPOSITORY, random_target
+from tests.tiny import OF_ENGINES, REPOSITORY, random_target
 from train.export_reference import add_reference
 
 pytestmark = pytest.mark.serving
-__all__ = ["check"]  # a fixture
 
 EVERY = bool(os.environ.get("DRAFTSMITH_ALL_FAULTS"))
 STARTS = 600.0  # seconds that an engine may take to start
@@ -67,18 +65,6 @@ TEMPLATE = (
 )
 LOUD = {"loud": True}
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-SHAPE: dict[str, Any] = dict(
-    vocab_size=len(BYTES) + 2,
-    hidden_size=256,
-    intermediate_size=384,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    max_position_embeddings=512,
-    initializer_range=0.1,
-    tie_word_embeddings=True,
-)
 DRAFTS: dict[str, Any] = {
     "eagle3": Eagle3Config(depth=GAMMA, draft_vocab=40, layers=[1, 3, 4]),
     "dflash": DFlashConfig(depth=GAMMA, draft_vocab=40),
@@ -100,7 +86,7 @@ def tokenizer_of(letters: list[str]) -> PreTrainedTokenizerFast:
 
 def saved_target(folder: Path, seed: int = 0, letters: list[str] = BYTES) -> Target:
     """A target whose likeliest token is never the one that ends a response."""
-    target = random_target(LlamaConfig(**SHAPE), seed)
+    target = random_target(LlamaConfig(vocab_size=len(BYTES) + 2, **OF_ENGINES), seed)
     with torch.no_grad():
         target.model.get_input_embeddings().weight[-1] = 0
     target.model.save_pretrained(folder)

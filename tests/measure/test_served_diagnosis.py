@@ -8,9 +8,7 @@ Run alone: python -m pytest tests/measure/test_served_diagnosis.py (under 90 s)
 
 import json
 import re
-import runpy
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +54,6 @@ from tests import engine as fake_engine
 from tests.engine import FakeEngine
 from tests.tiny import (
     LAYERS,
-    REPOSITORY,
     TEMPLATE,
     WORDS,
     architectures,
@@ -196,39 +193,6 @@ def serve(case: Case) -> Iterator[Served]:
     yield start
     for engine in running:
         engine.__exit__(None, None, None)
-
-
-@pytest.fixture
-def script(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What a script prints, in this process, and its exit code."""
-
-    def run(name: str, *arguments: str) -> tuple[str, int]:
-        path = str(REPOSITORY / "scripts" / name)
-        monkeypatch.setattr(sys, "argv", [path, *arguments])
-        monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-        monkeypatch.setenv("COLUMNS", "200")
-        capsys.readouterr()
-        try:
-            runpy.run_path(path, run_name="__main__")
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else 0
-        out, err = capsys.readouterr()
-        assert not err, err
-        return out, code
-
-    return run
-
-
-@pytest.fixture
-def check(script: Any) -> Any:
-    """What scripts/check prints of an export on an engine, and its exit code."""
-
-    def run(export: Path, engine: FakeEngine, *more: str) -> tuple[str, int]:
-        out, code = script("check", str(export), "--engine", engine.url, *more)
-        return out, code
-
-    return run
 
 
 # The reference
