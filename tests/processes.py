@@ -12,12 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from socket import socket
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from unittest.mock import patch
 
+import pytest
+
+from specdec import errors
 from tests.tiny import REPOSITORY
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -126,3 +132,16 @@ def _run(arguments: list[str], out: Path, err: Path, given: Mapping[str, str]) -
     sys.argv, sys.path[0] = arguments, str((REPOSITORY / arguments[0]).parent)
     sys.path[1:1] = given["PYTHONPATH"].split(os.pathsep)
     runpy.run_path(arguments[0], run_name="__main__")
+
+
+def script_module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A script as a module, without running it."""
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    monkeypatch.setattr(errors, "command", lambda main: None)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    loader = SourceFileLoader(f"script_{name}", str(REPOSITORY / "scripts" / name))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module

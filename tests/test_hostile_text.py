@@ -5,13 +5,11 @@ Run alone: python -m pytest tests/test_hostile_text.py
 
 import ast
 import io
-import sys
 import unicodedata
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace
@@ -24,7 +22,6 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from rich.text import Text
 
-from specdec import errors
 from specdec.decoding.stream import Stream
 from specdec.errors import UserError, command
 from specdec.measure.results import Results, Sample
@@ -32,8 +29,9 @@ from specdec.progress import Terminal, bars, tell
 from specdec.report import markdown, plots, report_page
 from specdec.terminal import KEPT, NOT_SHOWN, one_line, plain
 from tests.measure.test_results import results as measured
+from tests.processes import script_module
 from tests.test_house import modules, path_of
-from tests.tiny import REPOSITORY, Tiny
+from tests.tiny import Tiny
 from train.tracked_run import TrackConfig
 from train.wandb_tracking import WandbRun
 
@@ -348,19 +346,7 @@ def test_a_table_of_samples_is_plain(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     """A script as a module, without running it."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-    monkeypatch.setattr(errors, "command", lambda main: None)
-
-    def loaded(name: str) -> ModuleType:
-        monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        loader = SourceFileLoader(f"script_{name}", str(REPOSITORY / "scripts" / name))
-        spec = spec_from_loader(loader.name, loader)
-        assert spec is not None
-        module = module_from_spec(spec)
-        loader.exec_module(module)
-        return module
-
-    return loaded
+    return partial(script_module, monkeypatch=monkeypatch)
 
 
 @pytest.mark.parametrize("text", HOSTILE)

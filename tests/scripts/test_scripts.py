@@ -7,8 +7,6 @@ import json
 import shlex
 from collections import Counter
 from functools import partial
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,9 @@ from specdec.report import verdict
 from specdec.sampling.trees import Chain, Dynamic, Shape
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
-from tests.processes import process
+from tests.processes import process, script_module
 from tests.report.test_verdict import GAIN, at, of, tree
-from tests.tiny import REPOSITORY, architectures, make_tokenizer, random_drafter, random_target
+from tests.tiny import architectures, make_tokenizer, random_drafter, random_target
 from tests.told import require_one_line
 
 
@@ -455,11 +453,11 @@ def test_a_pass_without_modules_is_timed_beside_one_with_them() -> None:
     assert beside.rivals == ["ours, plain"]
 
 
-def test_every_benchmark_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_has_help(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also if its first line has a per cent sign, which argparse formats."""
-    loader = SourceFileLoader("script_bench", str(REPOSITORY / "scripts/bench"))
-    bench = module_from_spec(spec_from_loader("script_bench", loader) or ModuleSpec("", None))
-    loader.exec_module(bench)
+    bench = script_module("bench", monkeypatch)
     for arguments in ([], *([run.__name__] for run in bench.BENCHES)):
         with pytest.raises(SystemExit) as ended:
             bench.parser().parse_args([*arguments, "--help"])

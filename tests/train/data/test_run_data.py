@@ -8,8 +8,6 @@ import json
 import random
 from argparse import Namespace
 from dataclasses import replace
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,11 +15,11 @@ from typing import Any
 import pytest
 
 import train
-from specdec import errors
 from specdec.formats import draft_checkpoint
 from specdec.targets.loading import TargetLoader
 from specdec.targets.parts import TargetParts
 from specdec.targets.target_config import TargetConfig
+from tests.processes import script_module
 from tests.tiny import (
     REPOSITORY,
     TEMPLATE,
@@ -54,14 +52,7 @@ ASKS = FULL.replace("assistant\n{% endif %}", f"assistant\n{THINKS}{{% endif %}}
 @pytest.fixture
 def generate(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """scripts/generate as a module, without running it."""
-    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
-    monkeypatch.setattr(errors, "command", lambda main: None)
-    loader = SourceFileLoader("script_generate", str(REPOSITORY / "scripts" / "generate"))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return script_module("generate", monkeypatch)
 
 
 def test_prompts_of_a_file_are_those_that_the_data_reader_makes() -> None:
