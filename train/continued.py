@@ -81,7 +81,7 @@ CHANGES: dict[str, Change] = {
     "hidden_states.prefetch": Change.ALLOWED,
     "hidden_states.shard": Change.ALLOWED,
     "hidden_states.engines": Change.PRESENCE,
-    "hidden_states.mode": Change.ALLOWED,
+    "hidden_states.mode": Change.ALLOWED,  # but not to or from none: see `require_same_run`
     "hidden_states.bits": Change.NEVER,
     # the time after training
     **{f"decode.{name}": Change.ALLOWED for name in _DECODE},
@@ -305,6 +305,12 @@ def require_same_run(folder: Path, cfg: Config) -> None:
                 f"{folder} holds a run with {group.name}.{key}={before!r}, not {value!r}: {other}",
             )
     stored = {"mode": "offline", "bits": None} | (theirs.get("hidden_states") or {})
+    mode = cfg.hidden_states.mode
+    require(
+        (stored["mode"] == "none") == (mode == "none"),
+        f"{folder} holds a run with hidden_states.mode={stored['mode']}, not {mode}, which trains "
+        f"on other hidden states: {other}",
+    )
     require(
         (stored["bits"] if stored["mode"] == "offline" else None)
         == (cfg.hidden_states.bits if cfg.hidden_states.mode == "offline" else None),
@@ -328,6 +334,8 @@ def digest_of_settings(cfg: Config) -> str:
             for key, value in ours.items():
                 if change_of(name := f"{group.name}.{key}") is Change.NEVER:
                     settings[name] = value
+    if cfg.hidden_states.mode == "none":  # of the others, each trains on the same hidden states
+        settings["hidden_states.mode"] = "none"
     for name in ("data.date", "data.held_out", "data.validation"):  # as a run fills them in
         settings.pop(name, None)
     return of_value(settings)

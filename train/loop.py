@@ -24,7 +24,7 @@ from specdec.drafters.base import Trainable
 from specdec.errors import Unreadable, UserError, require, require_known, require_within
 from specdec.files import recover
 from specdec.forcing.anchors import divisor
-from specdec.forcing.teacher import STATISTICS, TeacherForcing
+from specdec.forcing.teacher import TEXT_STATISTICS, TeacherForcing
 from specdec.formats import draft_checkpoint
 from specdec.measure.results import Training
 from specdec.progress import tell
@@ -77,26 +77,51 @@ class Diverged(UserError):
     """A loss or gradient that is not finite, raised before anything is saved."""
 
 
-@dataclass
-class TrainRecord:
+@dataclass(kw_only=True)
+class StepRecord:
     """Training figures. The lists, by depth, are means since the last record; `lr` and
     `gradient_norm` are those of the last step. The speed, and the share of time spent `waiting` for
     stored hidden states, are those of the whole run so far."""
 
     loss: list[float]
-    sampled: list[float]
-    greedy_draft: list[float]
-    greedy: list[float]
     lr: float
     gradient_norm: float
     tokens_per_second: float
     waiting: float
 
+    @property
+    def shown(self) -> str:
+        """The figures by depth for the progress bar, besides the loss."""
+        raise NotImplementedError
+
     def __str__(self) -> str:
-        alpha = " ".join(f"{a:.3f}" for a in self.sampled)
         waiting = f"  waiting {self.waiting:.1%}" if self.waiting >= 0.001 else ""
         speed = f"{self.tokens_per_second:,.0f} tokens/s{waiting}"
-        return f"loss {self.loss[0]:.2f}  α {alpha}  {speed}"
+        return f"loss {self.loss[0]:.2f}  {self.shown}  {speed}"
+
+
+@dataclass(kw_only=True)
+class TrainRecord(StepRecord):
+    """Training figures, with α."""
+
+    sampled: list[float]
+    greedy_draft: list[float]
+    greedy: list[float]
+
+    @property
+    def shown(self) -> str:
+        return f"α {' '.join(f'{a:.3f}' for a in self.sampled)}"
+
+
+@dataclass(kw_only=True)
+class TextRecord(StepRecord):
+    """Training figures on text that the target has not read: no α, but q of the text's tokens."""
+
+    text_probability: list[float]
+
+    @property
+    def shown(self) -> str:
+        return f"q(text) {' '.join(f'{q:.3f}' for q in self.text_probability)}"
 
 
 @dataclass(frozen=True)
@@ -154,20 +179,20 @@ class Learner:
         return self.stopped or 0 < self.steps <= self.step
 
     def read_steps(self) -> tuple[Tensor, float]:
-        """The sums [K, 5] over the anchors of all processes since the last record, and the norm of
+        """The sums [K, S] over the anchors of all processes since the last record, and the norm of
         the last step's gradient. All processes call this. Only here does the host wait for the
         results of steps. Raises `Diverged` if the loss or the gradient of an unread step is not
         finite: no draft or checkpoint is written before that."""
         unread, self.unread = self.unread, []
-        sums_K5 = self.accelerator.reduce(self.statistics, "sum")
+        sums_KS = self.accelerator.reduce(self.statistics, "sum")
         scalars = [x for step in unread for x in (*step.losses, step.norm)]
-        read = torch.cat([torch.stack(scalars), sums_K5.flatten()]).cpu()
+        read = torch.cat([torch.stack(scalars), sums_KS.flatten()]).cpu()
         values = iter(read.tolist())
         for step in unread:
             for rows in step.micro_batches:
                 _require_finite(next(values), "loss", step.number, rows)
             _require_finite(norm := next(values), "gradient", step.number, step.rows)
-        return read[len(scalars) :].view(sums_K5.shape), norm
+        return read[len(scalars) :].view(sums_KS.shape), norm
 
     def round_ended(self, part: float) -> bool:
         """Whether training has taken the steps of its rounds so far, the fraction `part` of all
@@ -272,7 +297,7 @@ def prepare_learner(
     state.rows = state.rows or state.step * portion  # older checkpoints count no rows
     ranks.first(lambda: _require_best(folder, state, ended=False))
     tracker.rewind(state.step, state.metrics)
-    statistics = torch.zeros(forcing.depth, len(STATISTICS), device=accelerator.device)
+    statistics = torch.zeros(forcing.depth, len(forcing.statistics), device=accelerator.device)
     if state.statistics and accelerator.is_main_process:
         statistics += torch.tensor(state.statistics, device=accelerator.device)
     stopped = cfg.patience is not None and state.waited >= cfg.patience
@@ -370,7 +395,7 @@ def train(learner: Learner, source: BatchSource, epochs: range, progress: Progre
 
             # once in a while: log, evaluate, save
             if figures is not None:
-                record = _record(*figures, rate=rate, state=state)
+                record = _record(learner.forcing.statistics, *figures, rate=rate, state=state)
                 progress.update(task, description=f"training  {record}{learner.outlook}")
                 if logging:
                     tracker.log(step + 1, {"train": asdict(record), "tokens": state.tokens})
@@ -431,11 +456,15 @@ def _forward_and_backward(
     return UnreadStep(step, chosen, micro_batches, losses, norm.float())
 
 
-def _record(sums_K5: Tensor, norm: float, rate: float, state: State) -> TrainRecord:
-    """The record of a step, from the sums over anchors since the last record."""
-    means_K4 = sums_K5[:, 1:] / sums_K5[:, :1].clamp_min(1)
-    return TrainRecord(
-        **dict(zip(STATISTICS[1:], means_K4.T.tolist(), strict=True)),
+def _record(
+    statistics: Sequence[str], sums_KS: Tensor, norm: float, rate: float, state: State
+) -> StepRecord:
+    """The record of a step, from the sums of these `statistics` over anchors since the last
+    record."""
+    means_KS = sums_KS[:, 1:] / sums_KS[:, :1].clamp_min(1)
+    kind = TextRecord if statistics == TEXT_STATISTICS else TrainRecord
+    return kind(
+        **dict(zip(statistics[1:], means_KS.T.tolist(), strict=True)),
         lr=rate,
         gradient_norm=norm,
         tokens_per_second=state.tokens / state.seconds,
@@ -465,6 +494,8 @@ def trained(learner: Learner) -> Training:
     learner.ranks.first(lambda: _require_best(learner.folder, state, ended=True))
     assert state.best is not None
     early = learner.stopped and state.step < learner.steps
+    forcing = learner.forcing
+    alone = "; the target was not run in training" if forcing.text_alone else ""
     return Training(
         step=state.step,
         steps=learner.steps,
@@ -473,7 +504,7 @@ def trained(learner: Learner) -> Training:
         objective=state.best.value,
         held_out=state.best.figures,
         stopped_early=early,
-        trained_on=str(learner.forcing.loss_config),
+        trained_on=f"{forcing.loss_config}{alone}",
     )
 
 

@@ -23,7 +23,7 @@ from specdec.targets.target import Target
 from specdec.theory.leviathan import PassCost, pass_cost
 from train import optim
 from train.data.sequences import Document, Prompt, pack_rows
-from train.hidden_states.batches import OnlineBatches
+from train.hidden_states.batches import BatchSource, OnlineBatches, TextBatches
 from train.initialisation import InitialisationConfig, initial_drafter
 from train.run_config import Config
 from train.sizes import Device, TargetSizes, fastest
@@ -41,9 +41,17 @@ def training_step(
     drafter = initial_drafter(InitialisationConfig(), cfg.drafter, target, documents, 0)
     assert isinstance(drafter, Trainable)
     rows = pack_rows(documents, cfg.data.longest_document)[: cfg.loop.rows]
-    batch = OnlineBatches(target, drafter.needs, cfg.sampler, rows).batch(range(len(rows)))
+    text_alone = cfg.trains_on_text_alone
+    source: BatchSource = (
+        TextBatches(target, drafter.needs, rows)
+        if text_alone
+        else OnlineBatches(target, drafter.needs, cfg.sampler, rows)
+    )
+    batch = source.batch(range(len(rows)))
     reference = None if cfg.loss.reference is None else drafter  # as costly as the real one
-    forcing = TeacherForcing(drafter, target, cfg.sampler, cfg.loss, reference)
+    forcing = TeacherForcing(
+        drafter, target, cfg.sampler, cfg.loss, reference, text_alone=text_alone
+    )
     optimizers = optim.build(forcing, cfg.optim, drafter.sizes, drafter.learning_rates)
 
     def step() -> int:

@@ -63,6 +63,9 @@ LESS_AT_ONCE = (
     "lower loop.rows (and raise loop.accumulate as much, so that a step reads as many rows), "
     "loss.chunk or data.max_length; the same command continues from the last checkpoint"
 )
+TEXT_ALONE = (
+    "hidden_states.mode=none: the target is not run in training, but for held-out figures alone"
+)
 
 
 def run(
@@ -146,13 +149,24 @@ def run(
                     console.print(advice)
                 # on-policy rounds generate all that they train on, even the first
                 on_policy = cfg.rounds.data == "on_policy"
-                source, validation = hidden_states.sources(
-                    drafter, [[] if on_policy else texts.train, texts.validation]
-                )
+                if alone_on_text := cfg.trains_on_text_alone:
+                    source = hidden_states.text_source(drafter, texts.train)
+                    (validation,) = hidden_states.sources(drafter, [texts.validation])
+                    console.print(TEXT_ALONE)
+                else:
+                    source, validation = hidden_states.sources(
+                        drafter, [[] if on_policy else texts.train, texts.validation]
+                    )
                 parts = target.parts  # not earlier: the target's layers may be freed now
                 reference = reference_draft(cfg.loss.reference, parts)
                 forcing = TeacherForcing(
-                    drafter, parts, cfg.sampler, cfg.loss, reference, cfg.trains_at_visits
+                    drafter,
+                    parts,
+                    cfg.sampler,
+                    cfg.loss,
+                    reference,
+                    visited=cfg.trains_at_visits,
+                    text_alone=alone_on_text,
                 )
                 before = parts.checksum()
                 begun = ranks.first(lambda: training_checkpoint.steps(folder / "checkpoints"))

@@ -98,7 +98,8 @@ def _candidates(cfg: Config, facts: Facts, name: str) -> Iterator[list[Settings]
         yield chunks
         yield [{**r, **c} for r in fewer for c in chunks]
         smaller += [{**r, **c} for r in fewer[-1:] or [{}] for c in chunks[-1:]]
-        yield [{"hidden_states.mode": "offline", **s} for s in smaller]
+        if not cfg.trains_on_text_alone:
+            yield [{"hidden_states.mode": "offline", **s} for s in smaller]
         yield [{"planning.fsdp": True, **s} for s in smaller if n > 1]
         yield [{"planning.devices": m, "planning.fsdp": True, **s} for m in larger for s in smaller]
         yield [{**smaller[-1], **s} for s in shorter()]

@@ -237,7 +237,8 @@ def operations_of_training(cfg: Config, target: TargetSizes, draft: DraftFootpri
     own distribution, and the target's layers if they run in training."""
     anchors = min(1.0, (draft.anchors or cfg.data.longest_document) / cfg.data.longest_document)
     online = cfg.needs_layers or not cfg.stores_hidden_states
-    return 6 * draft.read * draft.depth * anchors + 2 * (target.active if online else target.head)
+    of_target = 0 if cfg.trains_on_text_alone else 2 * (target.active if online else target.head)
+    return 6 * draft.read * draft.depth * anchors + of_target
 
 
 def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, mean: float) -> float:

@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from specdec.compat import hydra_arguments, start_hydra
 from specdec.decoding.config import DecodeConfig
 from specdec.drafters import DRAFTERS, family, installed
-from specdec.drafters.base import Drafter, learning_rate
+from specdec.drafters.base import Drafter, initialisations_of, learning_rate
 from specdec.drafters.hybrid import copying_family
 from specdec.errors import UserError, nearest, require, require_within
 from specdec.files import record
@@ -148,6 +148,11 @@ class Config:
         return self.trains and self.hidden_states.mode == "offline"
 
     @property
+    def trains_on_text_alone(self) -> bool:
+        """Whether the target is not run in training, but only for held-out figures."""
+        return self.trains and self.hidden_states.mode == "none"
+
+    @property
     def writes_texts(self) -> bool:
         """Whether the run writes responses or hidden states before it trains."""
         return self.data.responses == "target" or self.stores_hidden_states
@@ -223,6 +228,8 @@ class Config:
             f"hidden_states.from fills a store that drafter={drafter.name} does not read, since it "
             "has nothing to train or runs the target's layers: leave hidden_states.from out",
         )
+        if self.hidden_states.mode == "none":
+            self._check_text_alone()
         divided = self.target.tensor_parallel
         require(
             not (divided and self.needs_layers),
@@ -303,6 +310,43 @@ class Config:
             not outside and bool(self.name.strip()) and "\0" not in self.name,
             f"name={self.name!r} is not the name of a folder inside runs/: give one, such as "
             "name=my-draft",
+        )
+
+    def _check_text_alone(self) -> None:
+        """Raise UserError for settings that need the target in training."""
+        drafter, said = self.drafter, "hidden_states.mode=none does not run the target in training"
+        require(
+            self.trains,
+            f"hidden_states.mode=none pretrains a draft, and drafter={drafter.name} has nothing to "
+            "train: leave it out",
+        )
+        require(
+            not self.needs_layers,
+            f"{said}, and drafter={drafter.name} runs the target's layers there with these "
+            "settings: leave one of them out",
+        )
+        require(
+            self.data.responses == "data",
+            f"{said}, nor does it let the target answer, as data.responses={self.data.responses} "
+            "asks for: give data.responses=data",
+        )
+        require(
+            self.rounds == RoundsConfig() and self.data.decoding_log is None,
+            f"{said}, and rounds.* and data.decoding_log train on what target and draft decoded: "
+            "leave them out",
+        )
+        terms = self.loss.terms_of_target
+        require(
+            not terms,
+            f"{said}, and loss.terms.{', '.join(terms)} reads p or the target's hidden states: "
+            "give a loss on the text's own tokens, such as loss=ce",
+        )
+        others = [x for x in initialisations_of(drafter) if x != "closed_form"]
+        solved = getattr(drafter, "initialisation", None) == "closed_form"
+        require(
+            not solved or self.initialisation.draft is not None,
+            f"{said}, and drafter.initialisation=closed_form reads its hidden states: give "
+            f"{' or '.join(f'drafter.initialisation={x}' for x in others)}",
         )
 
 

@@ -6,7 +6,7 @@ states after them, including those after the first rejected token.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,9 @@ class Batch:
     """Rows of text with the target's hidden states, padded to one length."""
 
     ctx: Context
-    final_BTD: Tensor  # the target's final hidden state, from which p is computed
+    # the target's final hidden state, from which p is computed; of width 0 in a batch for which the
+    # target was not run (`text_batch`)
+    final_BTD: Tensor
     summary: Summary  # each [B, T]
     mask_BT: Tensor  # the tokens that count for loss and α
     visited: OnTrajectory | None = (
@@ -87,6 +89,23 @@ def exactly(states: Tensor) -> AbstractContextManager[None]:
     trains in bfloat16: everything that p consists of, including log Z, must be rounded in the same
     way."""
     return torch.autocast(states.device.type, enabled=False)
+
+
+@torch.no_grad()
+def text_batch(
+    target: TargetParts, needs: HiddenStateSpec, text: Context, mask_BT: Tensor
+) -> Batch:
+    """A batch of the texts in `text` for which the target is not run. Each hidden state that a
+    drafter with these needs reads is the target's embedding of the token in its place. The batch
+    has no p: its final hidden states have width 0."""
+    layers_BTF, final_BTD = None, None
+    if needs.layers or needs.final_hidden:
+        embedded_BTD = target.embed(text.ids_BT)
+        layers_BTF = embedded_BTD.repeat(1, 1, len(needs.layers)) if needs.layers else None
+        final_BTD = embedded_BTD if needs.final_hidden else None
+    ctx = replace(text, layers_BTF=layers_BTF, final_BTD=final_BTD)
+    nothing_BT0 = torch.empty(*mask_BT.shape, 0, device=mask_BT.device, dtype=target.dtype)
+    return Batch(ctx, nothing_BT0, Summary(*[nothing_BT0] * len(Summary._fields)), mask_BT)
 
 
 @torch.no_grad()

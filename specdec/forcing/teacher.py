@@ -26,13 +26,15 @@ from specdec.forcing.batch import Batch, exactly, summarise
 from specdec.frozen import Frozen
 from specdec.losses.chunked import at_once, chunked, slices
 from specdec.losses.loss_config import LossConfig
-from specdec.losses.loss_terms import LossInputs, kl_divergence
+from specdec.losses.loss_terms import LossInputs, TextInputs, kl_divergence
 from specdec.sampling.sampler import Sampler, Summary
 from specdec.targets.parts import TargetParts
 from specdec.theory.alpha import Acceptance, DistributionPair, acceptance, visits
 
 MoreColumns = Callable[[LossInputs], tuple[Tensor, ...]]
 STATISTICS = ("positions", "loss", "sampled", "greedy_draft", "greedy")
+# without p there is no α, but q of the text's own token
+TEXT_STATISTICS = ("positions", "loss", "text_probability")
 
 
 class AcceptanceTable(NamedTuple):
@@ -43,22 +45,28 @@ class AcceptanceTable(NamedTuple):
     more: tuple[Tensor, ...] = ()  # extra columns [N, K] that the caller asked for
 
 
-@dataclass(frozen=True)
-class TargetColumns:
-    """The target's side of the anchors of one chunk, at every depth. Depth k at one anchor and
-    depth k - 1 at the next share one p, whose logits are computed once; `index_NK` maps each depth
-    to its entry. Ids are indices into the draft vocabulary, -1 for tokens outside it."""
+@dataclass(frozen=True, kw_only=True)
+class AnchorColumns:
+    """The text's side of the anchors of one chunk, at every depth."""
 
     rows: slice  # the chunk, among all anchors
+    # the text's own token, as an index into the draft vocabulary, -1 for a token outside it
+    label_NK: Tensor
+    valid_NK: Tensor
+    loss_weight_NK: Tensor  # weight of each depth in the loss
+    weight_NK: Tensor  # weight of each depth relative to the others of its anchor
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetColumns(AnchorColumns):
+    """The target's side too. Depth k at one anchor and depth k - 1 at the next share one p, whose
+    logits are computed once; `index_NK` maps each depth to its entry."""
+
     index_NK: Tensor
     log_p_NS: Tensor  # over the draft vocabulary; in training before cutoffs (see `LossInputs`)
     served_log_p_NS: Tensor | None  # after cutoffs, if `log_p_NS` is before them
     final_ND: Tensor  # the target's final hidden states
-    argmax_NK: Tensor  # argmax p
-    label_NK: Tensor  # the text's own token
-    valid_NK: Tensor
-    loss_weight_NK: Tensor  # weight of each depth in the loss
-    weight_NK: Tensor  # weight of each depth relative to the others of its anchor
+    argmax_NK: Tensor  # argmax p, as `label_NK`
     accepted_NK: Tensor | None  # at a decoder's anchors: which drafts it accepted
 
 
@@ -80,7 +88,9 @@ class TeacherForcing(nn.Module):
     `reference` is a frozen draft with the same vocabulary, for losses that compare with one. If a
     batch has `visited`, the drafter is trained on a decoder's speculation steps: at their anchors,
     given the tokens that were drafted there, and at all depths, which `hidden` computes as in
-    drafting. Raises UserError for a reference that is not comparable with the draft.
+    drafting. With `text_alone`, it is trained on batches of `text_batch`: the loss reads q and the
+    text's own tokens, and p is never computed; measuring needs batches that the target has read.
+    Raises UserError for a reference that is not comparable with the draft.
     """
 
     def __init__(
@@ -91,6 +101,7 @@ class TeacherForcing(nn.Module):
         loss_config: LossConfig | None = None,
         reference: Drafter | None = None,
         visited: bool = False,
+        text_alone: bool = False,
     ) -> None:
         super().__init__()
         require(
@@ -127,6 +138,7 @@ class TeacherForcing(nn.Module):
         self.loss_config = loss_config or LossConfig()
         self.drafter = drafter
         self.sampler = sampler
+        self.text_alone = text_alone
         self._reference = Frozen(reference)
         # p over the draft vocabulary, and the place of each token in it
         self._target_logits = target.unembedding(ours_S)
@@ -136,6 +148,11 @@ class TeacherForcing(nn.Module):
             self._index_V[ours_S] = torch.arange(len(ours_S), device=ours_S.device)
         adapts = drafter.adapts_target(drafter.config)
         self._whole = target if adapts else None  # unless needed, its layers may be released
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """The names of the sums that training returns."""
+        return TEXT_STATISTICS if self.text_alone else STATISTICS
 
     def anchors(
         self,
@@ -175,7 +192,7 @@ class TeacherForcing(nn.Module):
         more: MoreColumns | None = None,
         depth: int | None = None,
     ) -> tuple[Tensor, Tensor] | AcceptanceTable:
-        """The summed loss and the sums [K, 5] that `STATISTICS` names; with `measure`, an
+        """The summed loss and the sums [K, S] that `statistics` names; with `measure`, an
         `AcceptanceTable` with the columns that `more` computes, at `depth` depths (None: as many as
         were trained). Both are outputs of `forward`, so that DDP and FSDP see every use of the
         weights.
@@ -219,12 +236,16 @@ class TeacherForcing(nn.Module):
     def _chunk_loss(
         self, one: TrainingPass, rows: slice, hidden_NKD: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss of a chunk of anchors, and its statistics [K, 5], from the draft's hidden
+        """The summed loss of a chunk of anchors, and its statistics [K, S], from the draft's hidden
         states or, for separate heads, from their inputs. Heads are processed one at a time unless
         their losses depend on each other."""
         drafter, depth = self.drafter, self.depth
         assert isinstance(drafter, Trainable)
-        columns = self.target_columns(one.batch, one.anchors, rows, training=True)
+        columns: AnchorColumns
+        if self.text_alone:
+            columns = self.text_columns(one.batch, one.anchors, rows)
+        else:
+            columns = self.target_columns(one.batch, one.anchors, rows, training=True)
         hidden_KND = hidden_NKD.expand(-1, depth, -1).transpose(0, 1)
         loss_at = partial(self._loss_at_depths, one, columns)
         if not drafter.separate_heads or drafter.estimates_acceptance or self.loss_config.couples:
@@ -232,7 +253,7 @@ class TeacherForcing(nn.Module):
         return chunked(loss_at, [hidden_KND], one.parameters, 1)
 
     def _loss_at_depths(
-        self, one: TrainingPass, columns: TargetColumns, k: slice, hidden_KND: Tensor
+        self, one: TrainingPass, columns: AnchorColumns, k: slice, hidden_KND: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The part of `_chunk_loss` at some depths. It computes their logits, and the loss reads
         them a few anchors at a time."""
@@ -256,25 +277,47 @@ class TeacherForcing(nn.Module):
     def _loss_of_few(
         self,
         one: TrainingPass,
-        columns: TargetColumns,
+        columns: AnchorColumns,
         k: slice,
         reference_NKS: Tensor | None,
         at: slice,
         *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """The part of `_loss_at_depths` at some anchors, from their `draft_tensors`."""
-        inputs = self.loss_inputs(columns, at, k, *tensors)
+        inputs = (
+            self.loss_inputs(columns, at, k, *tensors)
+            if isinstance(columns, TargetColumns)
+            else self.text_inputs(columns, at, k, *tensors)
+        )
         inputs.progress = one.progress
         if reference_NKS is not None:
             inputs.reference_log_q = self.sampler.uncut.log_probs(reference_NKS[at])
         loss_NK = self.loss_config.loss(inputs)
         if inputs.confidence is not None:  # a gradient of 0, not None, if its weight is 0
             loss_NK = loss_NK + 0 * inputs.confidence
-        counts_NK = [torch.ones_like(loss_NK), loss_NK.detach(), *acceptance(inputs.as_served)]
-        counted_5NK = torch.stack(counts_NK) * inputs.valid
-        counted_K5 = counted_5NK.permute(2, 0, 1).contiguous().sum(-1)
+        counts_NK = [torch.ones_like(loss_NK), loss_NK.detach()]
+        counts_NK += (
+            [inputs.probability] if isinstance(inputs, TextInputs) else acceptance(inputs.as_served)
+        )
+        counted_SNK = torch.stack(counts_NK) * inputs.valid
+        counted_KS = counted_SNK.permute(2, 0, 1).contiguous().sum(-1)
         total = (loss_NK * columns.loss_weight_NK[at, k] * one.decay_K[k]).sum()
-        return total, pad(counted_K5, (0, 0, k.start, self.depth - k.start - len(counted_K5)))
+        return total, pad(counted_KS, (0, 0, k.start, self.depth - k.start - len(counted_KS)))
+
+    def text_columns(self, batch: Batch, anchors: Anchors, rows: slice) -> AnchorColumns:
+        """The text's side of one chunk, the anchors of `rows`."""
+        T = batch.mask_BT.shape[1]
+        depths = torch.arange(1, 1 + anchors.weight_NK.shape[1], device=batch.mask_BT.device)
+        next_NK = (anchors.position_N[rows, None] + depths).clamp_max(T - 1)
+        loss_weight_NK = anchors.weight_NK[rows]
+        of_anchor_N1 = loss_weight_NK.amax(-1, keepdim=True)
+        return AnchorColumns(
+            rows=rows,
+            label_NK=self._draft_ids(batch.ctx.ids_BT[anchors.row_N[rows, None], next_NK]),
+            valid_NK=anchors.valid_NK[rows],
+            loss_weight_NK=loss_weight_NK,
+            weight_NK=loss_weight_NK / torch.where(of_anchor_N1 > 0, of_anchor_N1, 1),
+        )
 
     def target_columns(
         self, batch: Batch, anchors: Anchors, rows: slice, training: bool = False
@@ -308,23 +351,17 @@ class TeacherForcing(nn.Module):
             if cuts:
                 served_log_p_NS = log_p_NS
                 log_p_NS = self.sampler.uncut.log_probs_of(logits_NS, summary.uncut)
-        argmax_NK = summary.argmax_N[index_NK]
-        label_NK = batch.ctx.ids_BT[row_N1, (at_NK + 1).clamp_max(T - 1)]
+        argmax_NK = self._draft_ids(summary.argmax_N[index_NK])
+        text = self.text_columns(batch, anchors, rows)
         if visited is not None:  # the text does not continue what was drafted
-            label_NK = argmax_NK
-        loss_weight_NK = anchors.weight_NK[rows]
-        of_anchor_N1 = loss_weight_NK.amax(-1, keepdim=True)
+            text = replace(text, label_NK=argmax_NK)
         return TargetColumns(
-            rows=rows,
+            **vars(text),
             index_NK=index_NK,
             log_p_NS=log_p_NS,
             served_log_p_NS=served_log_p_NS,
             final_ND=final_ND,
-            argmax_NK=self._draft_ids(argmax_NK),
-            label_NK=self._draft_ids(label_NK),
-            valid_NK=anchors.valid_NK[rows],
-            loss_weight_NK=loss_weight_NK,
-            weight_NK=loss_weight_NK / torch.where(of_anchor_N1 > 0, of_anchor_N1, 1),
+            argmax_NK=argmax_NK,
             accepted_NK=accepted_NK,
         )
 
@@ -373,6 +410,27 @@ class TeacherForcing(nn.Module):
             confidence=confidence_NK,
             accepted=None if accepted_NK is None else accepted_NK[at, k],
             served=served,
+            weight=columns.weight_NK[at, k],
+        )
+
+    def text_inputs(
+        self,
+        columns: AnchorColumns,
+        at: slice,
+        k: slice,
+        logits_NKS: Tensor,
+        hidden_NKD: Tensor,
+        confidence_NK: Tensor | None = None,
+    ) -> TextInputs:
+        """As `loss_inputs`, without p. q is taken before cutoffs, as in training with the
+        target."""
+        return TextInputs(
+            self.sampler.uncut.log_probs(logits_NKS),
+            label=columns.label_NK[at, k],
+            valid=columns.valid_NK[at, k],
+            logits=logits_NKS,
+            hidden=hidden_NKD,
+            confidence=confidence_NK,
             weight=columns.weight_NK[at, k],
         )
 

@@ -6,10 +6,19 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.errors import nearest, require, require_between, require_known, require_within
-from specdec.losses.loss_terms import COMPARING, COUPLED, LOSS_TERMS, OF_TREES, LossInputs
+from specdec.losses.loss_terms import (
+    COMPARING,
+    COUPLED,
+    LOSS_TERMS,
+    OF_TREES,
+    LossInputs,
+    ReadsTarget,
+    TextInputs,
+)
 from specdec.sampling.trees import Static
 
 SHARES = ("keep", "smooth", "until")  # constants from 0 to 1
@@ -92,15 +101,42 @@ class LossConfig:
     def loss(self, inputs: LossInputs) -> Tensor:
         """The weighted sum of the terms [N, K]."""
         terms, used = [], self._used()
-        if inputs.confidence is not None and self.trains_confidence_apart:
+        apart = self.trains_confidence_apart and not isinstance(inputs, TextInputs)
+        if inputs.confidence is not None and apart:
             used["confidence"] = (1.0, 1.0, 1.0)
         for name, (first, last, until) in used.items():
-            constants: dict[str, Any] = dict(self.constants.get(name, {}))
-            if name in OF_TREES:
-                constants["paths"] = self.paths
             weight = first + (last - first) * min(1.0, inputs.progress / until)
-            terms.append(weight * LOSS_TERMS[name](inputs, **constants))
+            terms.append(weight * self._term(name, inputs))
         return reduce(Tensor.add, terms)
+
+    def _term(self, name: str, inputs: LossInputs) -> Tensor:
+        """A term [N, K] with its constants."""
+        constants: dict[str, Any] = dict(self.constants.get(name, {}))
+        if name in OF_TREES:
+            constants["paths"] = self.paths
+        return LOSS_TERMS[name](inputs, **constants)
+
+    @property
+    def terms_of_target(self) -> list[str]:
+        """The terms that read p or the target's hidden states, found by calling each of them on two
+        tokens of a text that no target has read. The others read q and the text's own tokens."""
+        found = []
+        for name in self._used():
+            x_NK, x_NKS = torch.zeros(1, 2), torch.zeros(1, 2, 4)
+            inputs = TextInputs(
+                x_NKS.log_softmax(-1),
+                label=x_NK.long(),
+                valid=x_NK == 0,
+                logits=x_NKS,
+                hidden=x_NKS,
+                confidence=x_NK + 0.5,
+                reference_log_q=x_NKS.log_softmax(-1),
+            )
+            try:
+                self._term(name, inputs)
+            except ReadsTarget:
+                found.append(name)
+        return found
 
     @property
     def couples(self) -> bool:

@@ -9,6 +9,7 @@ float64.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,36 @@ class LossInputs(DistributionPair):
     def as_served(self) -> DistributionPair:
         """The pair of p and q as in decoding, on which α is measured."""
         return self.served or self
+
+
+# what a loss term may read of the target, by its name in `LossInputs`
+OF_TARGET = ("log_p", "target_argmax", "target_hidden", "accepted", "served")
+
+
+class ReadsTarget(Exception):
+    """A loss term reads what only the target can give, and the target was not run."""
+
+
+class TextInputs(LossInputs):
+    """The inputs of a loss on text that the target has not read: q and the text's own tokens.
+    Reading p, or anything else of the target, raises `ReadsTarget`."""
+
+    def __init__(self, log_q: Tensor, label: Tensor, **more: Any) -> None:
+        unread: Any = None
+        super().__init__(
+            unread, log_q, target_argmax=unread, label=label, target_hidden=unread, **more
+        )
+
+    @property
+    def probability(self) -> Tensor:
+        """q [N, K] of the text's own token, 0 where the draft vocabulary lacks it."""
+        at_label_NK = self.log_q.detach().gather(-1, self.label.clamp_min(0)[..., None])[..., 0]
+        return at_label_NK.exp() * (self.label >= 0)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OF_TARGET:
+            raise ReadsTarget(name)
+        return super().__getattribute__(name)
 
 
 def kl(inputs: LossInputs) -> Tensor:

@@ -1,5 +1,5 @@
 """Sources of the target's hidden states for training: `OnlineBatches` runs the target for each
-request; `StoredBatches` (store.py) reads stored ones."""
+request; `StoredBatches` (store.py) reads stored ones; `TextBatches` has stand-ins for them."""
 
 import time
 from collections import deque
@@ -14,10 +14,19 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from specdec.context import Context, HiddenStateSpec
-from specdec.forcing.batch import Batch, OnTrajectory, batch_of, read_drafts, summarise
+from specdec.errors import require
+from specdec.forcing.batch import (
+    Batch,
+    OnTrajectory,
+    batch_of,
+    read_drafts,
+    summarise,
+    text_batch,
+)
 from specdec.integrity import Damaged
 from specdec.progress import tell
 from specdec.sampling.sampler import Sampler, Summary
+from specdec.targets.parts import TargetParts
 from specdec.targets.target import Target
 from train.data.sequences import Row
 from train.hidden_states.store import (
@@ -94,6 +103,29 @@ class OnlineBatches:
         after = parts_of(self.sampler, after_NKD, of_drafts, None)
         hidden_states = {name: part[0] for name, part in of_text.items()}
         return hidden_states | {AFTER + name: part for name, part in after.items()}
+
+
+class TextBatches:
+    """Rows that the target never reads: see `text_batch`. Raises UserError if a drafter with these
+    needs cannot read the target's embedding in place of a hidden state."""
+
+    def __init__(self, target: TargetParts, needs: HiddenStateSpec, rows: Sequence[Row]) -> None:
+        wide = target.embedding.weight.shape[1]
+        require(
+            wide == target.width or needs == HiddenStateSpec(),
+            f"{target.title} has embeddings of width {wide}, which cannot stand in for hidden "
+            f"states of width {target.width}: leave out hidden_states.mode=none, or give a drafter "
+            "that reads no hidden states",
+        )
+        self.target, self.needs, self.rows = target, needs, rows
+        self.waited = 0.0  # nothing is stored
+
+    def expect(self, requests: Sequence[Sequence[int]]) -> None:
+        """Do nothing: nothing is read ahead."""
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        rows = [self.rows[i] for i in indices]
+        return text_batch(self.target, self.needs, *texts(rows, self.target.device))
 
 
 def assembled(

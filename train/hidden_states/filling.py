@@ -32,7 +32,7 @@ from train.accelerated import ranks_of
 from train.budget import Budget, StageTime
 from train.data.sequences import Document, Row, pack_rows
 from train.hidden_states import engine_hidden_states
-from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches
+from train.hidden_states.batches import BatchSource, OnlineBatches, StoredBatches, TextBatches
 from train.hidden_states.store import (
     AFTER,
     SHARD,
@@ -133,6 +133,11 @@ class RunHiddenStates:
         device = self.target.parts.device
         again = partial(self._again, needs)
         return [StoredBatches(store, needs, rows, device, again, self.prefetch) for rows in sides]
+
+    def text_source(self, drafter: Drafter, texts: Sequence[Document]) -> BatchSource:
+        """A source of packed rows of documents that the target does not read. Raises UserError as
+        `TextBatches` does."""
+        return TextBatches(self.target.parts, drafter.needs, pack_rows(texts, self.length))
 
     def fill_in_time(
         self,

@@ -76,7 +76,9 @@ class HiddenStatesConfig:
     """The target's hidden states, which the draft reads in training."""
 
     # offline: compute each document's hidden states once, store them, and read them in every epoch;
-    # online: run the target at every step and store nothing
+    # online: run the target at every step and store nothing; none: pretrain on text without running
+    # the target in training: each hidden state that the draft reads is a stand-in, the target's
+    # embedding of the token, and the loss reads the text's own tokens (ce, d_pace, spec_auf)
     mode: str = "offline"
     # folder of the stored hidden states; null: one under root, named after their inputs
     path: str | None = None
@@ -95,13 +97,13 @@ class HiddenStatesConfig:
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        require_known("hidden_states", self, mode=("offline", "online"))
+        require_known("hidden_states", self, mode=("offline", "online", "none"))
         for url in self.engines:
             Server.at_address("hidden_states.from", url)
         require(
             not self.engines or self.mode == "offline",
-            "hidden_states.from fills a store, and hidden_states.mode=online has none: leave one "
-            "of them out",
+            f"hidden_states.from fills a store, and hidden_states.mode={self.mode} has none: leave "
+            "one of them out",
         )
         require_within("hidden_states", self, prefetch=0)
         shard_of("hidden_states.shard", self.shard)

@@ -1,0 +1,330 @@
+"""Pretraining on text without running the target in training (`hidden_states.mode=none`).
+
+Run alone: python -m pytest tests/train/test_text_alone.py                         (under 25 s)
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.context import Context, HiddenStateSpec
+from specdec.drafters import DRAFTERS
+from specdec.drafters.base import Trainable
+from specdec.errors import UserError
+from specdec.files import write_json
+from specdec.forcing.batch import text_batch
+from specdec.forcing.teacher import TeacherForcing, logits_of
+from specdec.losses.loss_config import LossConfig
+from specdec.losses.loss_terms import LOSS_TERMS, LossInputs, TextInputs, ce
+from specdec.measure.results import Results
+from specdec.sampling.sampler import Sampler
+from specdec.targets.target import Target
+from tests.drafters.families import CONFIGS, make_drafter, make_target, text
+from tests.runs import draft, require_learning
+from tests.runs import require_same_run as same_as
+from tests.tiny import Tiny, batch_of, losses, records, write_jsonl
+from train import loop, pipeline, training_checkpoint
+from train.continued import digest_of_settings, require_same_run
+from train.data.sequences import Row
+from train.hidden_states.batches import TextBatches
+
+ALONE = ("hidden_states.mode=none", "loss=ce")
+# families that need neither the target's layers in training nor adapters on it
+TRAINABLE = [
+    name
+    for name, config in CONFIGS.items()
+    if (kind := DRAFTERS[config.name]).trains(config)
+    and not (kind.runs_target or kind.adapts_target(config))
+]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return make_target()
+
+
+@contextmanager
+def without_target_in_training() -> Iterator[dict[str, int]]:
+    """Raise AssertionError wherever a training step runs the target or computes p. Counts the
+    steps, and the target's forward passes outside of them."""
+    counts, inside = {"steps": 0, "forwards": 0}, [False]
+    step = loop._forward_and_backward
+    forward, columns = Target.hidden_states, TeacherForcing.target_columns
+
+    def watched_step(*args: Any) -> Any:
+        inside[0], counts["steps"] = True, counts["steps"] + 1
+        try:
+            return step(*args)
+        finally:
+            inside[0] = False
+
+    def watched_forward(*args: Any, **more: Any) -> Any:
+        assert not inside[0], "a training step ran the target"
+        counts["forwards"] += 1
+        return forward(*args, **more)
+
+    def watched_columns(*args: Any, **more: Any) -> Any:
+        assert not inside[0], "a training step computed p"
+        return columns(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_forward_and_backward", watched_step)
+        patch.setattr(Target, "hidden_states", watched_forward)
+        patch.setattr(TeacherForcing, "target_columns", watched_columns)
+        yield counts
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("lm", ()), ("eagle3", ("drafter.initialisation=random",))],
+)
+def test_training_steps_do_not_run_the_target(
+    tiny: Tiny, tmp_path: Path, training_alone: None, name: str, more: tuple[str, ...]
+) -> None:
+    with without_target_in_training() as counts:
+        tiny.job(tmp_path / "run", name, *ALONE, *more)
+    assert counts["steps"] == 12 and counts["forwards"] > 0  # held-out figures run the target
+    require_learning(tmp_path / "run")
+    for _, record in losses(tmp_path / "run"):
+        assert {*record} == {"loss", "text_probability", "lr", "gradient_norm"}  # nothing called α
+        assert all(0 < q < 1 for q in record["text_probability"])
+    held_out = [r["held_out"] for r in records(tmp_path / "run") if "held_out" in r]
+    assert all(figures["tau_greedy"] >= 1 for figures in held_out)
+
+
+def test_the_watch_sees_a_run_with_the_target(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    for mode, said in (("online", "ran the target"), ("offline", "computed p")):
+        with without_target_in_training(), pytest.raises(AssertionError, match=said):
+            tiny.job(tmp_path / mode, "lm", f"hidden_states.mode={mode}", "loss=ce")
+
+
+def test_a_normal_run_continues_from_the_draft(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On raw text first, then on the conversations."""
+    lines = ["the cat and the dog sing all day. they jump on the boat by the lake."] * 3
+    chats = [json.loads(line) for line in tiny.data.read_text().splitlines()]
+    spoken = [" ".join(m["content"] for m in chat["messages"]) for chat in chats]
+    path = write_jsonl(tmp_path / "raw.jsonl", [{"text": x} for x in [*lines, *spoken]])
+    raw = ("data=text", f"data.path={path}", "data.prompt_characters=16")
+    short = ("decode.prompts=1", "decode.temperatures=[0]", "combine_with=null", "export=null")
+    start = "drafter.initialisation=target"
+    tiny.job(tmp_path / "pre", "eagle3", *raw, *ALONE, start, *short)
+    report = Results.load(tmp_path / "pre" / "report")
+    assert report.training is not None and report.training.curve is None
+    assert report.training.trained_on.endswith("the target was not run in training")
+    first, best = report.asked[0], tmp_path / "pre" / "best"
+    assert first.identical == report.prompts and first.tau.value >= 1
+
+    head = tiny.config("eagle3", f"drafter.from={best}", "optim.lr=null")
+    assert head.optim.lr == 3e-4  # as any draft that `drafter.from` continues, with no closed form
+    monkeypatch.setattr(pipeline, "finished", lambda *_: None)
+    tiny.job(tmp_path / "head", "eagle3", f"drafter.from={best}", "optim.lr=1e-9")
+    before, after = draft(tmp_path / "pre"), draft(tmp_path / "head")
+    assert before.keys() == after.keys()
+    for name, x in before.items():  # 12 steps at 1e-9 leave all as it was
+        torch.testing.assert_close(x, after[name], atol=1e-6, rtol=0)
+    card = json.loads((tmp_path / "head" / "best" / "drafter.json").read_text())
+    assert card["config"]["initialisation"] == "target"  # hence fc learns at the full rate
+    assert "sampled" in losses(tmp_path / "head")[0][1]
+
+
+def test_a_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path, training_alone: None) -> None:
+    """Interrupted before the checkpoint of step 8, it goes on from that of step 4."""
+    tiny.job(tmp_path / "whole", "lm", *ALONE)
+    save, calls = training_checkpoint.save, []
+
+    def killed(*args: Any, **more: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        save(*args, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_checkpoint, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            tiny.job(tmp_path / "again", "lm", *ALONE)
+    assert 4 <= losses(tmp_path / "again")[-1][0] <= 8
+    with without_target_in_training() as counts:
+        tiny.job(tmp_path / "again", "lm", *ALONE)
+    assert counts["steps"] == 8
+    same_as(tmp_path / "again", tmp_path / "whole")
+
+
+def test_the_mode_is_part_of_the_identity_of_a_run(tiny: Tiny, tmp_path: Path) -> None:
+    by_mode = {
+        mode: tiny.config("lm", f"hidden_states.mode={mode}", "loss=ce", "data.date=2026-11-28")
+        for mode in ("none", "online", "offline")
+    }
+    for began, now in permutations(by_mode, 2):
+        (tmp_path / began).mkdir(exist_ok=True)
+        write_json(tmp_path / began / "config.json", asdict(by_mode[began]) | {"of": {}})
+        if "none" not in (began, now):
+            require_same_run(tmp_path / began, by_mode[now])
+            continue
+        with pytest.raises(UserError, match=rf"mode={began}, not {now}, .*give another name="):
+            require_same_run(tmp_path / began, by_mode[now])
+    alone, online, offline = map(digest_of_settings, by_mode.values())
+    assert alone != online == offline
+
+
+def test_the_clock_gives_training_the_time_of_the_texts(
+    tiny: Tiny, tmp_path: Path, training_alone: None
+) -> None:
+    """A second passes whenever something looks at the clock."""
+    seconds = iter(range(10**6))
+    cfg = tiny.config("lm", *ALONE, "loop.epochs=99", "budget.minutes=1.2")
+    assert not cfg.writes_texts
+    pipeline.run(cfg, tmp_path / "run", now=lambda: float(next(seconds)))
+    steps = losses(tmp_path / "run")[-1][0]
+    assert 12 < steps < 99 * 6
+    pipeline.run(
+        cfg, tmp_path / "run", now=lambda: float(next(seconds))
+    )  # ended: nothing is trained again
+    assert losses(tmp_path / "run")[-1][0] == steps
+
+
+REFUSED = [
+    ("lm", ["loss=nla"], r"loss\.terms\.nla reads p .*loss=ce"),
+    ("lm", ["loss=ce", "+loss.terms.kl=[1, 0, 0.5]"], r"loss\.terms\.kl reads p"),
+    ("eagle3", ["loss=eagle", "drafter.initialisation=random"], r"smooth_l1"),
+    ("eagle3", ["loss=ce"], r"closed_form .*initialisation=target or .*initialisation=random"),
+    ("hydra", ["loss=ce"], r"closed_form .*give drafter\.initialisation=target$"),
+    ("lm", ["loss=ce", "data.responses=target"], r"give data\.responses=data"),
+    ("lm", ["loss=ce", "data.decoding_log=steps.jsonl"], r"data\.decoding_log"),
+    (
+        "lm",
+        ["loss=ce", "data.responses=target", "rounds.count=2", "rounds.data=draft"],
+        r"data\.responses=target",
+    ),
+    ("early_exit", ["loss=ce", "drafter.lora.rank=2"], "runs the target's layers"),
+    ("medusa", ["loss=ce", "drafter.adapter.rank=2"], "runs the target's layers"),
+    ("ngram", [], "nothing to train"),
+    ("lm", ["loss=ce", "hidden_states.from=http://a:8000/v1"], "mode=none has none"),
+    ("lm", ["loss=ce", "hidden_states.shard=1/2"], "stores none"),
+    ("lm", ["loss=ce", "target.tensor_parallel=true"], "leave target.tensor_parallel out"),
+]
+
+
+@pytest.mark.parametrize(("name", "more", "said"), REFUSED)
+def test_what_needs_the_target_is_refused(
+    tiny: Tiny, name: str, more: list[str], said: str
+) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        tiny.config(name, "hidden_states.mode=none", *more)
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_is_allowed_by_what_it_reads() -> None:
+    """By calling each term: one that is added later needs no line in a list."""
+    paths = {"paths": [[0], [0, 0]]}
+    reads = {
+        name: bool(LossConfig(terms={name: 1.0}, **paths).terms_of_target) for name in LOSS_TERMS
+    }
+    assert [name for name, of_target in reads.items() if not of_target] == [
+        *("ce", "d_pace", "spec_auf")
+    ]
+
+    def entropy(inputs: LossInputs) -> Tensor:
+        return -(inputs.q * inputs.log_q).sum(-1)
+
+    def half_kl(inputs: LossInputs) -> Tensor:
+        return torch.minimum(inputs.log_p, inputs.log_q).sum(-1) / 2
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LOSS_TERMS, "entropy", entropy)
+        patch.setitem(LOSS_TERMS, "half_kl", half_kl)
+        mixed = LossConfig(terms={"ce": 1.0, "entropy": 0.1, "half_kl": 1.0})
+        assert mixed.terms_of_target == ["half_kl"]
+
+
+def counted(target: Target, drafter: Any) -> tuple[Context, Tensor]:
+    """A text of two rows and the tokens that count."""
+    ids_BT = torch.cat([text(0, 18), text(1, 18)]).to(target.device)
+    mask_BT = torch.arange(18, device=target.device).expand_as(ids_BT) >= 5
+    place_BT = torch.arange(18, device=target.device).expand_as(ids_BT).contiguous()
+    return Context(ids_BT, document_BT=0 * place_BT, position_BT=place_BT), mask_BT
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_every_family_trains_on_text_alone(target: Target, name: str) -> None:
+    """The loss is finite and reaches the draft's weights; q of the text's token is the draft's
+    own."""
+    drafter = make_drafter(name, target, noise=0.05)
+    assert isinstance(drafter, Trainable)
+    forcing = TeacherForcing(
+        drafter, target, Sampler(1.0), LossConfig(terms={"ce": 1.0}), text_alone=True
+    )
+    text_BT, mask_BT = counted(target, drafter)
+    batch = text_batch(target, drafter.needs, text_BT, mask_BT)
+    loss, sums_KS = forcing(batch)
+    loss.backward()
+    assert loss.isfinite() and sums_KS.shape == (forcing.depth, 3)
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
+    mean_K = sums_KS[:, 2] / sums_KS[:, 0]
+    assert (mean_K > 0).all() and (mean_K < 1).all()
+
+
+def test_without_hidden_states_the_loss_is_that_with_the_target(target: Target) -> None:
+    """An lm reads no hidden state and `ce` no p, so loss and gradient are the same numbers."""
+    drafter = make_drafter("lm", target, noise=0.1)
+    sampler, loss = Sampler(1.0, top_k=9), LossConfig(terms={"ce": 1.0})
+    text_BT, mask_BT = counted(target, drafter)
+    found = []
+    for alone in (False, True):
+        forcing = TeacherForcing(drafter, target, sampler, loss, text_alone=alone)
+        batch = (
+            text_batch(target, drafter.needs, text_BT, mask_BT)
+            if alone
+            else batch_of(target, drafter.needs, sampler, text_BT.ids_BT.tolist(), mask_BT.tolist())
+        )
+        forcing.zero_grad()
+        total, sums_KS = forcing(batch)
+        total.backward()
+        found.append((total, sums_KS, [p.grad for p in drafter.parameters() if p.requires_grad]))
+    (theirs, their_sums, their_grads), (ours, our_sums, our_grads) = found
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(our_sums[:, :2], their_sums[:, :2])  # positions and loss
+    torch.testing.assert_close(our_grads, their_grads)
+
+    hidden_BAKD = drafter.hidden(batch.ctx, torch.arange(18).expand(2, -1), None)
+    first_NS = logits_of(drafter, hidden_BAKD.flatten(0, 1)).log_softmax(-1)[:, 0]
+    next_BT = text_BT.ids_BT[:, 1:]
+    q_BT = first_NS.exp().unflatten(0, (2, 18))[:, :-1].gather(-1, next_BT[..., None])[..., 0]
+    wanted = (q_BT * mask_BT[:, 1:]).sum()
+    torch.testing.assert_close(our_sums[0, 2], wanted)
+
+
+def test_a_stand_in_is_the_embedding_of_the_token(target: Target) -> None:
+    ids = np.arange(3, 11, dtype=np.int32)
+    row = Row(ids, ids > 5, 0 * ids, np.arange(8, dtype=np.int32))
+    needs = HiddenStateSpec(layers=(1, 4), final_hidden=True)
+    batch = TextBatches(target, needs, [row, row]).batch([1])
+    embedded_1TD = target.model.get_input_embeddings()(torch.arange(3, 11)[None])
+    assert batch.ctx.layers_BTF is not None and batch.ctx.final_BTD is not None
+    assert torch.equal(batch.ctx.layers_BTF, torch.cat([embedded_1TD] * 2, -1))
+    assert torch.equal(batch.ctx.final_BTD, embedded_1TD)
+    assert batch.final_BTD.shape == (1, 8, 0)  # no p can be computed from it
+    assert torch.equal(batch.mask_BT, torch.from_numpy(row.mask)[None])
+    plain = TextBatches(target, HiddenStateSpec(), [row]).batch([0]).ctx
+    assert plain.layers_BTF is None and plain.final_BTD is None
+
+
+def test_tokens_outside_the_draft_vocabulary_have_probability_0() -> None:
+    log_q = torch.tensor([[[0.7, 0.2, 0.1], [0.5, 0.25, 0.25]]]).log()
+    more = {"valid": torch.ones(1, 2).bool(), "logits": log_q, "hidden": log_q}
+    inputs = TextInputs(log_q, label=torch.tensor([[1, -1]]), **more)
+    torch.testing.assert_close(inputs.probability, torch.tensor([[0.2, 0.0]]))
+    torch.testing.assert_close(ce(inputs), -torch.tensor([[0.2, 1.0]]).log())
