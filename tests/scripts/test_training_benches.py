@@ -453,3 +453,49 @@ def test_a_command_is_launched_on_one_process_and_on_two() -> None:
     assert launched(["-m", "this"], 2).stdout.count("Beautiful is better than ugly.") == 2
     with pytest.raises(UserError, match="it ended with code 3"):
         require_done(launched(["-c", "raise SystemExit(3)"], 1), "it")
+
+
+def test_pretraining_is_compared_at_equal_minutes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand: 400 tokens/s without the target for 30 of 120 seconds, and 100 with it: 12,000
+    tokens, then 9,000, against 12,000. Of 10 tokens a prompt, the default takes 8 speculation
+    steps and the continued run 5: τ 1.25 and 2. Every configuration is one that train.py takes."""
+    from benches import recipe
+    from benches.pretraining import pretraining
+
+    asked: dict[str, list[str]] = {}
+
+    def report_of(name: str, overrides: list[str], own: list[str], said: str) -> Results:
+        asked[name] = own
+        cfg = compose([*recipe.SIZE, *recipe.FIXED, *overrides, f"name={name}", *own])
+        assert cfg.loop.max_tokens is not None and cfg.hidden_states.mode in ("none", "online")
+        made, alone = results(), cfg.trains_on_text_alone
+        assert made.training is not None
+        made.training.tokens = cfg.loop.max_tokens
+        made.training.seconds = cfg.loop.max_tokens / (400 if alone else 100)
+        steps = 5 if cfg.initialisation.draft else 8
+        for at in made.asked:
+            found = PromptCounts(10, steps, [10, 10], [6.0, 3.0], [6.0, 3.0], (10.0, 5.0))
+            at.prompts = [found] * 4
+        return made
+
+    monkeypatch.setattr(recipe, "report_of", report_of)
+    start = ["drafter.initialisation=random"]
+    pretraining(["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, start=start)
+    lengths = {name: next(x for x in own if "max_tokens" in x)[16:] for name, own in asked.items()}
+    assert lengths == {
+        **{"o/speed-text": "12000", "o/speed-target": "12000"},
+        **{f"o/default-120s-seed{seed}": "12000" for seed in range(2)},
+        **{f"o/text-25of120s-seed{seed}": "12000" for seed in range(2)},
+        **{f"o/after-text-25of120s-seed{seed}": "9000" for seed in range(2)},
+    }
+    after, best = asked["o/after-text-25of120s-seed1"], "runs/o/text-25of120s-seed1/best"
+    assert after == [*start, f"drafter.from={recipe.ROOT / best}", *after[2:]]
+    assert after[2:] == ["loop.max_tokens=9000", "loop.seed=1"]
+    rows = {row[0]: row[1:] for row in tables(capsys.readouterr().out) if row}
+    assert rows["default"][:3] == ["12,000", "120", "1.250"]
+    assert rows["pretrained"][:3] == ["12,000 + 9,000", "30 + 90", "2.000"]
+    assert rows["pretrained above default"][0] == "0.750"
+    with pytest.raises(UserError, match="--percent 100: give 99 or less"):
+        pretraining(percent=100)
