@@ -150,8 +150,8 @@ def run(
                 # on-policy rounds generate all that they train on, even the first
                 on_policy = cfg.rounds.data == "on_policy"
                 if alone_on_text := cfg.trains_on_text_alone:
-                    source = hidden_states.text_source(drafter, texts.train)
                     (validation,) = hidden_states.sources(drafter, [texts.validation])
+                    source = hidden_states.text_source(drafter, texts.train)
                     console.print(TEXT_ALONE)
                 else:
                     source, validation = hidden_states.sources(
@@ -324,7 +324,8 @@ class OpenJob:
         """The source of the target's hidden states for the run."""
         cfg = self.settled.cfg
         return RunHiddenStates.of_run(
-            stored=cfg.hidden_states if cfg.stores_hidden_states else None,
+            stored=cfg.hidden_states if cfg.stores_held_out else None,
+            held_out_alone=cfg.trains_on_text_alone,
             drafter=cfg.drafter,
             sampler=cfg.sampler,
             length=cfg.data.longest_document,

@@ -160,7 +160,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         stages.append(PlannedStage("hidden states", filled, room, time))
     if cfg.trains and draft is not None:
         # then the target runs in training
-        layers = cfg.needs_layers or not cfg.stores_hidden_states
+        layers = cfg.needs_layers or not cfg.stores_held_out
         filled = _filled_by_training(cfg, target, draft, weights if layers else target.parts_bytes)
         operations = operations_of_training(cfg, target, draft)
         time = operations * _tokens_of_training(cfg, draft, data, mean)

@@ -153,6 +153,11 @@ class Config:
         return self.trains and self.hidden_states.mode == "none"
 
     @property
+    def stores_held_out(self) -> bool:
+        """Whether the target's hidden states for held-out texts are kept on disk."""
+        return self.stores_hidden_states or self.trains_on_text_alone
+
+    @property
     def writes_texts(self) -> bool:
         """Whether the run writes responses or hidden states before it trains."""
         return self.data.responses == "target" or self.stores_hidden_states
@@ -185,7 +190,7 @@ class Config:
         responses = [Path(self.responses.root)] if self.data.responses == "target" else []
         hidden_states = (
             [Path(self.hidden_states.path or self.hidden_states.root)]
-            if self.stores_hidden_states
+            if self.stores_held_out
             else []
         )
         return responses + hidden_states

@@ -465,11 +465,13 @@ def test_pretraining_is_compared_at_equal_minutes(
     from benches.pretraining import pretraining
 
     asked: dict[str, list[str]] = {}
+    modes: dict[str, tuple[str, int]] = {}
 
     def report_of(name: str, overrides: list[str], own: list[str], said: str) -> Results:
         asked[name] = own
         cfg = compose([*recipe.SIZE, *recipe.FIXED, *overrides, f"name={name}", *own])
-        assert cfg.loop.max_tokens is not None and cfg.hidden_states.mode in ("none", "online")
+        assert cfg.loop.max_tokens is not None
+        modes[name.split("/")[1].rpartition("-")[0]] = cfg.hidden_states.mode, cfg.drafter.depth
         made, alone = results(), cfg.trains_on_text_alone
         assert made.training is not None
         made.training.tokens = cfg.loop.max_tokens
@@ -482,20 +484,26 @@ def test_pretraining_is_compared_at_equal_minutes(
 
     monkeypatch.setattr(recipe, "report_of", report_of)
     start = ["drafter.initialisation=random"]
-    pretraining(["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, start=start)
+    text = ["loss=d_pace", "drafter.depth=2"]
+    pretraining(["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, text=text, start=start)
     lengths = {name: next(x for x in own if "max_tokens" in x)[16:] for name, own in asked.items()}
     assert lengths == {
-        **{"o/speed-text": "12000", "o/speed-target": "12000"},
+        **{"o/speed-text": "6000", "o/speed-target": "6000"},
         **{f"o/default-120s-seed{seed}": "12000" for seed in range(2)},
         **{f"o/text-25of120s-seed{seed}": "12000" for seed in range(2)},
         **{f"o/after-text-25of120s-seed{seed}": "9000" for seed in range(2)},
+    }
+    stored, alone = ("offline", 3), ("none", 2)
+    assert modes == {
+        **{"speed": ("online", 3), "default-120s": stored},
+        **{"text-25of120s": alone, "after-text-25of120s": stored},
     }
     after, best = asked["o/after-text-25of120s-seed1"], "runs/o/text-25of120s-seed1/best"
     assert after == [*start, f"drafter.from={recipe.ROOT / best}", *after[2:]]
     assert after[2:] == ["loop.max_tokens=9000", "loop.seed=1"]
     rows = {row[0]: row[1:] for row in tables(capsys.readouterr().out) if row}
-    assert rows["default"][:3] == ["12,000", "120", "1.250"]
-    assert rows["pretrained"][:3] == ["12,000 + 9,000", "30 + 90", "2.000"]
+    assert rows["default"][:2] == ["12,000", "1.250"]
+    assert rows["pretrained"][:2] == ["12,000 + 9,000", "2.000"]
     assert rows["pretrained above default"][0] == "0.750"
     with pytest.raises(UserError, match="--percent 100: give 99 or less"):
         pretraining(percent=100)

@@ -4,7 +4,7 @@ Run alone: python -m pytest tests/train/test_text_alone.py                      
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import permutations
@@ -21,7 +21,7 @@ from specdec.drafters import DRAFTERS
 from specdec.drafters.base import Trainable
 from specdec.errors import UserError
 from specdec.files import write_json
-from specdec.forcing.batch import text_batch
+from specdec.forcing.batch import Batch, text_batch
 from specdec.forcing.teacher import TeacherForcing, logits_of
 from specdec.losses.loss_config import LossConfig
 from specdec.losses.loss_terms import LOSS_TERMS, LossInputs, TextInputs, ce
@@ -35,7 +35,7 @@ from tests.tiny import Tiny, batch_of, losses, records, write_jsonl
 from train import loop, pipeline, training_checkpoint
 from train.continued import digest_of_settings, require_same_run
 from train.data.sequences import Row
-from train.hidden_states.batches import TextBatches
+from train.hidden_states.batches import OnlineBatches, TextBatches
 
 ALONE = ("hidden_states.mode=none", "loss=ce")
 # families that need neither the target's layers in training nor adapters on it
@@ -56,10 +56,11 @@ def target() -> Target:
 @contextmanager
 def without_target_in_training() -> Iterator[dict[str, int]]:
     """Raise AssertionError wherever a training step runs the target or computes p. Counts the
-    steps, and the target's forward passes outside of them."""
-    counts, inside = {"steps": 0, "forwards": 0}, [False]
+    steps, and the tokens of the texts that the target reads outside of them."""
+    counts, inside = {"steps": 0, "tokens": 0}, [False]
     step = loop._forward_and_backward
     forward, columns = Target.hidden_states, TeacherForcing.target_columns
+    read = OnlineBatches.batch
 
     def watched_step(*args: Any) -> Any:
         inside[0], counts["steps"] = True, counts["steps"] + 1
@@ -70,8 +71,11 @@ def without_target_in_training() -> Iterator[dict[str, int]]:
 
     def watched_forward(*args: Any, **more: Any) -> Any:
         assert not inside[0], "a training step ran the target"
-        counts["forwards"] += 1
         return forward(*args, **more)
+
+    def watched_batch(source: OnlineBatches, indices: Sequence[int]) -> Batch:
+        counts["tokens"] += sum(len(source.rows[i].ids) for i in indices)
+        return read(source, indices)
 
     def watched_columns(*args: Any, **more: Any) -> Any:
         assert not inside[0], "a training step computed p"
@@ -81,6 +85,7 @@ def without_target_in_training() -> Iterator[dict[str, int]]:
         patch.setattr(loop, "_forward_and_backward", watched_step)
         patch.setattr(Target, "hidden_states", watched_forward)
         patch.setattr(TeacherForcing, "target_columns", watched_columns)
+        patch.setattr(OnlineBatches, "batch", watched_batch)
         yield counts
 
 
@@ -92,8 +97,10 @@ def test_training_steps_do_not_run_the_target(
     tiny: Tiny, tmp_path: Path, training_alone: None, name: str, more: tuple[str, ...]
 ) -> None:
     with without_target_in_training() as counts:
-        tiny.job(tmp_path / "run", name, *ALONE, *more)
-    assert counts["steps"] == 12 and counts["forwards"] > 0  # held-out figures run the target
+        own = f"hidden_states.root={tmp_path / 'states'}"
+        tiny.job(tmp_path / "run", name, *ALONE, *more, own)
+    assert counts["steps"] == 12
+    assert counts["tokens"] == 5 * 50  # it reads the held-out texts once, and no other
     require_learning(tmp_path / "run")
     for _, record in losses(tmp_path / "run"):
         assert {*record} == {"loss", "text_probability", "lr", "gradient_norm"}  # nothing called α

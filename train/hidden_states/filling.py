@@ -72,6 +72,7 @@ class RunHiddenStates:
     sampler: Sampler
     length: int  # maximum length of a packed row
     store: HiddenStateStore | None
+    held_out_alone: bool  # whether it stores hidden states of held-out texts only
     keeps_layers: bool  # whether the target's layers are needed after the store is filled
     engines: Sequence[str]  # engines that fill the store; without them, the target does
     prefetch: int  # batches that are read before they are needed
@@ -89,9 +90,11 @@ class RunHiddenStates:
         target: TargetLoader,
         accelerator: Accelerator,
         progress: Progress,
+        held_out_alone: bool = False,
     ) -> "RunHiddenStates":
         """The hidden states for a drafter of this configuration, kept as `stored` says (None: not
-        stored). Raises UserError if the store holds hidden states of another kind."""
+        stored); with `held_out_alone`, training reads none. Raises UserError if the store holds
+        hidden states of another kind."""
         needs, store = None, None
         if stored is not None:
             needs = needs_of(drafter, target.parts)
@@ -102,6 +105,7 @@ class RunHiddenStates:
             sampler=sampler,
             length=length,
             store=store,
+            held_out_alone=held_out_alone,
             keeps_layers=keeps_layers,
             engines=stored.engines if stored is not None else [],
             prefetch=stored.prefetch if stored is not None else 0,
@@ -149,9 +153,10 @@ class RunHiddenStates:
         floor: int = 0,
     ) -> list[Document]:
         """Store the hidden states of texts as long as the budget allows. Returns the texts with
-        hidden states, in order; all texts if nothing is stored or there is no budget."""
+        hidden states, in order; all texts if training reads no stored ones or there is no
+        budget."""
         store, needs = self.store, self.needs
-        if store is None or needs is None or not budget.active:
+        if store is None or needs is None or self.held_out_alone or not budget.active:
             return list(texts)
 
         def filled(texts: Sequence[Document], time: StageTime | None) -> list[Document]:
