@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from specdec.context import Context, HiddenStateSpec
 from specdec.drafters.base import Drafter, Predictor
+from specdec.drafters.block import Block
 from specdec.drafters.layers import RMSNorm, Rope
 from specdec.errors import UserError, require
 from specdec.measure.reference_replay import AcceptedRange
@@ -301,6 +302,12 @@ def missing_norms(here: Experiment) -> Iterator[ChangedDraft]:
             without = here.clone()
             setattr(*_parent(without, name), nn.Identity())
             yield ChangedDraft("norm", f"{name} is left out", without)
+    if (clone := _with_first_key_norm(here)) is not None:
+        change = (
+            "the keys of the text have the k_norm of layer 0 in every layer, as in vLLM on CPUs "
+            "(0.32) and on Intel GPUs (before its pull request 56431)"
+        )
+        yield ChangedDraft("norm", change, clone)
     if here.drafter.needs.final_hidden:
         change = "the draft reads the target's last state before its final norm"
         yield ChangedDraft("norm", change, here.drafter, before_norm=True)
@@ -311,6 +318,36 @@ def missing_norms(here: Experiment) -> Iterator[ChangedDraft]:
                 other = rebuilt(here, replace(here.drafter.config, **{flag.name: not value}))
                 change = f"{flag.name} is {str(not value).lower()}, not {str(value).lower()}"
                 yield ChangedDraft("norm", change, other)
+
+
+class FirstKeyNorm(nn.Module):
+    """The norm of a layer's keys, where the text's keys get the norm of layer 0. A block drafter
+    computes the keys of the text first, and then those of the blocks, whose norm is the layer's
+    own."""
+
+    def __init__(self, first: nn.Module, own: nn.Module) -> None:
+        super().__init__()
+        self.first, self.own, self.of_text = first, own, True
+
+    def forward(self, keys: Tensor) -> Tensor:
+        norm = self.first if self.of_text else self.own
+        self.of_text = not self.of_text
+        normed: Tensor = norm(keys)
+        return normed
+
+
+def _with_first_key_norm(here: Experiment) -> Any:
+    """A clone of a block drafter with `FirstKeyNorm` in its layers after the first; None if their
+    norms have equal weights, or for another drafter."""
+    if not isinstance(here.drafter, Block):
+        return None
+    clone = here.clone()
+    first, *others = [layer.self_attn for layer in clone.layers]
+    if all(torch.equal(x.k_norm.weight, first.k_norm.weight) for x in others):
+        return None
+    for attention in others:
+        attention.k_norm = FirstKeyNorm(first.k_norm, attention.k_norm)
+    return clone
 
 
 def rebuilt(here: Experiment, config: Any) -> Any:

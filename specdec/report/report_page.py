@@ -230,7 +230,7 @@ def _slices(results: Results) -> list[str]:
 
 
 def _slice_cells(one: Slice, conversations: bool) -> list[str]:
-    said = one.verdict or "too few"
+    said = one.verdict or ("too few" if one.break_even.claims else "no break-even")
     timed = "—" if one.timed_speedup is None else one.timed_speedup.text(2)
     figures = one.tau.text(2), one.break_even.text(2), one.speedup.text(2), timed
     counted = [f"{one.prompts}", *[f"{one.conversations}"] * conversations]
@@ -250,11 +250,17 @@ def _slices_read(slices: Sequence[Slice], results: Results) -> str:
         f" Of the verdicts on {judged} slices, about one in twenty is wrong by chance; those in "
         "bold also hold after Bonferroni's correction."
     )
+    known = (
+        f"Slices of fewer than {ENOUGH} conversations have no verdict."
+        if all(x.break_even.claims for x in slices)
+        else "There is no verdict: so few timed prompts give the break-even no interval. Time "
+        f"prompts of at least {FEWEST} conversations (`--timed`, or `decode.timed`)."
+    )
     return (
         "Drafting pays where τ is above the break-even: the seconds of a speculation step over "
         f"those of a vanilla step, from {results.timed_prompts} timed prompts at batch "
-        f"{results.batch}. The speedup is τ over the break-even. Slices of fewer than {ENOUGH} "
-        f"conversations have no verdict.{chance if judged else ''}{clock if timed else ''}"
+        f"{results.batch}. The speedup is τ over the break-even. {known}"
+        f"{chance if judged else ''}{clock if timed else ''}"
     )
 
 

@@ -73,6 +73,18 @@ DRAFTS: dict[str, Any] = {
 }
 
 
+def widen_norms(draft: Any) -> None:
+    """Scale every second weight of EAGLE-3's final and hidden norm, and scale what reads them back.
+    The draft computes the same, but not without these norms or with rounded weights."""
+    scale_D, layer = 1 + 15.0 * (torch.arange(draft.llama.hidden_size) % 2), draft.midlayer
+    with torch.no_grad():
+        draft.norm.weight *= scale_D
+        draft.lm_head.weight /= scale_D
+        layer.hidden_norm.weight *= scale_D
+        for read in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
+            read.weight[:, len(scale_D) :] /= scale_D
+
+
 def tokenizer_of(letters: list[str]) -> PreTrainedTokenizerFast:
     """Of single bytes, in this order, and a merge, without which it would not be BPE."""
     vocab = {text: i for i, text in enumerate([*letters, "ab", "<|end|>"])}
@@ -135,6 +147,8 @@ class EngineCase:
         if method not in self.exports:
             folder = self.folder / method
             draft = learnt(self.target, self.prompts, DRAFTS[method])
+            if method == "eagle3":
+                widen_norms(draft)
             draft_checkpoint.write_draft(folder / "best", draft, self.target)
             draft = draft_checkpoint.load_draft(folder / "best", self.target)
             export = self.written(folder / "head", draft)
@@ -368,6 +382,8 @@ def report(engine: str, method: str, fault: str, out: str, code: int) -> None:
 def test_a_draft_that_is_served_as_exported_passes(
     cases: Callable[[str], EngineCase], check: Any, tmp_path: Path, engine: str, method: str
 ) -> None:
+    """vLLM's kernel for CPUs normalises the keys of the text by the weight of layer 0 in every
+    layer of DFlash."""
     installed(engine)
     case = cases(engine)
     draft, export = case.exported(method)
@@ -376,6 +392,9 @@ def test_a_draft_that_is_served_as_exported_passes(
     with case.serving(Planted(draft, case.target), tmp_path) as url:
         out, code = check(export, SimpleNamespace(url=url))
     report(engine, method, "none", out, code)
+    if (engine, method) == ("vllm", "dflash"):  # a fault of its own
+        assert (named_in(out), code) == ("norm", 1) and "k_norm of layer 0" in out, out
+        return
     assert code == 0 and "\nAS EXPORTED" in f"\n{out}", out
     assert "tokenizer: as in the reference" in out, out
     assert "chat template: as in the reference" in out, out

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -36,6 +36,7 @@ from specdec.errors import UserError
 from specdec.formats import draft_checkpoint, draft_export
 from specdec.formats.exported_network import ExportedNetwork
 from specdec.formats.layout import CONFIG, WEIGHTS
+from specdec.formats.reference_networks import DFlashLayers
 from specdec.measure import served
 from specdec.measure.export_differences import state_of_export
 from specdec.measure.hypotheses import accepted_along
@@ -116,9 +117,10 @@ def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Pr
     vocab_S = counts.topk(40).indices.sort().values
     draft = random_drafter(config, target, 0.02, vocab_S).train()
     assert isinstance(draft, Predictor)
-    with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
-        for norm in (m for m in draft.modules() if isinstance(m, RMSNorm)):
-            norm.weight *= 1 + torch.arange(len(norm.weight)) % 3
+    norms = [m for m in draft.modules() if isinstance(m, RMSNorm)]
+    with torch.no_grad():  # their weights differ from 1 and from each other, so that faults show
+        for i, norm in enumerate(norms):
+            norm.weight *= 1 + (torch.arange(len(norm.weight)) + i) % 3
     places = torch.arange(target.vocab_size)
     if draft.vocab_S is not None:
         places = torch.full_like(places, -100).index_copy(0, draft.vocab_S, torch.arange(40))
@@ -328,6 +330,38 @@ def test_drafts_of_other_methods_are_checked(
     assert code == 0 and "\nAS EXPORTED: " in f"\n{out}", out
     out, code = check(export, serve(draft, gamma=2))
     assert (named_in(out), code) == ("γ", 1), out
+
+
+class NormOfText(nn.Module):
+    """A norm of keys [1, P + M, H, d] that gives the first P, those of the text, another norm."""
+
+    def __init__(self, of_text: nn.Module, own: nn.Module, P: int) -> None:
+        super().__init__()
+        self.of_text, self.own, self.P = of_text, own, P
+
+    def forward(self, keys: Tensor) -> Tensor:
+        return torch.cat([self.of_text(keys[:, : self.P]), self.own(keys[:, self.P :])], 1)
+
+
+def test_the_key_norm_of_the_first_layer_in_all_is_named(
+    case: Case, serve: Served, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's fault on CPUs, in the second implementation of the network."""
+    export = exported(tmp_path, case.target, case.reference.prompts, DFLASH)
+    right = DFlashLayers.forward
+
+    def forward(layers: Any, hidden_states: Tensor, *more: Any) -> Tensor:
+        first, *others = [layer.self_attn for layer in layers.layers]
+        for attention in others:
+            attention.k_norm = NormOfText(first.k_norm, attention.k_norm, len(hidden_states))
+        return right(layers, hidden_states, *more)
+
+    monkeypatch.setattr(DFlashLayers, "forward", forward)
+    out, code = check(
+        export,
+        serve(ExportedNetwork(export, Reference.load(export).draft.empty(), case.target).eval()),
+    )
+    assert (named_in(out), code) == ("norm", 1) and "k_norm of layer 0" in out, out
 
 
 # Faults in the files that the server loads
