@@ -83,11 +83,11 @@ OVERRIDES = {
     "medusa": FROM_NOTHING,
     "peagle": FROM_NOTHING,
     "dflash": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
-    "lm": ["optim.lr=3e-4", "loop.epochs=10", "drafter.layers=[0,1,2,3,26,27,28,29]"],
+    "lm": ["optim.lr=3e-4", "loop.epochs=6", "drafter.layers=[0,1,2,3,26,27,28,29]"],
 }
 SERVED_BY_LLAMA_CPP = {  # methods whose drafts only the tests of llama.cpp train
-    "dflash2": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
-    "dspark": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
+    name: ["optim.lr=2e-3", "loop.epochs=25", "drafter.depth=3", "drafter.num_layers=2"]
+    for name in ("dflash2", "dspark")
 }
 TRAINING = [  # one step an epoch, over the same three rows or all but one or two of them
     "data.limit=12",
