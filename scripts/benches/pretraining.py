@@ -47,9 +47,9 @@ def pretraining(
     At equal seconds of training steps, over several seeds. Pretraining reads the data's own
     responses (hidden_states.mode=none); the default trains on the target's, and the target's
     forward pass over a token counts whenever that token is trained on, so give enough data that no
-    run reads a text twice. Writing the responses does not count. Trains the runs that `folder`
-    lacks, and continues after an interruption, as recipe does. Simulated τ replays a decoder over
-    the vanilla responses.
+    run reads a text twice. Writing the responses and least squares do not count. Trains the runs
+    that `folder` lacks, and continues after an interruption, as recipe does. Simulated τ replays a
+    decoder over the vanilla responses.
     """
     require(percent < 100, f"--percent {percent}: give 99 or less, so that the default trains too")
     alone, asked = [*ALONE, *start, *text], [*ALIKE, *overrides]
@@ -74,6 +74,14 @@ def pretraining(
         best = recipe.ROOT / "runs" / folder / name / "best"
         after.append(made(f"after-{name}", [*start, f"drafter.from={best}", second_part, of_seed]))
 
+    # Compared by the positions in their vanilla responses. A run leaves out held-out prompts that
+    # nearly repeat a text of the draft that it starts from.
+    measured = {str([p.positions for p in run.asked[0].prompts]) for run in (*default, *after)}
+    require(
+        len(measured) == 1,
+        f"the runs in runs/{folder} did not all measure the same prompts, since some nearly repeat "
+        "texts of pretraining: give another data.limit, and another --folder",
+    )
     first = default[0]
     tau = ", ".join(f"{training_of(run).held_out.tau_greedy:.2f}" for run in before)
     console.print(

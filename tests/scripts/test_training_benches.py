@@ -479,9 +479,10 @@ def test_pretraining_is_compared_at_equal_minutes(
         steps = 5 if cfg.initialisation.draft else 8
         for at in made.asked:
             found = PromptCounts(10, steps, [10, 10], [6.0, 3.0], [6.0, 3.0], (10.0, 5.0))
-            at.prompts = [found] * 4
+            at.prompts = [found] * (3 if name in other else 4)
         return made
 
+    other: list[str] = []
     monkeypatch.setattr(recipe, "report_of", report_of)
     start = ["drafter.initialisation=random"]
     text = ["loss=d_pace", "drafter.depth=2"]
@@ -505,5 +506,10 @@ def test_pretraining_is_compared_at_equal_minutes(
     assert rows["default"][:2] == ["12,000", "1.250"]
     assert rows["pretrained"][:2] == ["12,000 + 9,000", "2.000"]
     assert rows["pretrained above default"][0] == "0.750"
+    other.append("o/after-text-25of120s-seed1")
+    with pytest.raises(UserError, match="did not all measure the same prompts"):
+        pretraining(
+            ["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, text=text, start=start
+        )
     with pytest.raises(UserError, match="--percent 100: give 99 or less"):
         pretraining(percent=100)
