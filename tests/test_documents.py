@@ -318,6 +318,7 @@ def test_settings_in_the_text_compose(word: str) -> None:
 NEEDED = {  # what a setting wants beside it
     "initialisation.new_tokens=500": ["drafter.from=runs/quickstart/best"],
     "drafter.sink_tokens=4": ["drafter.window=1024"],
+    "hidden_states.mode=none": ["loss=ce", "data.responses=data", "drafter.initialisation=random"],
     "initialisation.other_target=true": ["drafter.from=runs/quickstart/best"],
     "data=pairs": ["data.path=pairs.tsv"],
     "data=text": ["data.path=articles.txt"],
