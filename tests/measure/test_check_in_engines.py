@@ -411,4 +411,6 @@ def test_a_fault_in_an_engine_is_named(
     with case.serving(planted, tmp_path) as url:
         out, code = check(export, SimpleNamespace(url=url), *planted.more)
     report(engine, "eagle3", fault, out, code)
-    assert (named_in(out), code) == (culprit, 0 if culprit == "dtype" else 1), out
+    named = named_in(out).split(" or ")  # a draft with another head is another draft, too
+    assert culprit in named and len(named) <= 2, out
+    assert code == (0 if culprit == "dtype" else 1), out

@@ -117,10 +117,11 @@ def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Pr
     vocab_S = counts.topk(40).indices.sort().values
     draft = random_drafter(config, target, 0.02, vocab_S).train()
     assert isinstance(draft, Predictor)
-    norms = [m for m in draft.modules() if isinstance(m, RMSNorm)]
-    with torch.no_grad():  # their weights differ from 1 and from each other, so that faults show
-        for i, norm in enumerate(norms):
-            norm.weight *= 1 + (torch.arange(len(norm.weight)) + i) % 3
+    norms = [(name, m) for name, m in draft.named_modules() if isinstance(m, RMSNorm)]
+    with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
+        for i, (name, norm) in enumerate(norms):
+            shift = i if "k_norm" in name else 0  # those of two layers differ
+            norm.weight *= 1 + (torch.arange(len(norm.weight)) + shift) % 3
     places = torch.arange(target.vocab_size)
     if draft.vocab_S is not None:
         places = torch.full_like(places, -100).index_copy(0, draft.vocab_S, torch.arange(40))
