@@ -64,7 +64,8 @@ LESS_AT_ONCE = (
     "loss.chunk or data.max_length; the same command continues from the last checkpoint"
 )
 TEXT_ALONE = (
-    "hidden_states.mode=none: the target is not run in training, but for held-out figures alone"
+    "hidden_states.mode=none: training does not run the target; only held-out evaluation and the "
+    "final measurement do"
 )
 
 

@@ -149,7 +149,8 @@ class Config:
 
     @property
     def trains_on_text_alone(self) -> bool:
-        """Whether the target is not run in training, but only for held-out figures."""
+        """Whether training does not run the target, which only held-out evaluation and the final
+        measurement do."""
         return self.trains and self.hidden_states.mode == "none"
 
     @property
@@ -270,7 +271,7 @@ class Config:
             self.hidden_states.shard is None
             or (self.stores_hidden_states and not self.trains_at_visits),
             f"hidden_states.shard={self.hidden_states.shard} stores a share of the hidden states, "
-            "but this run stores none before it trains: leave it out",
+            "but this run stores none of its training texts: leave it out",
         )
         require(
             self.share is None or self.budget.minutes is None,

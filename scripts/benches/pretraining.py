@@ -1,12 +1,12 @@
-"""Pretraining on text without the target, at equal minutes: does it help the run that continues?
+"""Pretraining on text without the target: does it help the run that continues?
 
-Minutes are those of training steps, and the target's forward passes for hidden states count as a
-part of them. A short run of each kind measures its tokens/s, from which follow the tokens that each
-run trains on, so the machine's load during a run does not decide how long that run is. The short
-run with the target computes hidden states in its steps (hidden_states.mode=online). The others read
-them from a store, which changes nothing that is trained, and all seeds share it.
+Compares at equal seconds of training steps. Two short runs measure tokens/s with and without the
+target, and these rates set each run's loop.max_tokens. The short run with the target computes the
+hidden states in its steps (hidden_states.mode=online); later runs with the target read the same
+states from a store, which all seeds share.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -51,8 +51,14 @@ def pretraining(
     that `folder` lacks, and continues after an interruption, as recipe does. Simulated τ replays a
     decoder over the vanilla responses.
     """
-    require(percent < 100, f"--percent {percent}: give 99 or less, so that the default trains too")
+    require(
+        0 < percent < 100, f"--percent {percent}: give 1 to 99, so that both kinds of training run"
+    )
+    require(seeds >= 1 and seconds >= 1, f"--seeds {seeds} --seconds {seconds}: give 1 or more")
     alone, asked = [*ALONE, *start, *text], [*ALIKE, *overrides]
+    # runs of other settings are not reused
+    settings = hashlib.sha256(repr((alone, asked, [*start])).encode()).hexdigest()[:8]
+    folder = folder / settings
 
     def made(name: str, own: Sequence[str]) -> Results:
         return recipe.report_of(f"{folder}/{name}", asked, own, "pretraining against the default")

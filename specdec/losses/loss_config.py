@@ -118,8 +118,8 @@ class LossConfig:
 
     @property
     def terms_of_target(self) -> list[str]:
-        """The terms that read p or the target's hidden states, found by calling each of them on two
-        tokens of a text that no target has read. The others read q and the text's own tokens."""
+        """The terms that read p or the target's hidden states, found by calling each of them on
+        dummy inputs without p. The others read q and the text's own tokens."""
         found = []
         for name in self._used():
             x_NK, x_NKS = torch.zeros(1, 2), torch.zeros(1, 2, 4)

@@ -304,8 +304,8 @@ def missing_norms(here: Experiment) -> Iterator[ChangedDraft]:
             yield ChangedDraft("norm", f"{name} is left out", without)
     if (clone := _with_first_key_norm(here)) is not None:
         change = (
-            "the keys of the text have the k_norm of layer 0 in every layer, as in vLLM on CPUs "
-            "(0.32) and on Intel GPUs (before its pull request 56431)"
+            "the keys of the text have the k_norm of layer 0 in every layer, as in vLLM's DFlash "
+            "on CPUs (0.32) and, before its pull request 56431, on Intel GPUs"
         )
         yield ChangedDraft("norm", change, clone)
     if here.drafter.needs.final_hidden:
@@ -321,9 +321,9 @@ def missing_norms(here: Experiment) -> Iterator[ChangedDraft]:
 
 
 class FirstKeyNorm(nn.Module):
-    """The norm of a layer's keys, where the text's keys get the norm of layer 0. A block drafter
-    computes the keys of the text first, and then those of the blocks, whose norm is the layer's
-    own."""
+    """The norm of a layer's keys in `Block.hidden`, where the text's keys get the norm of layer 0.
+    That pass computes the keys of the text first, and then those of the blocks, whose norm is the
+    layer's own; a pass with a cache computes both at once and cannot use this module."""
 
     def __init__(self, first: nn.Module, own: nn.Module) -> None:
         super().__init__()

@@ -230,7 +230,7 @@ def _slices(results: Results) -> list[str]:
 
 
 def _slice_cells(one: Slice, conversations: bool) -> list[str]:
-    said = one.verdict or ("too few" if one.break_even.claims else "no break-even")
+    said = one.verdict or ("too few" if one.conversations < ENOUGH else "no interval")
     timed = "—" if one.timed_speedup is None else one.timed_speedup.text(2)
     figures = one.tau.text(2), one.break_even.text(2), one.speedup.text(2), timed
     counted = [f"{one.prompts}", *[f"{one.conversations}"] * conversations]
@@ -252,9 +252,9 @@ def _slices_read(slices: Sequence[Slice], results: Results) -> str:
     )
     known = (
         f"Slices of fewer than {ENOUGH} conversations have no verdict."
-        if all(x.break_even.claims for x in slices)
-        else "There is no verdict: so few timed prompts give the break-even no interval. Time "
-        f"prompts of at least {FEWEST} conversations (`--timed`, or `decode.timed`)."
+        if all(x.verdict or x.conversations < ENOUGH for x in slices)
+        else "There is no verdict: so few timed prompts give the speedup no interval. Time prompts "
+        f"of at least {FEWEST} conversations (`--timed`, or `decode.timed`)."
     )
     return (
         "Drafting pays where τ is above the break-even: the seconds of a speculation step over "

@@ -75,7 +75,7 @@ DRAFTS: dict[str, Any] = {
 
 def widen_norms(draft: Any) -> None:
     """Scale every second weight of EAGLE-3's final and hidden norm, and scale what reads them back.
-    The draft computes the same, but not without these norms or with rounded weights."""
+    The draft computes the same, but not without these norms or with weights rounded in blocks."""
     scale_D, layer = 1 + 15.0 * (torch.arange(draft.llama.hidden_size) % 2), draft.midlayer
     with torch.no_grad():
         draft.norm.weight *= scale_D
@@ -376,14 +376,13 @@ def report(engine: str, method: str, fault: str, out: str, code: int) -> None:
         (engine, method)
         for engine, methods in SERVED.items()
         for method in methods
-        if EVERY or (engine, method) == ("llama.cpp", "eagle3")
+        if (EVERY and (engine, method) != ("vllm", "dflash"))  # it has a fault of its own, below
+        or (engine, method) == ("llama.cpp", "eagle3")
     ],
 )
 def test_a_draft_that_is_served_as_exported_passes(
     cases: Callable[[str], EngineCase], check: Any, tmp_path: Path, engine: str, method: str
 ) -> None:
-    """vLLM's kernel for CPUs normalises the keys of the text by the weight of layer 0 in every
-    layer of DFlash."""
     installed(engine)
     case = cases(engine)
     draft, export = case.exported(method)
@@ -392,12 +391,23 @@ def test_a_draft_that_is_served_as_exported_passes(
     with case.serving(Planted(draft, case.target), tmp_path) as url:
         out, code = check(export, SimpleNamespace(url=url))
     report(engine, method, "none", out, code)
-    if (engine, method) == ("vllm", "dflash"):  # a fault of its own
-        assert (named_in(out), code) == ("norm", 1) and "k_norm of layer 0" in out, out
-        return
     assert code == 0 and "\nAS EXPORTED" in f"\n{out}", out
     assert "tokenizer: as in the reference" in out, out
     assert "chat template: as in the reference" in out, out
+
+
+@pytest.mark.skipif(not EVERY, reason="DRAFTSMITH_ALL_FAULTS is not set")
+def test_the_fault_of_vllm_0_32_on_cpus_is_named(
+    cases: Callable[[str], EngineCase], check: Any, tmp_path: Path
+) -> None:
+    """It normalises the keys of the text by the weight of layer 0 in every layer of DFlash."""
+    installed("vllm")
+    case = cases("vllm")
+    draft, export = case.exported("dflash")
+    with case.serving(Planted(draft, case.target), tmp_path) as url:
+        out, code = check(export, SimpleNamespace(url=url))
+    report("vllm", "dflash", "its own", out, code)
+    assert (named_in(out), code) == ("norm", 1) and "k_norm of layer 0" in out, out
 
 
 @pytest.mark.parametrize(("engine", "fault"), CHOSEN)
@@ -411,6 +421,8 @@ def test_a_fault_in_an_engine_is_named(
     with case.serving(planted, tmp_path) as url:
         out, code = check(export, SimpleNamespace(url=url), *planted.more)
     report(engine, "eagle3", fault, out, code)
-    named = named_in(out).split(" or ")  # a draft with another head is another draft, too
-    assert culprit in named and len(named) <= 2, out
+    named = [culprit]
+    if fault == "stale head":  # the suspect with this head is another draft, too
+        named.append("stale head or another draft")
+    assert named_in(out) in named, out
     assert code == (0 if culprit == "dtype" else 1), out

@@ -118,9 +118,10 @@ def learnt(target: Target, prompts: list[list[int]], config: Any = EAGLE3) -> Pr
     draft = random_drafter(config, target, 0.02, vocab_S).train()
     assert isinstance(draft, Predictor)
     norms = [(name, m) for name, m in draft.named_modules() if isinstance(m, RMSNorm)]
+    keys = [name for name, _ in norms if name.endswith("k_norm")]
     with torch.no_grad():  # weights of norms that differ from 1, so that their absence shows
-        for i, (name, norm) in enumerate(norms):
-            shift = i if "k_norm" in name else 0  # those of two layers differ
+        for name, norm in norms:
+            shift = keys.index(name) if name in keys else 0  # those of two layers differ
             norm.weight *= 1 + (torch.arange(len(norm.weight)) + shift) % 3
     places = torch.arange(target.vocab_size)
     if draft.vocab_S is not None:

@@ -119,6 +119,10 @@ def test_the_report_says_where_not_to_draft() -> None:
     assert "| category: slow\\| | 6 | 1.15" in page and "| **do not draft here** |" in page
     assert "In 0 of the 1 slices with timed prompts" in page  # the clock said 1.33
     assert "Do not draft at T = 0 with category: slow| (0.77" in verdict.exceptions(one)
+    assert "Slices of fewer than 6 conversations" in page and "no interval" not in page
+    one.measured[0] = replace(fast, slices=sliced({"slow": SLOW, "fast": FAST}, TIMES[:2]))
+    page = report_page.page(one, {})
+    assert page.count("| no interval |") == 2 and "There is no verdict: so few timed" in page
 
 
 def test_evaluation_counts_conversations() -> None:

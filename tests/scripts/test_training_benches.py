@@ -466,12 +466,15 @@ def test_pretraining_is_compared_at_equal_minutes(
 
     asked: dict[str, list[str]] = {}
     modes: dict[str, tuple[str, int]] = {}
+    settings = set[str]()
 
     def report_of(name: str, overrides: list[str], own: list[str], said: str) -> Results:
-        asked[name] = own
         cfg = compose([*recipe.SIZE, *recipe.FIXED, *overrides, f"name={name}", *own])
+        settings.add(name.split("/")[1])
+        name = name.split("/")[2]
+        asked[name] = own
         assert cfg.loop.max_tokens is not None
-        modes[name.split("/")[1].rpartition("-")[0]] = cfg.hidden_states.mode, cfg.drafter.depth
+        modes[name.rpartition("-")[0]] = cfg.hidden_states.mode, cfg.drafter.depth
         made, alone = results(), cfg.trains_on_text_alone
         assert made.training is not None
         made.training.tokens = cfg.loop.max_tokens
@@ -489,27 +492,34 @@ def test_pretraining_is_compared_at_equal_minutes(
     pretraining(["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, text=text, start=start)
     lengths = {name: next(x for x in own if "max_tokens" in x)[16:] for name, own in asked.items()}
     assert lengths == {
-        **{"o/speed-text": "6000", "o/speed-target": "6000"},
-        **{f"o/default-120s-seed{seed}": "12000" for seed in range(2)},
-        **{f"o/text-25of120s-seed{seed}": "12000" for seed in range(2)},
-        **{f"o/after-text-25of120s-seed{seed}": "9000" for seed in range(2)},
+        **{"speed-text": "6000", "speed-target": "6000"},
+        **{f"default-120s-seed{seed}": "12000" for seed in range(2)},
+        **{f"text-25of120s-seed{seed}": "12000" for seed in range(2)},
+        **{f"after-text-25of120s-seed{seed}": "9000" for seed in range(2)},
     }
     stored, alone = ("offline", 3), ("none", 2)
     assert modes == {
         **{"speed": ("online", 3), "default-120s": stored},
         **{"text-25of120s": alone, "after-text-25of120s": stored},
     }
-    after, best = asked["o/after-text-25of120s-seed1"], "runs/o/text-25of120s-seed1/best"
+    (of_settings,) = settings
+    after = asked["after-text-25of120s-seed1"]
+    best = f"runs/o/{of_settings}/text-25of120s-seed1/best"
     assert after == [*start, f"drafter.from={recipe.ROOT / best}", *after[2:]]
     assert after[2:] == ["loop.max_tokens=9000", "loop.seed=1"]
     rows = {row[0]: row[1:] for row in tables(capsys.readouterr().out) if row}
     assert rows["default"][:2] == ["12,000", "1.250"]
     assert rows["pretrained"][:2] == ["12,000 + 9,000", "2.000"]
     assert rows["pretrained above default"][0] == "0.750"
-    other.append("o/after-text-25of120s-seed1")
+    other.append("after-text-25of120s-seed1")
     with pytest.raises(UserError, match="did not all measure the same prompts"):
         pretraining(
             ["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, text=text, start=start
         )
-    with pytest.raises(UserError, match="--percent 100: give 99 or less"):
-        pretraining(percent=100)
+    assert len(settings) == 1
+    with pytest.raises(UserError, match="did not all measure the same prompts"):
+        pretraining(["drafter=eagle3"], folder=Path("o"), percent=25, seeds=2, start=start)
+    assert len(settings) == 2, "another loss takes the runs of the first"
+    for percent in (0, 100):
+        with pytest.raises(UserError, match=f"--percent {percent}: give 1 to 99"):
+            pretraining(percent=percent)

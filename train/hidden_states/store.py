@@ -102,8 +102,8 @@ class HiddenStatesConfig:
             Server.at_address("hidden_states.from", url)
         require(
             not self.engines or self.mode == "offline",
-            f"hidden_states.from fills a store, and hidden_states.mode={self.mode} has none: leave "
-            "one of them out",
+            "hidden_states.from fills a store of the training texts, and training with "
+            f"hidden_states.mode={self.mode} reads no store of its texts: leave one of them out",
         )
         require_within("hidden_states", self, prefetch=0)
         shard_of("hidden_states.shard", self.shard)
