@@ -120,7 +120,7 @@ class LossConfig:
     def terms_of_target(self) -> list[str]:
         """The terms that read p or the target's hidden states, found by calling each of them on
         dummy inputs without p. The others read q and the text's own tokens."""
-        found = []
+        terms = []
         for name in self._used():
             x_NK, x_NKS = torch.zeros(1, 2), torch.zeros(1, 2, 4)
             inputs = TextInputs(
@@ -135,8 +135,8 @@ class LossConfig:
             try:
                 self._term(name, inputs)
             except ReadsTarget:
-                found.append(name)
-        return found
+                terms.append(name)
+        return terms
 
     @property
     def couples(self) -> bool:

@@ -494,6 +494,7 @@ def test_a_bug_in_a_check_is_not_told_as_a_mistake_of_the_user(
     def broken(*_: object, **__: object) -> None:
         raise kind("a bug")
 
+    register()
     monkeypatch.setattr("train.optim.require_between", broken)
     with pytest.raises(kind, match="a bug"):
         composed(tiny.overrides("eagle3", "optim.rates={a:0.5}"))
