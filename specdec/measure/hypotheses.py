@@ -303,10 +303,7 @@ def missing_norms(here: Experiment) -> Iterator[ChangedDraft]:
             setattr(*_parent(without, name), nn.Identity())
             yield ChangedDraft("norm", f"{name} is left out", without)
     if (clone := _with_first_key_norm(here)) is not None:
-        change = (
-            "the keys of the text have the k_norm of layer 0 in every layer, as in vLLM's DFlash "
-            "on CPUs (0.32) and, before its pull request 56431, on Intel GPUs"
-        )
+        change = "the keys of the text have the k_norm of layer 0 in every layer"
         yield ChangedDraft("norm", change, clone)
     if here.drafter.needs.final_hidden:
         change = "the draft reads the target's last state before its final norm"
