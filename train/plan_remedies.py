@@ -84,7 +84,8 @@ def _candidates(cfg: Config, facts: Facts, name: str) -> Iterator[list[Settings]
 
     if name == "disk":
         yield [{"hidden_states.bits": 8}]
-        yield [{"hidden_states.mode": "online"}]
+        if not cfg.trains_on_text_alone:
+            yield [{"hidden_states.mode": "online"}]
         return
     smaller: list[Settings] = [{}]  # training steps that hold less, but read as many rows
     if name == "training":

@@ -116,6 +116,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
     texts = data.conversations + data.validation
     longest = cfg.data.longest_prompt if responds else cfg.data.longest_document
     mean = min(data.tokens / data.conversations, longest) + (SAID * new if responds else 0)
+    stored = data.validation if cfg.trains_on_text_alone else texts  # those that have hidden states
     prompt = min(data.prompt, cfg.data.longest_prompt)
     states = target.width * state * (1 + (draft.stored if draft else 0))  # bytes of a token
 
@@ -150,13 +151,13 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         step = seconds(rows, 1, prompt + new / 2) / rows
         time = texts * (SAID * new * step + prompt * reading) / copies
         stages.append(PlannedStage("responses", filled, room, time))
-    if cfg.stores_hidden_states and not cfg.hidden_states.engines:
+    if cfg.stores_held_out and not cfg.hidden_states.engines:
         filled = held | {
             "activations": fitting.ACTIVATIONS * target.width * state * cfg.data.longest_document,
             "logits": fitting.LOGITS * FULL * target.vocab * 128,
             "hidden states": states * cfg.data.longest_document,
         }
-        time = 0.0 if kept else texts * mean * reading / copies
+        time = 0.0 if kept else stored * mean * reading / copies
         stages.append(PlannedStage("hidden states", filled, room, time))
     if cfg.trains and draft is not None:
         # then the target runs in training
@@ -188,7 +189,7 @@ def stages_of(cfg: Config, facts: Facts) -> list[PlannedStage]:
         stages = _by_the_clock(
             60 * cfg.budget.minutes, stages, min(cfg.decode.prompts, data.prompts)
         )
-    disk = _disk(cfg, target, draft, texts * mean)
+    disk = _disk(cfg, target, draft, texts * mean, stored * mean)
     if facts.merged:
         disk["merged target"] = facts.merged
     return [*stages, PlannedStage("disk", disk, facts.free)]
@@ -222,12 +223,13 @@ def _filled_by_training(
     positions = cfg.loop.rows * cfg.data.longest_document
     anchors = min(positions, cfg.loop.rows * (draft.anchors or positions))
     chunk = min(cfg.loss.chunk, anchors)
+    of_target = 0 if cfg.trains_on_text_alone else 3 * target.vocab  # p
     return {
         "target weights": frozen,
         "draft weights": FULL * (draft.weights + share) + cast,
         "gradients and optimizer": FULL * (draft.trained + share + draft.moments / shards),
         "activations": KEPT * anchors * draft.depth * draft.linear * products,
-        "logits": chunk * FULL * (HELD * draft.depth * draft.head + 3 * target.vocab),
+        "logits": chunk * FULL * (HELD * draft.depth * draft.head + of_target),
         "hidden states": 2 * positions * target.width * (1 + draft.stored) * target.state,
     }
 
@@ -253,18 +255,19 @@ def _tokens_of_training(cfg: Config, draft: DraftFootprint, data: DataAmount, me
 
 
 def _disk(
-    cfg: Config, target: TargetSizes, draft: DraftFootprint | None, tokens: float
+    cfg: Config, target: TargetSizes, draft: DraftFootprint | None, tokens: float, stored: float
 ) -> dict[str, float]:
-    """The bytes that a run over `tokens` tokens writes, by purpose."""
+    """The bytes that a run over `tokens` tokens writes, by purpose; `stored` is the number of those
+    with hidden states."""
     sizes: dict[str, float] = {}
-    if draft is not None and cfg.stores_hidden_states:
+    if draft is not None and cfg.stores_held_out:
         number = (
             1 + SCALE.itemsize / block_size(target.width)
             if cfg.hidden_states.bits
             else target.state
         )
         states = target.width * (target.state + draft.stored * number)
-        sizes["hidden states"] = tokens * (states + 12 + 4 * cfg.sampler.truncates)
+        sizes["hidden states"] = stored * (states + 12 + 4 * cfg.sampler.truncates)
     if cfg.data.responses == "target":
         sizes["responses"] = 8 * tokens
     if draft is not None and cfg.trains:

@@ -6,7 +6,6 @@ hidden states in its steps (hidden_states.mode=online); later runs with the targ
 states from a store, which all seeds share.
 """
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from benches.recipe import Arm, Counts
 from benches.turns import show
 
 from specdec.errors import require
+from specdec.integrity import of_value
 from specdec.measure.results import Results, Training
 from specdec.progress import console
 from specdec.theory.intervals import difference_interval, ratio_interval
@@ -57,8 +57,7 @@ def pretraining(
     require(seeds >= 1 and seconds >= 1, f"--seeds {seeds} --seconds {seconds}: give 1 or more")
     alone, asked = [*ALONE, *start, *text], [*ALIKE, *overrides]
     # runs of other settings are not reused
-    settings = hashlib.sha256(repr((alone, asked, [*start])).encode()).hexdigest()[:8]
-    folder = folder / settings
+    folder = folder / of_value([alone, asked, [*start]])[:8]
 
     def made(name: str, own: Sequence[str]) -> Results:
         return recipe.report_of(f"{folder}/{name}", asked, own, "pretraining against the default")

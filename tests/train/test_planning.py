@@ -253,6 +253,28 @@ def test_a_draft_is_counted_without_weights(tiny: Tiny) -> None:
         assert disk.filled["hidden states"] == kind.bytes(tokens)
 
 
+def test_on_text_alone_the_target_reads_held_out_texts_only(tiny: Tiny) -> None:
+    """By hand: 10 of the 110 texts of `DATA`; a training step holds no p of the target."""
+    data = ("data.responses=data", "loss=ce")
+    alone = tiny.config("lm", *data, "hidden_states.mode=none")
+    offline = tiny.config("lm", *data, "hidden_states.mode=offline")
+    filled = {}
+    for cfg in (alone, offline):
+        stages = stages_of(cfg, facts_of(cfg))
+        assert [stage.name for stage in stages][:2] == ["hidden states", "training"]
+        disk, training = (stage_named(name, stages) for name in ("disk", "training"))
+        filled[cfg.hidden_states.mode] = disk.filled["hidden states"], training.filled["logits"]
+    (held_out, q), (every, p_and_q) = filled["none"], filled["offline"]
+    assert held_out == pytest.approx(every * 10 / 110)
+    target, _ = sizes_of_target(alone.target, "float32")
+    assert p_and_q - q == 128 * 4 * 3 * target.vocab  # a row of 128 anchors, in float32
+    for cfg, online in ((alone, False), (offline, True)):  # another mode trains another draft
+        facts = facts_of(cfg, replace(ROUND, memory=1e9))
+        needed = stage_named("disk", stages_of(cfg, facts))
+        full = replace(facts, free=needed.bytes - needed.filled["hidden states"] / 2)
+        assert ({"hidden_states.mode": "online"} in remedies(cfg, full, "disk")) == online
+
+
 def test_a_window_bounds_what_a_draft_keeps_and_reads(tiny: Tiny) -> None:
     """Keys and values of 2 heads of 8 numbers for a token, of at most 16 tokens; after 1,024 tokens
     a step reads those beside its weights."""

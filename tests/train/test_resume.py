@@ -357,17 +357,20 @@ def test_two_processes_are_one_that_accumulates(
     `accelerate launch --cpu` sets. One start of the processes, which takes longer than training,
     serves all families."""
     tail = f"hidden_states.root={tmp_path / 'hidden_states'}"
+    alone = ("hidden_states.mode=none", "loss=ce", "drafter.initialisation=random")
+    runs: dict[str, tuple[str, tuple[str, ...]]] = {name: (name, ()) for name in TRAINABLE}
+    runs["text"] = "eagle3", alone
     jobs = [
-        (tiny.overrides(name, tail, "loop.accumulate=1"), str(tmp_path / f"two-{name}"))
-        for name in TRAINABLE
+        (tiny.overrides(name, tail, *more, "loop.accumulate=1"), str(tmp_path / f"two-{run}"))
+        for run, (name, more) in runs.items()
     ]
-    for name in TRAINABLE:
-        tiny.job(tmp_path / name, name, tail)
+    for run, (name, more) in runs.items():
+        tiny.job(tmp_path / run, name, tail, *more)
     (tmp_path / "driver.py").write_text(SEVERAL)
     command = [str(tmp_path / "driver.py"), json.dumps(jobs)]
     together(command, 2, tmp_path / "said", timeout=400, ACCELERATE_USE_CPU="true")
-    for name in TRAINABLE:
-        require_equal(name, tmp_path / f"two-{name}", tmp_path / name)
+    for run, (name, _) in runs.items():
+        require_equal(name, tmp_path / f"two-{run}", tmp_path / run)
 
 
 SEVERAL = """
