@@ -28,6 +28,8 @@ from train.data.sequences import Document
 from train.hidden_states.batches import BatchSource, OnlineBatches
 
 WHOLE = "its vocabulary is the target's"
+# keys of a model's config that name the dtype of its weights, on disk or in memory
+DTYPES_OF_CONFIG = ("dtype", "torch_dtype")
 # the most bytes of hidden states kept in memory, so as not to compute them again
 REMEMBERED = 2**30
 # an initialisation reads about one to two times as many tokens, or all if there are fewer
@@ -169,7 +171,8 @@ def _fitting(initialisation: InitialisationConfig, config: Any, target: TargetPa
     both = (earlier.sizes, kind.plan(config, target))
     was, now = (flatten_dict(json.loads(json.dumps(asdict(sizes)))) for sizes in both)
     for name in sorted(was.keys() | now.keys()):
-        if name != "draft_vocab" and was.get(name) not in (now.get(name), []):  # [] may be filled
+        size = name.rpartition(".")[2] not in ("draft_vocab", *DTYPES_OF_CONFIG)
+        if size and was.get(name) not in (now.get(name), []):  # [] may be filled
             raise UserError(
                 f"drafter.from={folder} was trained with {name}={was.get(name)}, but this run asks "
                 f"for {now.get(name)}: give the settings that the draft had"

@@ -56,6 +56,22 @@ def test_fine_tuning_on_other_data_starts_where_the_draft_ended(
     assert any(not torch.equal(w, draft(tmp_path / "third")[k]) for k, w in first.items())
 
 
+@pytest.mark.parametrize("name", ["lm", "eagle3", "mtp", "dflash"])
+def test_a_draft_fits_whatever_dtype_its_target_is_stored_in(
+    tiny: Tiny, tmp_path: Path, training_alone: None, name: str
+) -> None:
+    """A config names the dtype of the weights on disk, and that of the weights in memory once a
+    target is loaded. Neither is a size of the draft."""
+    shutil.copytree(tiny.target, tmp_path / "target")
+    path = tmp_path / "target" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
+    of_target = (f"target.path={tmp_path / 'target'}", "loop.max_tokens=200")
+    tiny.job(tmp_path / "first", name, *of_target)
+    best = f"drafter.from={tmp_path / 'first' / 'best'}"
+    tiny.job(tmp_path / "second", name, best, *of_target)
+    assert records(tmp_path / "second")
+
+
 @pytest.mark.parametrize("name", TRAINABLE)
 def test_every_family_takes_over_an_earlier_draft(
     target: Target, tmp_path: Path, name: str
