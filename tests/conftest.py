@@ -8,7 +8,7 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -127,6 +127,27 @@ def _drafter(item: pytest.Item) -> str:
         return ""
     spec = getattr(item, "callspec", None)
     return spec.params.get("name", "eagle3") if spec else "eagle3"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def savefig() -> Iterator[Any]:
+    """matplotlib's method that draws a plot. In tests without `pictures` a plot is one pixel, as
+    drawing takes a third of the time of a tiny job; jobs in processes of their own draw."""
+    from matplotlib.figure import Figure
+    from PIL import Image
+
+    pixel, draw = Image.new("RGB", (1, 1)), Figure.savefig
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda _, path: pixel.save(path))
+        yield draw
+
+
+@pytest.fixture
+def pictures(savefig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are drawn."""
+    from matplotlib.figure import Figure
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
 
 
 @pytest.fixture

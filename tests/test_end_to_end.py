@@ -1,6 +1,6 @@
 """The real target and real conversations: a short training, and what must hold of its draft.
 
-The drafts learn a dozen conversations by heart and are asked those, so that on any machine, however
+The drafts learn five conversations by heart and are asked those, so that on any machine, however
 it rounds, they draft tokens that are accepted. How well a draft does on other text is not asked.
 
 Run alone: python -m pytest tests/test_end_to_end.py (about 3 minutes)
@@ -69,7 +69,7 @@ NEW = 40  # tokens a response
 PROMPTS = 5
 DRAFTERS = ("eagle3", "eagle3-layers", "eagle", "medusa", "mtp", "peagle", "dflash", "lm", "ngram")
 FROM_CLOSED_FORM = ["optim.lr=1e-4", "loop.epochs=10"]  # this start alone knows the texts by heart
-FROM_NOTHING = ["optim.lr=2e-3", "loop.epochs=40"]
+FROM_NOTHING = ["optim.lr=2e-3", "loop.epochs=30"]
 OVERRIDES = {
     "eagle3": FROM_CLOSED_FORM,
     "eagle3-layers": [
@@ -86,11 +86,11 @@ OVERRIDES = {
     "lm": ["optim.lr=3e-4", "loop.epochs=6", "drafter.layers=[0,1,2,3,26,27,28,29]"],
 }
 SERVED_BY_LLAMA_CPP = {  # methods whose drafts only the tests of llama.cpp train
-    name: ["optim.lr=2e-3", "loop.epochs=25", "drafter.depth=3", "drafter.num_layers=2"]
+    name: ["optim.lr=2e-3", "loop.epochs=20", "drafter.depth=3", "drafter.num_layers=2"]
     for name in ("dflash2", "dspark")
 }
-TRAINING = [  # one step an epoch, over the same three rows or all but one or two of them
-    "data.limit=12",
+TRAINING = [  # one step an epoch, over all of its rows
+    "data.limit=8",  # three of them held out
     "data.max_prompt=64",
     "data.max_length=256",
     "data.held_out=0.2",
@@ -344,15 +344,16 @@ def test_vllm_accepts_as_much_in_bfloat16(
     runs: Runs, asked: list[list[int]], servers: Any, tmp_path: Path
 ) -> None:
     """Near-ties flip and the texts part, so τ is compared over what both wrote. A near-tie of the
-    draft moves τ, too, by up to γ tokens in one of some 60 speculation steps: within 10 %. A draft
-    that reads a wrong state or position loses most of its acceptance."""
+    draft moves τ, too, by up to γ tokens in one of some 40 speculation steps: within 15 %. A draft
+    that reads a wrong state or position loses most of its acceptance. Three prompts, as a CPU
+    without native bfloat16 takes half a minute for each."""
     from benches.engine import on_shared_text
     from benches.turns import tau
 
     target = loaded("bfloat16")
     drafter = draft_checkpoint.load_draft(runs("eagle3") / "best", target)
     way = Way(drafter, Chain(3))  # one by one: batches flip near-ties
-    results = [generate(target, p, way, max_new_tokens=NEW) for p in asked]
+    results = [generate(target, p, way, max_new_tokens=NEW) for p in asked[:3]]
     draft_export.write_export(tmp_path / "draft", drafter, target)
     engine = servers.worker("vllm")
     engine.serve(servers.target_folder, tmp_path / "draft", "eagle3", 3, "bfloat16")
@@ -362,9 +363,9 @@ def test_vllm_accepts_as_much_in_bfloat16(
         for pair in on_shared_text(engine, target, drafter, 3, g.prompt, g.ids)
     ]
     ours, theirs = zip(*shared, strict=True)
-    assert sum(len(a.ids) for a in ours) > NEW  # of the five responses
-    assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.1)
-    assert float(tau(ours)) > 1.2  # or 10 % would be all of it
+    assert sum(len(a.ids) for a in ours) > NEW  # of the three responses
+    assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.15)
+    assert float(tau(ours)) > 1.3  # or 15 % would be all of it
 
 
 @contextmanager

@@ -320,6 +320,7 @@ def test_every_text_of_the_results_is_escaped() -> None:
     assert [markdown.text(x) for x in before] == after
 
 
+@pytest.mark.usefixtures("pictures")
 def test_a_plot_takes_dollars_for_dollars(tmp_path: Path) -> None:
     line = plots.Line([0, 1], [0, 1], plots.BLUE, r"$\nonsense{")
     plots.curves(tmp_path / "a.png", [plots.Panel(r"$\nonsense{", "x", [line])])

@@ -30,18 +30,23 @@ def planned() -> list[tuple[str, int]]:
     ]
 
 
+@cache
+def settings_of(recipe: str) -> Config:
+    """The configuration of a recipe as it is."""
+    register()
+    return composed([f"recipe={recipe}", DATA])
+
+
 def overrides_of_plan(recipe: str, devices: int) -> list[str]:
     """The settings for planning a recipe from its target's config.json, for prompts of half the
     largest length. One device reads as many tokens a step as eight."""
-    register()
-    chosen = [f"recipe={recipe}", DATA]
-    cfg = composed(chosen)
+    cfg = settings_of(recipe)
     assert cfg.data.limit is not None
     more = [f"target.path={(TARGETS / cfg.name).relative_to(CONF.parent)}"]
     more += [f"planning.device={DEVICE}", f"planning.devices={devices}"]
     more += [f"planning.tokens={cfg.data.limit * (cfg.data.max_prompt // 2)}"]
     more += ["loop.accumulate=8"] * (recipe in ALSO_ALONE and devices == 1)
-    return [*chosen, *more]
+    return [f"recipe={recipe}", DATA, *more]
 
 
 @cache
@@ -57,7 +62,7 @@ def _table() -> Iterator[str]:
     yield "| --- " * (len(STAGES) + 7) + "|"
     for recipe, devices in planned():
         plan = plan_of_recipe(recipe, devices)
-        path = composed([f"recipe={recipe}", DATA]).target.path
+        path = settings_of(recipe).target.path
         stages = {stage.name: stage for stage in plan.stages}
         absent = {"measuring": "none"}  # the others are an engine's
         cells = [

@@ -5,14 +5,15 @@ Then the draft: each `ChangedDraft` of hypotheses.py predicts how many tokens ar
 position of each response, and its *misfit* is by how many the server's counts differ from that,
 summed up. The rule:
 
-1. If the draft as it was exported misfits by `FEW` tokens, or by `SHARE_FEW` of the accepted ones,
-   or less, it is rounding: among so many hypotheses, one gives such counts by chance.
-2. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
-   it was exported, and at most `SHARE` of that misfit or of the accepted tokens.
-3. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
-   the dtype if the draft as it was exported misfits by at most `SHARE_16`.
-4. If none is, and the draft as it was exported misfits by at most `SHARE`, it is rounding.
-5. Else none of the hypotheses explains it.
+1. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
+   it was exported, and at most `SHARE` of that misfit or of the accepted tokens; but none is named
+   if that draft misfits by `FEW` tokens, or by `SHARE_FEW` of the accepted ones, or less: among so
+   many hypotheses, one gives such counts by chance.
+2. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
+   the dtype if the draft as it was exported misfits by at most `SHARE_16`, in either dtype.
+3. If none is, and the draft as it was exported misfits by at most `SHARE`, or by as little as in 1,
+   it is rounding.
+4. Else none of the hypotheses explains it.
 
 If the draft as it was exported is not known, nothing says how far the server is from it: then the
 differences of the export's files are named, and whether they explain the counts.
@@ -77,10 +78,12 @@ def diagnosed(
         return _of_changes(tried, accepted)
     unchanged = here.misfit(here.unchanged)
     diagnosis = named(tried, unchanged, accepted)
-    if diagnosis.culprits == [NONE] and _in_16_bits(here) and unchanged <= SHARE_16 * accepted:
+    unnamed = diagnosis.culprits in ([NONE], [ROUNDED])
+    misfit = min([unchanged, *(one.misfit for one in tried if one.culprit == "dtype")])
+    if unnamed and _in_16_bits(here) and misfit <= SHARE_16 * accepted:
         why = (
             "the server's tokens are those of a target in bfloat16; the draft as exported gives "
-            f"its {accepted} accepted tokens but for {unchanged}"
+            f"its {accepted} accepted tokens but for {misfit}, in float32 or in bfloat16"
         )
         return replace(diagnosis, culprits=["dtype"], why=why)
     return diagnosis

@@ -158,23 +158,31 @@ def drafted(
     return drafter.draft(ctx, shape, choose, cache)
 
 
+def first_tokens(ctx: Context, ids: int, states: int, rows: slice = slice(None)) -> Context:
+    """These rows of a context with so many ids, and hidden states of so many."""
+    layers, final = (
+        None if x is None else x[rows, :states] for x in (ctx.layers_BTF, ctx.final_BTD)
+    )
+    return Context(ctx.ids_BT[rows, :ids], layers, final)
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_cached_draft_equals_the_uncached_default(
     target: Target, drafter: Drafter, temperature: float, shape: Shape
 ) -> None:
     sampler = Sampler(temperature)
-    ids, cache = torch.cat([text(7, 24), text(8, 24)]), drafter.new_cache()
+    whole, cache = (
+        context(target, drafter, torch.cat([text(7, 24), text(8, 24)])),
+        drafter.new_cache(),
+    )
     # a decoder's history: contexts that grow by unequal steps, each drafted from once
     for n, ends in enumerate([(6, 9), (7, 12), (9, 13), (13, 14), (14, 18), (20, 19)]):
-        ctx = context(target, drafter, ids[:, : max(ends)])
+        ctx = first_tokens(whole, max(ends), max(ends))
         ctx.lengths = list(ends)
         cached = drafted(drafter, ctx, shape, sampler, 9 * n, cache)
         for b, end in enumerate(ends):  # a row alone, cut where a decoder would
-            alone = context(target, drafter, ids[b : b + 1, :end])
-            for name in ("layers_BTF", "final_BTD"):
-                if (hidden_states := getattr(alone, name)) is not None:
-                    setattr(alone, name, hidden_states[:, : end - 1])
+            alone = first_tokens(whole, end, end - 1, slice(b, b + 1))
             plain = drafted(drafter, alone, shape, sampler, 9 * n + b)
             tokens = cached.tokens_BG[b, : plain.tokens_BG.shape[1]].tolist()
             assert tokens == plain.tokens_BG[0].tolist()
@@ -224,8 +232,8 @@ def of_kind(kind: str) -> Target:
 
 @functools.cache
 def greedy(kind: str, *prompt: int) -> list[int]:
-    """The target's own response of at most 20 tokens."""
-    return generate(of_kind(kind), prompt, max_new_tokens=20, eos=EOS).ids
+    """The target's own response of at most 16 tokens."""
+    return generate(of_kind(kind), prompt, max_new_tokens=16, eos=EOS).ids
 
 
 @pytest.mark.parametrize("kind", list(TARGETS))
@@ -256,7 +264,7 @@ def test_speculation_is_greedy_decoding(name: str, kind: str, shape: Shape) -> N
     target = of_kind(kind)
     drafter = make_drafter(name, target, noise=0.05)
     prompts = [text(seed, length)[0].tolist() for seed, length in ((0, 4), (1, 14), (2, 8))]
-    way, options = Way(drafter, shape), {"max_new_tokens": 20, "eos": EOS}
+    way, options = Way(drafter, shape), {"max_new_tokens": 16, "eos": EOS}
     plain = [greedy(kind, *p) for p in prompts]
     alone = [decode(target, [p], way, **options)[0] for p in prompts]
     together = decode(target, prompts, way, **options)

@@ -158,6 +158,7 @@ def unsure(target: Target) -> Drafter:
     return drafter
 
 
+@pytest.mark.usefixtures("pictures")
 def test_calibration_on_other_prompts_lowers_the_error_and_is_reported(
     target: Target, tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_results_are_read_back_as_themselves(tmp_path: Path) -> None:
     assert Results.load(tmp_path) == results()
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_report_of_what_was_read_is_the_same(tmp_path: Path) -> None:
     pictures = report.write(tmp_path, results())
     assert sorted(p.name for p in tmp_path.iterdir()) == [

@@ -67,7 +67,7 @@ from train import export_reference
 from train.export_reference import add_reference
 
 GAMMA, NEW, BLOCK, COUNT = 3, 24, 16, 6
-STEPS = 60  # of training: most tokens are then accepted
+STEPS = 90  # of training: most tokens are then accepted, however the machine rounds
 LOUD = TEMPLATE.replace("<|im_start|>assistant", "<|im_start|>{% if loud %} {% endif %}assistant")
 ORIGIN = "made-up chats"
 EAGLE3 = Eagle3Config(depth=GAMMA, layers=[1, 2, 3], draft_vocab=40, norm_output=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from matplotlib.figure import Figure
 
 from specdec.errors import UserError
 from train import pipeline
@@ -70,7 +69,6 @@ def runs() -> Iterator[Any]:
 def outcomes(name: str, runs: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     from benches import targets, tiny
 
-    monkeypatch.setattr(Figure, "savefig", lambda _, path: Path(path).touch())
     monkeypatch.setattr(pipeline, "finished", pipeline.finished)  # so that it is set back
     arch = next(arch for arch in tiny.architectures() if arch.name == name)
     return list(targets.outcomes_of(arch, runs, folder))

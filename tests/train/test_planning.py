@@ -581,6 +581,7 @@ def test_what_this_machine_does_is_measured() -> None:
     assert device.bandwidth > 1e8 and device.rate > 1e8  # any machine moves and computes more
 
 
+@pytest.mark.usefixtures("pictures")
 def test_plan_says_everything_and_writes_a_picture(
     tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,6 +143,7 @@ def test_tensorboard_shows_each_step_of_a_resumed_run_once(
     assert "| group | ours |" in words and "| tags | a, b |" in words
 
 
+@pytest.mark.usefixtures("pictures")
 def test_tensorboard_shows_the_last_measurement_beside_the_settings(tmp_path: Path) -> None:
     """A finished run logs its results again: each figure is there once."""
     pytest.importorskip("tensorboard")
