@@ -95,19 +95,16 @@ def open_folder(tmp_path: Path) -> Path:
     return folder
 
 
-def store_in(tiny: Tiny, folder: Path) -> HiddenStateStore:
+def store_in(tiny: Tiny, folder: Path, **more: Any) -> HiddenStateStore:
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    return HiddenStateStore(
-        HiddenStatesConfig(path=str(folder)), target, HiddenStateSpec((1,)), Sampler()
-    )
+    cfg = HiddenStatesConfig(path=str(folder), **more)
+    return HiddenStateStore(cfg, target, HiddenStateSpec((1,)), Sampler())
 
 
 def filled(tiny: Tiny, folder: Path) -> tuple[HiddenStateStore, Any]:
     """A store with one document, and that document's ids."""
+    store = store_in(tiny, folder)
     target = load_target(TargetConfig(str(tiny.target), "float32", "cpu"))
-    store = HiddenStateStore(
-        HiddenStatesConfig(path=str(folder)), target, HiddenStateSpec((1,)), Sampler()
-    )
     store.prepare(8)
     document = Document("x", torch.arange(1, 9).int().numpy(), torch.ones(8).bool().numpy())
     with torch.no_grad():
@@ -317,6 +314,23 @@ def test_the_room_for_hidden_states_of_responses_is_announced_and_checked(
     assert "may become full" in prepared(most - 1)
     with pytest.raises(UserError, match=r"hidden_states\.root"):
         prepared(least - 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ways"),
+    [
+        ({}, "hidden_states.bits=8 or hidden_states.mode=online or another"),
+        ({"bits": 8}, "short of that: give hidden_states.mode=online or another"),
+        ({"mode": "none"}, "hidden_states.bits=8 or another"),
+    ],
+)
+def test_a_full_disk_is_told_with_what_would_help(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Any, ways: str
+) -> None:
+    store = store_in(tiny, tmp_path / "store", **settings)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(UserError, match=f"{ways} hidden_states.root"):
+        store.prepare(8)
 
 
 def test_home_is_written_for_a_tilde_in_every_path(

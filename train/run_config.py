@@ -592,6 +592,9 @@ def resolve(cfg: DictConfig) -> Config:
         require(bool(path), f"{name}.path is missing: add {name}.path=… (see docs/data.md)")
     _no_unknown_keys(OmegaConf.to_container(cfg), config, "")
     expand_home(config)
+    own, revision = config.target.path, config.target.revision
+    if config.initialisation.draft == own and revision and not Path(own).exists():
+        config.initialisation.draft = f"{own}@{revision}"  # the target's own module, of its weights
     drafter = config.drafter
     record(type(drafter), asdict(drafter), "drafter")  # OmegaConf lets a list pass as a number
     require(

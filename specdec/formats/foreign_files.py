@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 SAFETENSORS = ("model.safetensors", INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 AGAIN = "copy or download it again"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # with a branch, tag or commit
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 LARGEST_HEADER = 32 * 2**20  # bytes of a safetensors file's header
@@ -97,15 +97,15 @@ class ForeignFiles:
 
 
 def local_folder(named: str | Path) -> Path:
-    """The folder of a draft, after a download if it is named as on a hub. Raises UserError if there
-    is none."""
-    folder = Path(named)
-    if folder.is_dir() or not HUB_NAME.fullmatch(str(named)):
+    """The folder of a draft, after a download if it is named as on a hub: `ORGANISATION/NAME`, or
+    `ORGANISATION/NAME@REVISION`. Raises UserError if there is none."""
+    folder, on_hub = Path(named), HUB_NAME.fullmatch(str(named))
+    if folder.is_dir() or on_hub is None:
         require(folder.is_dir(), f"{named}: there is no such folder")
         return folder
-    require_on_hub("draft", str(named))
+    require_on_hub("draft", on_hub[1])
     try:
-        return _downloaded(str(named))
+        return _downloaded(on_hub[1], on_hub[2])
     except UserError:
         raise
     except Exception as error:  # of the hub, of its cache or of the connection
@@ -116,10 +116,10 @@ def local_folder(named: str | Path) -> Path:
 
 
 @cache
-def _downloaded(name: str) -> Path:
+def _downloaded(name: str, revision: str | None) -> Path:
     """The folder in the hub's cache with the config of a draft and its weights in one format, which
     are downloaded once in a process. The repository may hold them in several formats, and more."""
-    config = Path(hf_hub_download(name, CONFIG))
+    config = Path(hf_hub_download(name, CONFIG, revision=revision))
     folder = config.parent  # it is named after the commit, so that all files are of one
     for weights in (*SAFETENSORS, *PICKLES):
         path = file_of_model(name, weights, revision=folder.name)

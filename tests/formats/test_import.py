@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from torch.nn.functional import linear
 
@@ -261,6 +262,38 @@ def test_a_draft_that_llama_cpp_runs_otherwise_is_rejected(
     with pytest.raises(UserError, match=f"train with drafter.{setting}"):
         draft_export.write_export(tmp_path / "out.gguf", drafter, target, "gguf")
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.fixture
+def on_hub(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Files]:
+    """Two revisions of a draft in the hub's cache, without a connection."""
+    repository, commits = tmp_path / "models--them--draft", {"main": "a" * 40, "v2": "b" * 40}
+    made = {}
+    for (name, commit), seed in zip(commits.items(), (0, 1), strict=True):
+        config, tensors = PUBLIC["Model-Optimizer"](target)
+        made[name] = config, {n: x + seed for n, x in tensors.items()}
+        write_public(repository / "snapshots" / commit, made[name])
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return made
+
+
+def test_a_draft_of_the_hub_is_read_at_its_revision(target: Target, on_hub: Any) -> None:
+    for named, revision in (("them/draft", "main"), ("them/draft@v2", "v2")):
+        drafter = draft_checkpoint.load_draft(Path(named), target, torch.float32)
+        _, tensors = on_hub[revision]
+        assert torch.equal(drafter.state_dict()["fc.weight"], tensors["fc.weight"].float())
+    with pytest.raises(UserError, match="them/draft@v3: there is no such folder, and"):
+        draft_checkpoint.load_draft(Path("them/draft@v3"), target)
+
+
+def test_the_own_module_of_a_target_is_read_at_the_revision_of_the_target(on_hub: Any) -> None:
+    over = ["drafter=eagle3", "target=model", "target.path=them/draft", "drafter.from=them/draft"]
+    cfg = compose([*over, "data.path=x", "target.revision=v2"])
+    assert cfg.initialisation.draft == "them/draft@v2"
+    assert compose([*over, "data.path=x"]).initialisation.draft == "them/draft"
 
 
 # through the commands

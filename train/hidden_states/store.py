@@ -171,6 +171,9 @@ class HiddenStateStore:
             bits=cfg.bits if needs.layers else None,
             uncut=sampler.truncates,
         )
+        smaller = [] if cfg.bits else ["hidden_states.bits=8"]
+        smaller += [] if cfg.mode == "none" else ["hidden_states.mode=online"]
+        self._instead = " or ".join([*smaller, "another hidden_states.root"])
         origin = json.dumps(asdict(self.kind)).encode()
         self.key = hashlib.blake2b(origin, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
@@ -293,7 +296,7 @@ class HiddenStateStore:
             short <= 0,
             f"the hidden-state cache needs {in_megabytes(self.kind.bytes(tokens))} more, and the "
             f"disk of {self.folder} is {in_megabytes(short)} short of that: give "
-            "hidden_states.bits=8, hidden_states.mode=online, or another hidden_states.root",
+            f"{self._instead}",
         )
         if not (described := self.folder / "meta.json").exists():
             write_json(described, asdict(self.kind))
@@ -318,8 +321,7 @@ class HiddenStateStore:
         if short > 0:
             tell(
                 f"the disk of {self.folder} may become full: it is {in_megabytes(short)} short if "
-                "every response is as long as responses.max_new_tokens; give hidden_states.bits=8, "
-                "hidden_states.mode=online, or another hidden_states.root"
+                f"every response is as long as responses.max_new_tokens; give {self._instead}"
             )
 
     def add_documents(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
