@@ -129,7 +129,9 @@ def curve(path: Path) -> Curve | None:
     if not train:
         return None
     depth = len(train[0][2])
-    train, held_out = ([p for p in side if len(p[2]) == depth] for side in (train, held_out))
+    train = [p for p in train if len(p[2]) == depth]
+    depth = depth or len(held_out[0][2] if held_out else [])  # on text alone, training has no α
+    held_out = [p for p in held_out if len(p[2]) == depth]
     return Curve(
         [step for step, _, _ in train],
         [loss for _, loss, _ in train],
@@ -145,6 +147,8 @@ def _point(record: dict[str, Any], side: str) -> tuple[int, float, list[float]] 
     try:
         figures = record[side]
         loss = float(figures["loss"][0]) if side == "train" else 0.0
+        if side == "train" and "text_probability" in figures:  # on text, without the target
+            return int(record["step"]), loss, []
         sampled = (figures if side == "train" else figures["by_depth"])["sampled"]
         return int(record["step"]), loss, [float(alpha) for alpha in sampled]
     except (KeyError, IndexError, TypeError, ValueError, OverflowError):

@@ -282,7 +282,7 @@ class Curve:
 
     steps: list[int]
     loss: list[float]  # at depth 0
-    sampled: list[list[float]]  # α by step and depth
+    sampled: list[list[float]]  # α by step and depth; no depths in training on text alone
     held_out_steps: list[int]
     held_out_sampled: list[list[float]]
 

@@ -198,20 +198,27 @@ def curves(path: Path, panels: Sequence[Panel], columns: int = 4) -> None:
 
 
 def training(path: Path, curve: Curve) -> None:
-    """Loss, and α by depth on training and held-out text, over steps."""
-    shades, depths = plt.get_cmap("viridis"), len(curve.sampled[0])
-    with _axes(path, (5.2, 4.1), 2, min(depths, 8)) as (left, right):
+    """Loss, and α by depth on training and held-out text, over steps. Training on text alone has no
+    α, and then a plot without held-out text has the loss alone."""
+    shades, trained = plt.get_cmap("viridis"), len(curve.sampled[0])
+    depths = trained or len(curve.held_out_sampled[0] if curve.held_out_sampled else [])
+    with _axes(path, (5.2, 4.1), 2 if depths else 1, min(depths, 8)) as (left, *others):
         left.plot(curve.steps, curve.loss, color=GREY, linewidth=0.8, alpha=0.6)
         left.plot(curve.steps, smoothed(curve.loss), color=BLUE)
         left.set(title="Loss at depth 0", xlabel="step")
-        for k in range(depths):
-            colour = shades(0.1 + 0.8 * k / max(1, depths - 1))
-            smooth = smoothed([alpha[k] for alpha in curve.sampled])
-            right.plot(curve.steps, smooth, color=colour, alpha=0.7, label=f"depth {k}")
-            held_out = [alpha[k] for alpha in curve.held_out_sampled]
-            right.plot(curve.held_out_steps, held_out, "o", color=colour, markersize=5)
-        right.set(title="Sampled α: training (lines), held out (dots)", xlabel="step")
-        right.set_ylim(0, None)
+        for right in others:
+            for k in range(depths):
+                style: dict[str, Any] = {"color": shades(0.1 + 0.8 * k / max(1, depths - 1))}
+                if trained:
+                    smooth = smoothed([alpha[k] for alpha in curve.sampled])
+                    right.plot(curve.steps, smooth, alpha=0.7, label=f"depth {k}", **style)
+                held_out = [alpha[k] for alpha in curve.held_out_sampled]
+                if not trained:
+                    style["label"] = f"depth {k}"
+                right.plot(curve.held_out_steps, held_out, "o", markersize=5, **style)
+            both = "Sampled α: training (lines), held out (dots)"
+            right.set(title=both if trained else "Sampled α of held-out text", xlabel="step")
+            right.set(xlim=left.get_xlim(), ylim=(0, 1.05 * max(right.dataLim.y1, 0.01)))
 
 
 def write_filled_devices(

@@ -6,7 +6,7 @@ Run alone: python -m pytest tests/train/test_text_alone.py                      
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from specdec.files import write_json
 from specdec.forcing.batch import Batch
 from specdec.forcing.teacher import TeacherForcing
 from specdec.measure.results import Results
+from specdec.report import plots
 from specdec.targets.target import Target
 from tests.runs import draft, require_learning
 from tests.runs import require_same_run as same_as
@@ -124,6 +125,20 @@ def test_a_normal_run_continues_from_the_draft(
     card = json.loads((tmp_path / "head" / "best" / "drafter.json").read_text())
     assert card["config"]["initialisation"] == "target"  # hence fc learns at the full rate
     assert "sampled" in losses(tmp_path / "head")[0][1]
+
+
+@pytest.mark.usefixtures("pictures")
+def test_the_report_shows_the_loss_and_held_out_alpha(tiny: Tiny, tmp_path: Path) -> None:
+    tiny.job(tmp_path / "run", "eagle3", *ALONE, "drafter.initialisation=random")
+    found = Results.load(tmp_path / "run" / "report")
+    assert found.training is not None
+    shown = found.training.curve
+    assert shown is not None
+    assert len(shown.loss) == len(shown.steps) > 5 and shown.sampled[0] == []
+    assert shown.held_out_steps and len(shown.held_out_sampled[0]) == 2
+    assert (tmp_path / "run" / "report" / "training.png").stat().st_size > 10_000
+    plots.training(tmp_path / "loss.png", replace(shown, held_out_steps=[], held_out_sampled=[]))
+    assert (tmp_path / "loss.png").stat().st_size > 5_000
 
 
 def test_a_run_resumes_bit_for_bit(tiny: Tiny, tmp_path: Path, training_alone: None) -> None:
