@@ -67,6 +67,21 @@ def is_foreign(named: Path | str) -> bool:
     return bool(HUB_NAME.fullmatch(str(named))) and not folder.parent.is_dir()
 
 
+def is_draft_alone(folder: Path) -> bool:
+    """Whether a folder holds a draft in a public layout, and not a target that has a module of its
+    own. False for files that cannot be read."""
+    try:
+        files = ForeignFiles.opened(folder, native_layout.own_tensors)
+    except UserError:
+        return False
+    config = ForeignConfig(folder / CONFIG, files.config)
+    return any(
+        layout.recognises(config, files.tensors.keys())
+        for layout in IMPORTS.values()
+        if not layout.in_target
+    )
+
+
 @dataclass(frozen=True)
 class ForeignDraft:
     """A draft in a public layout; its weights are not read yet. `names` maps the names of its

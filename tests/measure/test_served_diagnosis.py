@@ -53,6 +53,7 @@ from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests import engine as fake_engine
 from tests.engine import FakeEngine
+from tests.public_drafts import PUBLIC, write_public
 from tests.tiny import (
     LAYERS,
     TEMPLATE,
@@ -590,6 +591,18 @@ def test_suspects_of_any_kind_are_tried_or_told(
     out, code = check(case.export, serve(case.export, other), "--suspect", *more[-2:], other.name)
     assert (named_in(out), code) == ("another target", 1), out
     assert f"tokens are those of {other.name}" in out
+
+
+def test_a_draft_in_a_public_layout_is_a_suspected_draft(
+    case: Case, serve: Served, check: Any, tmp_path: Path
+) -> None:
+    """Not a target. Untrained, it accepts nothing, as with some other faults."""
+    theirs = write_public(tmp_path / "theirs", PUBLIC["SpecForge"](case.target))
+    other = draft_checkpoint.load_draft(theirs, case.target)
+    out, code = check(case.export, serve(other), "--suspect", str(theirs))
+    assert "another draft" in named_in(out) and code == 1, out
+    assert f"the server drafts with {theirs}: this gives the server's counts exactly" in out
+    assert "is not tried" not in out
 
 
 def test_a_file_for_llama_cpp_is_a_suspected_draft(
