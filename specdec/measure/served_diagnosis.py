@@ -1,22 +1,20 @@
-"""Which hypothesis explains what a server accepted, where it is not what a reference promises.
+"""Finds the hypothesis that explains why a server accepts other tokens than a reference promises.
 
 First the text: if the server's tokens are not those of the target, no draft can be judged by them.
 Then the draft: each `ChangedDraft` of hypotheses.py predicts how many tokens are accepted at each
-position of each response, and its *misfit* is by how many the server's counts differ from that,
-summed up. The rule:
+position of each response. Its *misfit* is the sum of the differences from the server's counts. Let
+m be the misfit of the draft as exported, and n the number of tokens that the server accepted. The
+first rule that applies decides:
 
-1. The hypothesis with the least misfit is named if that is at most half the misfit of the draft as
-   it was exported, and at most `SHARE` of that misfit or of the accepted tokens; but none is named
-   if that draft misfits by `FEW` tokens, or by `SHARE_FEW` of the accepted ones, or less: among so
-   many hypotheses, one gives such counts by chance.
-2. If none is, and the server's tokens are those of a target in bfloat16 rather than float32, it is
-   the dtype if the draft as it was exported misfits by at most `SHARE_16`, in either dtype.
-3. If none is, and the draft as it was exported misfits by at most `SHARE`, or by as little as in 1,
-   it is rounding.
-4. Else none of the hypotheses explains it.
+1. m is above `FEW` and above `SHARE_FEW` n, and the least misfit is at most m / 2 and at most
+   `SHARE` of the larger of m and n: that hypothesis. Below, one of so many would fit by chance.
+2. The server's tokens are those of the target in bfloat16 and not in float32, and m, or the misfit
+   in bfloat16, is at most `SHARE_16` n: the dtype.
+3. m is at most `FEW`, or at most `SHARE` n: rounding.
+4. Else no hypothesis explains it.
 
-If the draft as it was exported is not known, nothing says how far the server is from it: then the
-differences of the export's files are named, and whether they explain the counts.
+Where the draft as exported is not known, there is no m. Then the differences of the export's files
+are named, with the misfit that they leave.
 
 Hypotheses with the same misfit cannot be told apart by these prompts, and all of them are named.
 """
