@@ -344,9 +344,9 @@ def test_vllm_accepts_as_much_in_bfloat16(
     runs: Runs, asked: list[list[int]], servers: Any, tmp_path: Path
 ) -> None:
     """Near-ties flip and the texts part, so τ is compared over what both wrote. A near-tie of the
-    draft moves τ, too, by up to γ tokens in one of some 40 speculation steps: within 15 %. A draft
-    that reads a wrong state or position loses most of its acceptance. Three prompts, as a CPU
-    without native bfloat16 takes half a minute for each."""
+    draft moves τ, too, by up to γ tokens in one of some 40 speculation steps: accepted tokens a
+    step are within 25 %. A draft that reads a wrong state or position loses most of them. Three
+    prompts, as a CPU without native bfloat16 takes half a minute for each."""
     from benches.engine import on_shared_text
     from benches.turns import tau
 
@@ -364,8 +364,8 @@ def test_vllm_accepts_as_much_in_bfloat16(
     ]
     ours, theirs = zip(*shared, strict=True)
     assert sum(len(a.ids) for a in ours) > NEW  # of the three responses
-    assert float(tau(theirs)) == pytest.approx(float(tau(ours)), rel=0.15)
-    assert float(tau(ours)) > 1.3  # or 15 % would be all of it
+    assert float(tau(ours)) > 1.5
+    assert float(tau(theirs)) - 1 == pytest.approx(float(tau(ours)) - 1, rel=0.25)
 
 
 @contextmanager

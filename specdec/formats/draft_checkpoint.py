@@ -320,7 +320,7 @@ def card_of_foreign(folder: Path | str) -> Card:
     target, too, and are not in it. Raises UserError as `draft_import.foreign_draft` does."""
     foreign = draft_import.foreign_draft(folder)
     rows = foreign.files.config.get("vocab_size")
-    theirs = TargetOf(foreign.target_name, None, "", rows if isinstance(rows, int) else 0)
+    theirs = TargetOf(*foreign.of_target, "", rows if isinstance(rows, int) else 0)
     notes = {"run": f"imported from {folder}"}  # of no run that may be beside it
     return Card(FORMAT, foreign.family, foreign.settings, None, theirs, notes)
 

@@ -30,7 +30,7 @@ from specdec.formats import (
     peagle_layout,
 )
 from specdec.formats.foreign_config import ForeignConfig
-from specdec.formats.foreign_files import CONFIG, FLOATS, HUB_NAME, KINDS, ForeignFiles
+from specdec.formats.foreign_files import CONFIG, FLOATS, KINDS, ForeignFiles, HubName
 from specdec.formats.import_layout import (
     INSIDE,
     OFFSETS,
@@ -64,22 +64,18 @@ def is_foreign(named: Path | str) -> bool:
     folder = Path(named)
     if folder.exists():
         return folder.is_dir() and (folder / CONFIG).exists()
-    return bool(HUB_NAME.fullmatch(str(named))) and not folder.parent.is_dir()
+    return HubName.parsed(named) is not None
 
 
-def is_draft_alone(folder: Path) -> bool:
-    """Whether a folder holds a draft in a public layout, and not a target that has a module of its
-    own. False for files that cannot be read."""
+def is_draft_alone(named: Path | str) -> bool:
+    """Whether this is a draft in a public layout, by its folder or hub name, and not a target that
+    has a module of its own. False for files that cannot be read."""
+    if not is_foreign(named):
+        return False
     try:
-        files = ForeignFiles.opened(folder, native_layout.own_tensors)
+        return not foreign_draft(named).layout.in_target
     except UserError:
         return False
-    config = ForeignConfig(folder / CONFIG, files.config)
-    return any(
-        layout.recognises(config, files.tensors.keys())
-        for layout in IMPORTS.values()
-        if not layout.in_target
-    )
 
 
 @dataclass(frozen=True)
@@ -99,16 +95,16 @@ class ForeignDraft:
         return IMPORTS[self.family, self.layout_name]
 
     @property
-    def target_name(self) -> str:
-        """The name of its target, if the files say it."""
+    def of_target(self) -> tuple[str, str | None]:
+        """Name and revision of its target, if the files say it."""
         config = self.files.config
         if self.layout.in_target:
-            return self.named
+            return HubName.parsed(self.named) or (self.named, None)
         of_engine = config.get("speculators_config")
         verifier = of_engine.get("verifier") if isinstance(of_engine, dict) else None
         named = verifier.get("name_or_path") if isinstance(verifier, dict) else None
         name = named or config.get("base_model_name_or_path")
-        return name if isinstance(name, str) else ""
+        return name if isinstance(name, str) else "", None
 
     def drafter(self, target: TargetParts) -> Drafter:
         """The drafter with its weights in float32, on the CPU and not attached to its target.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import hf_hub_download
@@ -30,12 +30,28 @@ INDEX = "model.safetensors.index.json"
 SAFETENSORS = ("model.safetensors", INDEX, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
 AGAIN = "copy or download it again"
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")  # with a branch, tag or commit
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@(\S+))?")
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 KINDS = FLOATS | {"I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool}
 LARGEST_HEADER = 32 * 2**20  # bytes of a safetensors file's header
 LARGEST_PICKLE = 16 * 2**20  # bytes of a pickle without its numbers
 MOST_TENSORS = 100_000
+
+
+class HubName(NamedTuple):
+    """A draft on a hub, given as `ORGANISATION/NAME` or `ORGANISATION/NAME@REVISION`. `revision` is
+    a branch, tag or commit; None: the default branch."""
+
+    name: str
+    revision: str | None
+
+    @classmethod
+    def parsed(cls, named: str | Path) -> "HubName | None":
+        """None for what is no name on a hub. A path in an existing folder is none."""
+        found = HUB_NAME.fullmatch(str(named))
+        if found is None or Path(found[1]).parent.is_dir():
+            return None
+        return cls(found[1], found[2])
 
 
 @dataclass(frozen=True)
@@ -97,29 +113,30 @@ class ForeignFiles:
 
 
 def local_folder(named: str | Path) -> Path:
-    """The folder of a draft, after a download if it is named as on a hub: `ORGANISATION/NAME`, or
-    `ORGANISATION/NAME@REVISION`. Raises UserError if there is none."""
-    folder, on_hub = Path(named), HUB_NAME.fullmatch(str(named))
+    """The folder of a draft, after a download if it is named as on a hub. Raises UserError if there
+    is none."""
+    folder, on_hub = Path(named), HubName.parsed(named)
     if folder.is_dir() or on_hub is None:
         require(folder.is_dir(), f"{named}: there is no such folder")
         return folder
-    require_on_hub("draft", on_hub[1])
+    require_on_hub("draft", on_hub.name)
     try:
-        return _downloaded(on_hub[1], on_hub[2])
+        return _downloaded(on_hub)
     except UserError:
         raise
     except Exception as error:  # of the hub, of its cache or of the connection
         raise UserError(
             f"{named}: there is no such folder, and no such draft could be loaded from the hub "
-            f"({first_line(error)}): check the name, or give a folder"
+            f"({first_line(error)}): check name and revision, or give a folder"
         ) from error
 
 
 @cache
-def _downloaded(name: str, revision: str | None) -> Path:
+def _downloaded(on_hub: HubName) -> Path:
     """The folder in the hub's cache with the config of a draft and its weights in one format, which
     are downloaded once in a process. The repository may hold them in several formats, and more."""
-    config = Path(hf_hub_download(name, CONFIG, revision=revision))
+    name = on_hub.name
+    config = Path(hf_hub_download(name, CONFIG, revision=on_hub.revision))
     folder = config.parent  # it is named after the commit, so that all files are of one
     for weights in (*SAFETENSORS, *PICKLES):
         path = file_of_model(name, weights, revision=folder.name)

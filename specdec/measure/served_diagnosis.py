@@ -7,7 +7,8 @@ m be the misfit of the draft as exported, and n the number of tokens that the se
 first rule that applies decides:
 
 1. m is above `FEW` and above `SHARE_FEW` n, and the least misfit is at most m / 2 and at most
-   `SHARE` of the larger of m and n: that hypothesis. Below, one of so many would fit by chance.
+   `SHARE` of the larger of m and n: that hypothesis, unless it is one of several that fit as well
+   and rule 2 applies. Below, one of so many would fit by chance.
 2. The server's tokens are those of the target in bfloat16 and not in float32, and m, or the misfit
    in bfloat16, is at most `SHARE_16` n: the dtype.
 3. m is at most `FEW`, or at most `SHARE` n: rounding.
@@ -76,12 +77,13 @@ def diagnosed(
         return _of_changes(tried, accepted)
     unchanged = here.misfit(here.unchanged)
     diagnosis = named(tried, unchanged, accepted)
-    unnamed = diagnosis.culprits in ([NONE], [ROUNDED])
-    misfit = min([unchanged, *(one.misfit for one in tried if one.culprit == "dtype")])
+    unnamed = diagnosis.culprits in ([NONE], [ROUNDED]) or "dtype" in diagnosis.culprits
+    in_bfloat16 = [(one.misfit, "bfloat16") for one in tried if one.culprit == "dtype"]
+    misfit, dtype = min([(unchanged, "float32"), *in_bfloat16])
     if unnamed and _in_16_bits(here) and misfit <= SHARE_16 * accepted:
         why = (
-            "the server's tokens are those of a target in bfloat16; the draft as exported gives "
-            f"its {accepted} accepted tokens but for {misfit}, in float32 or in bfloat16"
+            "the server's tokens are those of a target in bfloat16; the draft as exported, in "
+            f"{dtype}, gives its {accepted} accepted tokens but for {misfit}"
         )
         return replace(diagnosis, culprits=["dtype"], why=why)
     return diagnosis

@@ -218,7 +218,11 @@ def training(path: Path, curve: Curve) -> None:
                 right.plot(curve.held_out_steps, held_out, "o", markersize=5, **style)
             both = "Sampled α: training (lines), held out (dots)"
             right.set(title=both if trained else "Sampled α of held-out text", xlabel="step")
-            right.set(xlim=left.get_xlim(), ylim=(0, 1.05 * max(right.dataLim.y1, 0.01)))
+            right.set_ylim(0, 1.05 * max(right.dataLim.y1, 0.01))
+            steps = [*curve.steps, *curve.held_out_steps]
+            margin = max(0.05 * (max(steps) - min(steps)), 0.5)
+            for ax in (left, right):  # held-out steps may lie outside the logged ones
+                ax.set_xlim(min(steps) - margin, max(steps) + margin)
 
 
 def write_filled_devices(

@@ -5,8 +5,10 @@ Run alone: python -m pytest tests/formats/test_import.py
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,13 @@ from specdec.decoding.way import Way
 from specdec.drafters.base import Drafter
 from specdec.drafters.dspark import DSpark
 from specdec.errors import UserError
-from specdec.formats import draft_checkpoint, draft_export, draft_import, export_check
+from specdec.formats import (
+    draft_checkpoint,
+    draft_export,
+    draft_import,
+    export_check,
+    foreign_files,
+)
 from specdec.formats.layout import CONFIG, MARK
 from specdec.formats.reference_networks import REFERENCE_NETWORKS, CheckText
 from specdec.measure.export_differences import state_of_export
@@ -30,7 +38,7 @@ from specdec.targets.loading import load_target
 from specdec.targets.target import Target
 from specdec.targets.target_config import TargetConfig
 from tests.drafters.families import make_target
-from tests.processes import process
+from tests.processes import process, script_module
 from tests.public_drafts import PUBLIC, Files, write_public
 from tests.tiny import Tiny, compose, train
 from train.export_reference import add_reference
@@ -265,8 +273,11 @@ def test_a_draft_that_llama_cpp_runs_otherwise_is_rejected(
 
 
 @pytest.fixture
-def on_hub(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Files]:
+def on_hub(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, Files]]:
     """Two revisions of a draft in the hub's cache, without a connection."""
+    foreign_files._downloaded.cache_clear()
     repository, commits = tmp_path / "models--them--draft", {"main": "a" * 40, "v2": "b" * 40}
     made = {}
     for (name, commit), seed in zip(commits.items(), (0, 1), strict=True):
@@ -277,7 +288,8 @@ def on_hub(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
         (repository / "refs" / name).write_text(commit)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return made
+    yield made
+    foreign_files._downloaded.cache_clear()
 
 
 def test_a_draft_of_the_hub_is_read_at_its_revision(target: Target, on_hub: Any) -> None:
@@ -294,6 +306,38 @@ def test_the_own_module_of_a_target_is_read_at_the_revision_of_the_target(on_hub
     cfg = compose([*over, "data.path=x", "target.revision=v2"])
     assert cfg.initialisation.draft == "them/draft@v2"
     assert compose([*over, "data.path=x"]).initialisation.draft == "them/draft"
+
+
+def test_a_module_of_a_checkpoint_on_a_hub_names_its_target_at_that_revision() -> None:
+    files: Any = SimpleNamespace(config={})
+    for named, expected in (
+        ("them/model@refs/pr/1", ("them/model", "refs/pr/1")),
+        ("them/model", ("them/model", None)),
+        ("/models/them", ("/models/them", None)),
+    ):
+        module = draft_import.ForeignDraft(named, files, "mtp", "deepseek", {}, {})
+        assert module.of_target == expected
+
+
+def test_a_local_file_is_never_asked_for_on_a_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "base.gguf").write_bytes(b"GGUF")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(foreign_files, "_downloaded", lambda on_hub: pytest.fail(str(on_hub)))
+    assert not draft_import.is_draft_alone(Path("models/base.gguf"))
+    assert not draft_import.is_foreign(Path("models/typo"))
+    with pytest.raises(UserError, match="models/typo@x/best: there is no such folder"):
+        foreign_files.local_folder("models/typo@x/best")
+
+
+def test_reports_on_drafts_of_a_hub_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    evaluate = script_module("evaluate", monkeypatch)
+    for named, folder in (("them/a", "a"), ("them/a@v2", "a-v2"), ("them/a@refs/1", "a-refs-1")):
+        assert evaluate.out_of_foreign(Path(named)) == Path(f"runs/imported-{folder}")
 
 
 # through the commands

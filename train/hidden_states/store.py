@@ -171,9 +171,11 @@ class HiddenStateStore:
             bits=cfg.bits if needs.layers else None,
             uncut=sampler.truncates,
         )
-        smaller = [] if cfg.bits else ["hidden_states.bits=8"]
-        smaller += [] if cfg.mode == "none" else ["hidden_states.mode=online"]
-        self._instead = " or ".join([*smaller, "another hidden_states.root"])
+        apart = cfg.mode != "offline" or cfg.engines or cfg.shard is not None  # none goes online
+        ways = ["hidden_states.bits=8"] if needs.layers and not cfg.bits else []
+        ways += [] if apart else ["hidden_states.mode=online"]
+        ways += [f"another hidden_states.{'path' if cfg.path else 'root'}"]
+        self._instead = " or ".join(ways)
         origin = json.dumps(asdict(self.kind)).encode()
         self.key = hashlib.blake2b(origin, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
