@@ -1,7 +1,7 @@
 """The matrix of targets: a dozen architectures, one of each kind, go through what a user does with
 them; and the matrix itself tells a crash, a hang and a fault from a refusal.
 
-Run alone: python -m pytest tests/scripts/test_targets.py (under 90 s on 2 cores)
+Run alone: python -m pytest tests/scripts/test_targets.py (under 2 minutes on 2 cores)
 """
 
 import os
@@ -78,8 +78,15 @@ def outcomes(name: str, runs: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_architecture_is_decoded_trained_for_and_exported_or_refused(
     name: str, runs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = outcomes(name, runs, tmp_path, monkeypatch)
-    assert {o.step for o in found} == {"load", "decode", *runs}
+    """All drafters for Llama; for the others those that are refused, and a third of the rest."""
+    place = list(REFUSED).index(name)
+    chosen = {
+        step: overrides
+        for number, (step, overrides) in enumerate(runs.items())
+        if name == "llama" or step in REFUSED[name] or (number + place) % 3 == 0
+    }
+    found = outcomes(name, chosen, tmp_path, monkeypatch)
+    assert {o.step for o in found} == {"load", "decode", *chosen}
     assert [o for o in found if o.state not in ("ok", "refused")] == []
     assert {o.step for o in found if o.state == "refused"} == REFUSED[name]
 
