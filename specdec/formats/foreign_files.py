@@ -48,10 +48,10 @@ class HubName(NamedTuple):
     @classmethod
     def parsed(cls, named: str | Path) -> "HubName | None":
         """None for what is no name on a hub. A path in an existing folder is none."""
-        found = HUB_NAME.fullmatch(str(named))
-        if found is None or Path(found[1]).parent.is_dir():
+        parts = HUB_NAME.fullmatch(str(named))
+        if parts is None or Path(parts[1]).parent.is_dir():
             return None
-        return cls(found[1], found[2])
+        return cls(parts[1], parts[2])
 
 
 @dataclass(frozen=True)
