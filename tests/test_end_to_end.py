@@ -82,7 +82,7 @@ OVERRIDES = {
     "mtp": FROM_CLOSED_FORM,
     "medusa": FROM_NOTHING,
     "peagle": FROM_NOTHING,
-    "dflash": [*FROM_NOTHING, "drafter.depth=3", "drafter.num_layers=2"],
+    "dflash": ["optim.lr=2e-3", "loop.epochs=50", "drafter.depth=3", "drafter.num_layers=2"],
     "lm": ["optim.lr=3e-4", "loop.epochs=6", "drafter.layers=[0,1,2,3,26,27,28,29]"],
 }
 SERVED_BY_LLAMA_CPP = {  # methods whose drafts only the tests of llama.cpp train
@@ -289,7 +289,7 @@ def test_a_run_leaves_report_export_and_metrics(runs: Runs) -> None:
 @pytest.mark.parametrize("name", [n for n, given in OVERRIDES.items() if FROM_NOTHING[0] in given])
 def test_alpha_rises_on_texts_that_are_read_again(runs: Runs, name: str) -> None:
     """Drafts that begin at nothing learn a few texts by heart. In trials α (sampled, depth 0) rose
-    from .00 to .18 for dflash and from .04 to .42 for medusa."""
+    from .00 to .17 for dflash and from .03 to .33 for medusa."""
     sampled = [train["sampled"][0] for _, train in losses(runs(name))]
     assert sum(sampled[-3:]) / 3 > sampled[0] + 0.08
 
