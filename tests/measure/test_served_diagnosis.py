@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,12 +37,11 @@ from specdec.formats import draft_checkpoint, draft_export
 from specdec.formats.exported_network import ExportedNetwork
 from specdec.formats.layout import CONFIG, WEIGHTS
 from specdec.formats.reference_networks import DFlashLayers
-from specdec.measure import served, served_diagnosis
+from specdec.measure import served
 from specdec.measure.export_differences import state_of_export
 from specdec.measure.hypotheses import accepted_along
 from specdec.measure.reference import FILE, Reference, ReferenceResponse
 from specdec.measure.reference_replay import AcceptedRange
-from specdec.measure.served_diagnosis import ROUNDED, Explanation, named
 from specdec.runtime.cpu import machine_probes
 from specdec.runtime.cpu.machine_probes import DtypeChoice
 from specdec.sampling.trees import Chain
@@ -441,39 +439,6 @@ def named_in(out: str) -> str:
     return match[1] if match else line
 
 
-@pytest.mark.parametrize(
-    ("unchanged", "in_bfloat16", "other", "culprits"),
-    [
-        (1, 1, 1, ["dtype"]),  # of too few tokens to name another cause
-        (30, 10, 25, ["dtype"]),
-        (10, 30, 25, ["dtype"]),
-        (60, 2, 2, ["dtype"]),  # fits as well as another cause
-        (60, 20, 2, ["other"]),  # which explains more
-        (60, 25, 25, ["none"]),
-    ],
-)
-def test_the_dtype_is_named_by_the_better_of_its_misfits(
-    monkeypatch: pytest.MonkeyPatch,
-    unchanged: int,
-    in_bfloat16: int,
-    other: int,
-    culprits: list[str],
-) -> None:
-    """Of a server whose tokens are those of a target in bfloat16, with 100 accepted tokens."""
-    misfits = {"as exported": unchanged, "dtype": in_bfloat16, "other": other}
-    made = [SimpleNamespace(culprit=x, change=x) for x in ("dtype", "other")]
-    monkeypatch.setattr(served_diagnosis, "HYPOTHESES", {"all": lambda here: made})
-    monkeypatch.setattr(served_diagnosis, "_other_target", lambda here: None)
-    here: Any = SimpleNamespace(
-        target=SimpleNamespace(dtype=torch.float32),
-        gaps=lambda target: [0.05],
-        misfit=lambda change: misfits[change.culprit],
-        unchanged=SimpleNamespace(culprit="as exported"),
-        responses=[SimpleNamespace(accepted_in_all=100)],
-    )
-    assert served_diagnosis.diagnosed(here).culprits == culprits
-
-
 # Faults in the export itself
 
 
@@ -717,13 +682,3 @@ def test_mistakes_are_told(case: Case, serve: Served, check: Any) -> None:
     with pytest.raises(AssertionError, match="error: --engine=nowhere: give an engine's address"):
         engine.url = "nowhere"
         check(case.export, engine)
-
-
-@pytest.mark.parametrize(
-    ("unchanged", "accepted", "culprit"),
-    [(1, 60, ROUNDED), (2, 20, ROUNDED), (3, 60, "RoPE"), (3, 300, ROUNDED), (4, 300, "RoPE")],
-)
-def test_few_tokens_name_no_culprit(unchanged: int, accepted: int, culprit: str) -> None:
-    """One of many hypotheses gives counts that differ by one or two tokens by chance."""
-    tried = [Explanation("RoPE", "another theta", 0), Explanation("layer ids", "off by one", 9)]
-    assert named(tried, unchanged, accepted).culprits == [culprit]

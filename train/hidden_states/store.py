@@ -171,11 +171,11 @@ class HiddenStateStore:
             bits=cfg.bits if needs.layers else None,
             uncut=sampler.truncates,
         )
-        apart = cfg.mode != "offline" or cfg.engines or cfg.shard is not None  # none goes online
+        may_be_online = cfg.mode == "offline" and not cfg.engines and cfg.shard is None
         ways = ["hidden_states.bits=8"] if needs.layers and not cfg.bits else []
-        ways += [] if apart else ["hidden_states.mode=online"]
+        ways += ["hidden_states.mode=online"] if may_be_online else []
         ways += [f"another hidden_states.{'path' if cfg.path else 'root'}"]
-        self._instead = " or ".join(ways)
+        self._remedies = " or ".join(ways)
         origin = json.dumps(asdict(self.kind)).encode()
         self.key = hashlib.blake2b(origin, digest_size=8).hexdigest()
         self.folder = Path(cfg.path) if cfg.path else Path(cfg.root) / self.key
@@ -298,7 +298,7 @@ class HiddenStateStore:
             short <= 0,
             f"the hidden-state cache needs {in_megabytes(self.kind.bytes(tokens))} more, and the "
             f"disk of {self.folder} is {in_megabytes(short)} short of that: give "
-            f"{self._instead}",
+            f"{self._remedies}",
         )
         if not (described := self.folder / "meta.json").exists():
             write_json(described, asdict(self.kind))
@@ -323,7 +323,7 @@ class HiddenStateStore:
         if short > 0:
             tell(
                 f"the disk of {self.folder} may become full: it is {in_megabytes(short)} short if "
-                f"every response is as long as responses.max_new_tokens; give {self._instead}"
+                f"every response is as long as responses.max_new_tokens; give {self._remedies}"
             )
 
     def add_documents(self, by_name: Mapping[str, HiddenStateTensors]) -> None:
