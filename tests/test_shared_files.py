@@ -313,7 +313,7 @@ def test_the_room_for_hidden_states_of_responses_is_announced_and_checked(
 
     assert "may become full" not in prepared(most)
     assert "may become full" in prepared(most - 1)
-    with pytest.raises(UserError, match=r"hidden_states\.root"):
+    with pytest.raises(UserError, match=r"hidden_states\.path$"):
         prepared(least - 1)
 
 

@@ -109,7 +109,8 @@ def test_a_normal_run_continues_from_the_draft(
     start = "drafter.initialisation=target"
     tiny.job(tmp_path / "pre", "eagle3", *raw, *ALONE, start, *short)
     report = Results.load(tmp_path / "pre" / "report")
-    assert report.training is not None and report.training.curve is None
+    assert report.training is not None and report.training.curve is not None
+    assert report.training.curve.sampled[0] == []
     assert report.training.trained_on.endswith("the target was not run in training")
     first, best = report.asked[0], tmp_path / "pre" / "best"
     assert first.identical == report.prompts > 0
