@@ -1,6 +1,8 @@
 """The section on theory: the papers' formulas, applied to the measured figures of a run."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import exp, hypot, log
 
 from specdec.measure.results import Measured, Results
 from specdec.report.markdown import by_temperature, claimed, table
@@ -22,10 +24,23 @@ def milliseconds(seconds: Interval) -> str:
 
 
 def foreseen_speedup(at: Measured) -> Interval:
-    """τ / (γc + v): the measured τ over the expected cost of a speculation step."""
+    """τ / (γc + v): the measured τ over the expected cost of a speculation step. The interval has
+    the errors of both, which are independent (the delta method on logarithms); c and v are taken to
+    err together, as both are divided by the seconds of a vanilla step. No interval if τ or v has
+    none."""
+    c, v = at.costs.c, at.costs.v
     share = at.drafted_per_step.value / at.way.gamma if at.way.chain else 1.0
-    cost = leviathan.step_cost(at.way.gamma, at.costs.c.value, at.costs.v.value, share)
-    return through(at.tau, lambda tau: tau / cost)
+
+    def cost(c: float, v: float) -> float:
+        return leviathan.step_cost(at.way.gamma, c, v, share)
+
+    costs = Interval(cost(c.value, v.value), cost(c.low, v.low), cost(c.high, v.high), v.n)
+    foreseen = through(at.tau, lambda tau: tau / costs.value)
+    if not (at.tau.claims and v.claims):
+        return foreseen.without_interval()
+    below = hypot(log(at.tau.value / at.tau.low), log(costs.high / costs.value))
+    above = hypot(log(at.tau.high / at.tau.value), log(costs.value / costs.low))
+    return replace(foreseen, low=foreseen.value * exp(-below), high=foreseen.value * exp(above))
 
 
 def of_pass(results: Results, tokens: int, seconds: Interval) -> list[str]:

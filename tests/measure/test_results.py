@@ -4,6 +4,7 @@ Run alone: python -m pytest tests/measure/test_results.py
 """
 
 import io
+import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from specdec.measure.results import (
 )
 from specdec.progress import Terminal
 from specdec.report import report, report_page
+from specdec.report.theory import foreseen_speedup
 from specdec.theory.intervals import Interval
 from specdec.theory.oracle import Oracle
 from train.tracked_run import main_figures
@@ -145,6 +147,30 @@ def terminal(one: Results) -> str:
     out = io.StringIO()
     report.show(one, Terminal(file=out, width=100))
     return out.getvalue()
+
+
+def test_the_predicted_speedup_is_as_uncertain_as_what_it_comes_from() -> None:
+    """τ / (γc + v): an interval of one factor alone passes through, and those of τ and of the cost
+    add in quadrature on logarithms. It had that of τ alone."""
+    one = temperature(0)
+    exact, c, v = replace(one.costs, c=at(0.07, 1e-9), v=at(1.1, 1e-9)), at(0.07, 0.01), at(1.1)
+    cost = 2 * 0.07 + 1.1
+    of_tau = foreseen_speedup(replace(one, costs=exact))
+    assert (of_tau.low, of_tau.high) == pytest.approx((1.45 / cost, 1.55 / cost))
+    measured = replace(exact, c=c, v=v)
+    of_cost = foreseen_speedup(replace(one, tau=at(1.5, 1e-9), costs=measured))
+    ends = 1.5 / (2 * 0.08 + 1.15), 1.5 / (2 * 0.06 + 1.05)
+    assert (of_cost.low, of_cost.high) == pytest.approx(ends)
+    both = foreseen_speedup(replace(one, costs=measured))
+    assert both.value == of_tau.value == of_cost.value == pytest.approx(1.5 / cost)
+    for end in ("low", "high"):
+        parts = [math.log(getattr(x, end) / both.value) for x in (of_tau, of_cost)]
+        assert abs(math.log(getattr(both, end) / both.value)) == pytest.approx(math.hypot(*parts))
+    for unsure in (
+        replace(one, tau=at(1.5, 0)),
+        replace(one, costs=replace(measured, v=at(1.1, 0))),
+    ):
+        assert not foreseen_speedup(unsure).claims
 
 
 def test_results_are_read_back_as_themselves(tmp_path: Path) -> None:
